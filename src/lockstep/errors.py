@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that lockstep raises.
+
+::
+
+    LockstepError
+    ├── ConfigurationError        ValueError    LS001  an argument or a config that cannot be right
+    ├── WrongTypeError            TypeError     LS002  an argument of the wrong kind
+    ├── NotAvailableError         RuntimeError  LS003  a feature or a package that is not there
+    ├── TrainerClosedError        RuntimeError  LS004  a call after shutdown or after a failure
+    ├── NotEnoughResourcesError   TimeoutError  LS005  the cluster has not got what was asked for
+    ├── CheckpointError           ValueError    LS006  a file that is truncated, foreign, newer ...
+    ├── NotPicklableError         TypeError     LS007  something that cannot travel to a worker
+    ├── WorkerFailedError         RuntimeError  LS008  a user's error that cannot travel back
+    ├── GradientNotReducedError   RuntimeError  LS101  an optimizer is about to use a local gradient
+    ├── UnknownParameterError     RuntimeError  LS102  an optimizer holds what nobody synchronises
+    ├── SparseGradientError       TypeError     LS103  a sparse gradient
+    ├── MixedWeightsError         RuntimeError  LS201  weighted and plain backwards in one window
+    ├── WeightError               ValueError    LS202  a weight that is negative, NaN or infinite
+    ├── ReplicasDifferError       ValueError    LS301  ranks built different models
+    ├── DataOrderError            ValueError    LS501  ranks would read different data plans
+    ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
+    ├── PeerLostError             RuntimeError  LS601  a collective failed: another rank went away
+    └── WorkerDiedError           RuntimeError  LS602  a worker process died
+
+Each derives from the builtin that fits, so that ``except ValueError`` works as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+_LABELS: Final = ("where", "expected", "got", "cause", "fix")
+
+
+class LockstepError(Exception):
+    """The root: what went wrong, and as far as known where, why, and what to type.
+
+    Args:
+        what: one sentence, no full stop needed.
+        where: rank, step, parameter, file.
+        expected: what would have been right.
+        got: what was there instead.
+        cause: the likely reason.
+        fix: what to type.
+    """
+
+    code: ClassVar[str] = "LS000"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        cause: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what = what
+        self.details = dict(
+            zip(_LABELS, (where, expected, got, cause, fix), strict=True)
+        )
+        lines = [f"[{self.code}] {what}"]
+        lines += [f"  {label:<8} {text}" for label, text in self.details.items() if text]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the class with the rendered message as `what`.
+        return _rebuild, (type(self), self.what, self.details), self.__dict__
+
+
+def _rebuild(
+    cls: type[LockstepError], what: str, details: dict[str, str | None]
+) -> LockstepError:
+    return cls(what, **details)
+
+
+class ConfigurationError(LockstepError, ValueError):
+    """An argument or a configuration that cannot be right."""
+
+    code = "LS001"
+
+
+class WrongTypeError(LockstepError, TypeError):
+    """An argument of the wrong kind."""
+
+    code = "LS002"
+
+
+class NotAvailableError(LockstepError, RuntimeError):
+    """A feature that this version has not got, or an optional package that is missing."""
+
+    code = "LS003"
+
+
+class TrainerClosedError(LockstepError, RuntimeError):
+    """A call to a trainer that was shut down, or whose workers ended after a failure."""
+
+    code = "LS004"
+
+
+class NotEnoughResourcesError(LockstepError, TimeoutError):
+    """The cluster has not got, within the start timeout, what the workers need."""
+
+    code = "LS005"
+
+
+class CheckpointError(LockstepError, ValueError):
+    """A checkpoint that is truncated, corrupted, foreign, newer or of another model."""
+
+    code = "LS006"
+
+
+class NotPicklableError(LockstepError, TypeError):
+    """Something that has to travel to a worker process and cannot."""
+
+    code = "LS007"
+
+
+class WorkerFailedError(LockstepError, RuntimeError):
+    """A user's exception in a worker that could not be pickled; the message shows it."""
+
+    code = "LS008"
+
+
+class GradientNotReducedError(LockstepError, RuntimeError):
+    """An optimizer is about to use a gradient that passed no reduction since its last step."""
+
+    code = "LS101"
+
+
+class UnknownParameterError(LockstepError, RuntimeError):
+    """An optimizer holds a parameter with a gradient that nobody synchronises."""
+
+    code = "LS102"
+
+
+class SparseGradientError(LockstepError, TypeError):
+    """A parameter received a sparse gradient, which flat buckets cannot hold."""
+
+    code = "LS103"
+
+
+class MixedWeightsError(LockstepError, RuntimeError):
+    """Weighted and plain backwards in one accumulation window."""
+
+    code = "LS201"
+
+
+class WeightError(LockstepError, ValueError):
+    """A weight that is negative, NaN or infinite, or weights that add up to zero."""
+
+    code = "LS202"
+
+
+class ReplicasDifferError(LockstepError, ValueError):
+    """The ranks built models whose parameters differ in name, shape or dtype."""
+
+    code = "LS301"
+
+
+class DataOrderError(LockstepError, ValueError):
+    """The ranks would read the data by different plans."""
+
+    code = "LS501"
+
+
+class NotShardableError(LockstepError, TypeError):
+    """Data that cannot be shared out so that every sample is seen exactly once."""
+
+    code = "LS502"
+
+
+class PeerLostError(LockstepError, RuntimeError):
+    """A collective failed because another rank went away or did not come."""
+
+    code = "LS601"
+
+
+class WorkerDiedError(LockstepError, RuntimeError):
+    """A worker process died."""
+
+    code = "LS602"
