@@ -62,7 +62,9 @@ class LockstepError(Exception):
             zip(_LABELS, (where, expected, got, cause, fix), strict=True)
         )
         lines = [f"[{self.code}] {what}"]
-        lines += [f"  {label:<8} {text}" for label, text in self.details.items() if text]
+        lines += [
+            f"  {label:<8} {text}" for label, text in self.details.items() if text
+        ]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
