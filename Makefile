@@ -15,7 +15,10 @@ CANDIDATES := $(if $(PY),$(PY),python3 python3.13 python3.12 python3.11 python3.
 # Debian's python3 comes without ensurepip, and then cannot make a venv.
 SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help setup demo check fix test test-all bench clean
+# The version that constraints.txt is made for; everything else there is the newest that fits.
+TORCH := 2.13.0
+
+.PHONY: help setup demo check fix test test-all bench constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +47,17 @@ test-all: $(VENV)/.installed ## all tests
 bench: $(VENV)/.installed ## measure against a hand-written torchrun script; fails when a goal is missed
 	$(BIN)/python -m benchmarks.startup
 	$(BIN)/python -m benchmarks.second_call
+
+# A local suffix (+cpu) names one builder's wheel, and the CUDA packages come with another's.
+constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything
+	rm -rf build/constraints
+	$(BIN)/python -m venv build/constraints
+	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,dev]'
+	{ echo "# Made by 'make constraints': .[all,dev] with torch $(TORCH), Python 3.11, Linux."; \
+	  build/constraints/bin/pip freeze --exclude-editable \
+	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+	rm -rf build/constraints
 
 clean: ## remove .venv, caches and results
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
