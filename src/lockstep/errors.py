@@ -58,13 +58,9 @@ class LockstepError(Exception):
         fix: str | None = None,
     ) -> None:
         self.what = what
-        self.details = dict(
-            zip(_LABELS, (where, expected, got, cause, fix), strict=True)
-        )
+        self.details = dict(zip(_LABELS, (where, expected, got, cause, fix), strict=True))
         lines = [f"[{self.code}] {what}"]
-        lines += [
-            f"  {label:<8} {text}" for label, text in self.details.items() if text
-        ]
+        lines += [f"  {label:<8} {text}" for label, text in self.details.items() if text]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,9 +68,7 @@ class LockstepError(Exception):
         return _rebuild, (type(self), self.what, self.details), self.__dict__
 
 
-def _rebuild(
-    cls: type[LockstepError], what: str, details: dict[str, str | None]
-) -> LockstepError:
+def _rebuild(cls: type[LockstepError], what: str, details: dict[str, str | None]) -> LockstepError:
     return cls(what, **details)
 
 
