@@ -10,7 +10,6 @@ read twice, and no gradient would show it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data.fetch import ItemKind
@@ -18,6 +17,8 @@ from lockstep.data.structure import content_digest
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from lockstep.data.layout import Layout
     from lockstep.data.sharded import Placement
 

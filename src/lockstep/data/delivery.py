@@ -18,7 +18,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from lockstep.data.fetch import Request, RequestedDataset, WorkerStart, as_it_is
@@ -28,6 +27,8 @@ from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch.utils.data import DataLoader
 
 _END: Any = object()
 

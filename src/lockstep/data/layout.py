@@ -222,13 +222,13 @@ def _refuse_distributed(sampler: Any) -> None:
         )
 
 
-def check_reiterable(loader: Any) -> None:
+def check_reiterable(loader: Any, *, allow_shared_out: bool = False) -> None:
     """Refuse what is no loader, what is shared out already, and what can be read only once.
 
     Raises:
         NotShardableError, WrongTypeError: as said.
     """
-    if getattr(loader, "is_shared_out", False):
+    if getattr(loader, "is_shared_out", False) and not allow_shared_out:
         raise NotShardableError(
             "this loader is one rank's part already",
             got=f"a {type(loader).__name__}",
