@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An explicit handle on the ranks that work together. Nothing here reads the default group.
+
+Two rules make it possible to leave a broken group and to form a new one in the same process:
+
+- The process group has exactly one owner, the `Group`. Sockets close, and peers that wait
+  learn of a failure, only when the last reference is gone; an exception keeps the frames it
+  passed through alive. So no frame below holds the process group or a torch ``Work`` in a
+  local variable when it raises, and `close` drops the one reference there is.
+- Whatever goes wrong inside a collective becomes `PeerLostError` with the original as its
+  cause: gloo raises plain ``RuntimeError``, which a caller could not tell from a bug.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUM = dist.ReduceOp.SUM
+
+
+class Pending:
+    """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
+
+    __slots__ = ("_what", "_where", "_work")
+
+    def __init__(self, work: Any, what: str, where: str) -> None:
+        self._work = work
+        self._what = what
+        self._where = where
+
+    def wait(self) -> None:
+        """Wait. The second call returns at once.
+
+        Raises:
+            PeerLostError: another rank went away, or did not come within the group's timeout.
+        """
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _peer_lost(self._what, self._where, error) from error
+        finally:
+            self._work = None
+
+    def abandon(self) -> None:
+        """Drop the reference without waiting."""
+        self._work = None
+
+
+_DONE = Pending(None, "", "")
+
+
+class Group:
+    """The ranks that work together, and the few collectives that lockstep needs.
+
+    ``Group(None)`` is a rank alone: every call works and communicates nothing.
+
+    Args:
+        process_group: a registered ``ProcessGroup`` or a raw backend such as
+            ``ProcessGroupGloo``. The group becomes its owner for the purpose of `close`.
+        device: where metadata travels; by default the CPU, or the current CUDA device if the
+            process group cannot carry CPU tensors (NCCL).
+    """
+
+    def __init__(self, process_group: Any | None, device: torch.device | None = None) -> None:
+        self._process_group = process_group
+        self._closed = False
+        self.rank: int = 0 if process_group is None else process_group.rank()
+        self.size: int = 1 if process_group is None else process_group.size()
+        self.device = device or _metadata_device(process_group)
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, size={self.size}{', closed' if self._closed else ''})"
+
+    @property
+    def is_alone(self) -> bool:
+        """No process group behind it: nothing is communicated."""
+        return self._process_group is None and not self._closed
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = SUM) -> Pending:
+        """Start to reduce `tensor` in place over all ranks.
+
+        Args:
+            tensor: contiguous, of the same shape and dtype on every rank.
+            op: a ``torch.distributed.ReduceOp``.
+
+        Returns:
+            What to wait for before reading `tensor`.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Does not block. One all-reduce.
+
+        Raises:
+            PeerLostError: the group is closed, or the collective could not be started.
+        """
+        if self._is_silent("all_reduce"):
+            return _DONE
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self._start("all_reduce", "allreduce", [tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank with rank `source`'s.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Blocks. One broadcast.
+
+        Raises:
+            PeerLostError: another rank went away or the group is closed.
+        """
+        if self._is_silent("broadcast"):
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        options.rootTensor = 0
+        self._start("broadcast", "broadcast", [tensor], options).wait()
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `tensor`, by rank. Shapes and dtypes must agree.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Blocks. One all-gather.
+
+        Raises:
+            PeerLostError: another rank went away or the group is closed.
+        """
+        if self._is_silent("all_gather"):
+            return [tensor.clone()]
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._start("all_gather", "allgather", [gathered], [tensor]).wait()
+        return gathered
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's small, JSON-able `value`, by rank; tuples come back as lists.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank, same order. Blocks. Two small all-gathers (lengths, then bytes).
+
+        Raises:
+            PeerLostError: another rank went away or the group is closed.
+        """
+        text = json.dumps(value).encode()
+        length = torch.tensor([len(text)], device=self.device)
+        lengths = [int(item) for item in torch.cat(self.all_gather(length)).tolist()]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        gathered = torch.stack(self.all_gather(padded.to(self.device))).cpu()
+        return [
+            json.loads(bytes(row[:size].tolist()))
+            for row, size in zip(gathered, lengths, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """Return when every rank has come.
+
+        Gradient:
+            None.
+
+        Collective:
+            Every rank, same order. Blocks. One all-reduce of one element.
+
+        Raises:
+            PeerLostError: another rank went away or the group is closed.
+        """
+        token = torch.zeros(1, device=self.device)
+        self.all_reduce(token).wait()
+        if token.is_cuda:
+            torch.cuda.current_stream(token.device).synchronize()
+
+    def close(self) -> None:
+        """Drop the process group; every later call raises `PeerLostError`. Idempotent."""
+        self._process_group = None
+        self._closed = True
+
+    def _is_silent(self, what: str) -> bool:
+        if self._closed:
+            raise PeerLostError(
+                f"{what} on a group that was closed",
+                where=f"rank {self.rank} of {self.size}",
+                cause="the group was left after a failure or at shutdown",
+                fix="form a new group and attach to it",
+            )
+        return self._process_group is None
+
+    def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
+        where = f"rank {self.rank} of {self.size}"
+        try:
+            return Pending(getattr(self._process_group, method)(*arguments), what, where)
+        except RuntimeError as error:
+            raise _peer_lost(what, where, error) from error
+
+
+def resolve_group(group: Any | Group | None = None) -> Group:
+    """A `Group` from what a user may pass: a group, a process group, or None.
+
+    None means the world group where one is initialised, else a rank alone.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return Group(group)
+
+
+def _metadata_device(process_group: Any | None) -> torch.device:
+    if process_group is None or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A raw backend has no list of devices; of those only NCCL cannot carry CPU tensors.
+    devices = getattr(process_group, "_device_types", None)
+    if devices is not None:
+        carries_cpu = torch.device("cpu") in devices
+    else:
+        carries_cpu = "nccl" not in str(process_group.name()).lower()
+    return torch.device("cpu") if carries_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def _peer_lost(what: str, where: str, error: RuntimeError) -> PeerLostError:
+    return PeerLostError(
+        f"{what} failed",
+        where=where,
+        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        cause="another rank died, raised, closed its group, or did not come within the timeout",
+        fix="look for the first failure among the other ranks",
+    )
