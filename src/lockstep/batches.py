@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch tells about itself: how many samples, how well classified."""
+"""The metrics of one batch, and of one step from its batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-
-from lockstep.data import leading_length
-
-
-def count_samples(batch: Any) -> int:
-    """The leading length of the first tensor or sequence in `batch`; 1 if there is none."""
-    length = leading_length(batch)
-    return 1 if length is None else length
 
 
 def class_accuracy(output: Any, target: Any) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.batches import class_accuracy, count_samples, weighted_mean
+from lockstep.batches import class_accuracy, weighted_mean
+from lockstep.data import leading_length
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
@@ -123,7 +124,7 @@ def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
     if delivered is not None and delivered.batch is batch:
         return (delivered,)
     seed = 0 if delivered is None else delivered.seed
-    return (Part(batch, count_samples(batch), seed),)
+    return (Part(batch, leading_length(batch), seed),)
 
 
 def _train_part(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardedLoader, UnshardedLoader, check_agreement
+from lockstep.data import ShardedLoader, Unsharded, check_agreement
+from lockstep.errors import DataOrderError, NotShardableError
 from lockstep.operator import TrainingOperator
 from lockstep.setting import overrides
 
@@ -45,7 +46,7 @@ class OwnSource:
 
     joint = True
 
-    def __init__(self, loader: UnshardedLoader) -> None:
+    def __init__(self, loader: Unsharded) -> None:
         self._loader = loader
         self._steps: int | None = None
 
@@ -58,8 +59,22 @@ class OwnSource:
 
     def agree(self, group: Group, epoch: int) -> None:
         """Collective: every rank of `group`; one small exchange."""
-        if group.size > 1:
-            self._steps = max(group.exchange(self._loader.steps_per_epoch))
+        lengths = group.exchange(self._loader.steps_per_epoch)
+        if None in lengths:
+            raise NotShardableError(
+                "with add_dist_sampler=False the workers must know how many batches they have",
+                where=f"rank {lengths.index(None)}",
+                got="a loader without a length",
+                fix="give the loader (or its dataset) a __len__",
+            )
+        if 0 in lengths and any(lengths):
+            raise DataOrderError(
+                "a worker's own loader is empty, so that it has no batch to keep step with",
+                where=f"rank {lengths.index(0)}",
+                got=f"batches by rank: {lengths}",
+                fix="give every worker at least one batch, or leave add_dist_sampler at True",
+            )
+        self._steps = max(lengths)
 
 
 def open_source(
@@ -68,7 +83,7 @@ def open_source(
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     setting = operator._setting
     if not setting.add_dist_sampler:
-        return OwnSource(UnshardedLoader(loader, placement))
+        return OwnSource(Unsharded(loader, placement))
     training = purpose == "train"
     epoch_method, batch_method = (
         ("train_epoch", "train_batch") if training else ("validate", "validate_batch")
