@@ -22,6 +22,7 @@ _CAUSES: Final = {
     errno.EACCES: ("the folder may not be written to", "save elsewhere, or change its owner"),
     errno.EPERM: ("the folder may not be written to", "save elsewhere, or change its owner"),
     errno.EROFS: ("the file system is read-only", "save elsewhere"),
+    errno.EEXIST: ("part of the path is a file, not a folder", "save elsewhere"),
     errno.ENOTDIR: ("part of the path is a file, not a folder", "save elsewhere"),
     errno.EISDIR: ("the path is a directory", "give the path of a file in it"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
