@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RaySGD's first page, on lockstep: fit y = 2 x + 5 with two workers.
 
-    python examples/linear_regression.py
+python examples/linear_regression.py
 """
 
 from __future__ import annotations

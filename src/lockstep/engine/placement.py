@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -16,6 +15,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+import ray
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:

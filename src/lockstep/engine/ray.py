@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+import ray
 from lockstep.engine import placement
 from lockstep.engine.base import COLLECTIVE_METHODS
 from lockstep.engine.inline import every

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.operator.staging import Part, ShardedBatch
 from lockstep.randomness import derive_seed
-from lockstep.staging import Part, ShardedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -146,9 +146,7 @@ class Deliveries:
         self._open = None
         self._operator._delivered = None
         if self._purpose == "train":
-            self._operator.global_step = self._operator._committed = (
-                self._operator._committed + 1
-            )
+            self._operator.global_step = self._operator._committed = self._operator._committed + 1
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardedLoader, Unsharded, check_agreement
 from lockstep.errors import DataOrderError, NotShardableError
-from lockstep.operator import TrainingOperator
-from lockstep.setting import overrides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lockstep.data import Placement, Step
     from lockstep.group import Group
+    from lockstep.operator import TrainingOperator
 
 
 class AgreedSource:
@@ -88,12 +87,9 @@ def open_source(
     epoch_method, batch_method = (
         ("train_epoch", "train_batch") if training else ("validate", "validate_batch")
     )
-    own_loop = overrides(operator, epoch_method, TrainingOperator)
+    own_loop = operator._brings(epoch_method)
     joint = (
-        own_loop
-        or overrides(operator, batch_method, TrainingOperator)
-        or operator.joint_loss
-        or not setting.wrap_ddp
+        own_loop or operator._brings(batch_method) or operator.joint_loss or not setting.wrap_ddp
     )
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.

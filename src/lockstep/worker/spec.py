@@ -12,7 +12,7 @@ from lockstep.keys import BATCH_SIZE
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
-    from lockstep.precision import PrecisionName
+    from lockstep.operator.precision import PrecisionName
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
-    from lockstep.registration import Registered
+    from lockstep.operator.registration import Registered
 
 
 def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.operator import TrainingOperator
+from lockstep.operator.registration import step_schedulers, update_schedulers
+from lockstep.operator.setting import Setting, shards_of
 from lockstep.randomness import derive_seed, preserved
-from lockstep.registration import step_schedulers, update_schedulers
-from lockstep.setting import Setting, overrides, shards_of
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.process_group import Rendezvous, form_group, leave_group
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from lockstep.registration import Registered
+    from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
 
 from lockstep.worker.spec import config_for
@@ -144,7 +144,7 @@ class Worker:
     def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
         operator, cursor = self.operator, self._cursor("train")
         full_info = self._info(info, num_steps, cursor)
-        own_loop = overrides(operator, "train_epoch", TrainingOperator)
+        own_loop = operator._brings("train_epoch")
 
         def one_pass(deliveries: Deliveries) -> dict[str, Any]:
             full_info["epoch_idx"] = cursor.epoch
@@ -187,9 +187,7 @@ class Worker:
                 if cursor.at_epoch_start:
                     self._agree(cursor)
                 left = None if num_steps is None else num_steps - tally.steps
-                deliveries = Deliveries(
-                    operator, cursor, tally, limit=left, purpose=purpose
-                )
+                deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
                 metrics.append(_checked_metrics(one_pass(deliveries), operator, purpose))
                 deliveries.commit()
                 samples_by_pass.append(tally.samples - sum(samples_by_pass))
@@ -356,5 +354,3 @@ def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
-
-

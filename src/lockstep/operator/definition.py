@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from lockstep import loops
 from lockstep.errors import ConfigurationError
 from lockstep.metrics import AverageMeterCollection, TimerCollection
-from lockstep.precision import Precision
-from lockstep.registration import Registered, assemble
-from lockstep.setting import Setting, overrides
-from lockstep.staging import Part, to_device
+from lockstep.operator import loops
+from lockstep.operator.precision import Precision
+from lockstep.operator.registration import Registered, assemble
+from lockstep.operator.setting import Setting
+from lockstep.operator.staging import Part, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -182,9 +182,7 @@ class TrainingOperator:
                 got=f"ddp_args={ddp_args!r}",
                 fix="leave them out",
             )
-        own_loop = any(
-            overrides(self, method, TrainingOperator) for method in ("train_batch", "train_epoch")
-        )
+        own_loop = self._brings("train_batch") or self._brings("train_epoch")
         self._registered = assemble(
             self._setting,
             models=models,
@@ -268,6 +266,10 @@ class TrainingOperator:
     def scheduler_step_freq(self) -> str | None:
         return self._setting.scheduler_step_freq
 
+    def _brings(self, method: str) -> bool:
+        """Whether the user's class has its own `method` instead of the one above."""
+        return getattr(type(self), method) is not getattr(TrainingOperator, method)
+
     @property
     def _sync(self) -> GradientSync | None:
         return None if self._registered is None else self._registered.sync
@@ -283,8 +285,8 @@ class TrainingOperator:
         loss_creator: Any = None,
         scheduler_creator: Callable[[Any, Any], Any] | None = None,
     ) -> type[TrainingOperator]:
-        """An operator class from functions; see `lockstep.creators.from_creators`."""
-        from lockstep import creators
+        """An operator class from functions; see `lockstep.operator.creators.from_creators`."""
+        from lockstep.operator import creators
 
         return creators.from_creators(
             cls, model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator
@@ -301,8 +303,8 @@ class TrainingOperator:
         validation_loader: Any = None,
     ) -> type[TrainingOperator]:
         """An operator class around your own objects, which hold the trained state afterwards;
-        see `lockstep.creators.from_model`."""
-        from lockstep import creators
+        see `lockstep.operator.creators.from_model`."""
+        from lockstep.operator import creators
 
         return creators.from_model(
             cls, model, optimizer, criterion, train_loader, validation_loader

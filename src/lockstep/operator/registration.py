@@ -16,7 +16,7 @@ from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.sync import GradientSync, is_local
 
 if TYPE_CHECKING:
-    from lockstep.setting import Setting
+    from lockstep.operator.setting import Setting
 
 
 @dataclass
@@ -95,7 +95,7 @@ def assemble(
         if any(True for _ in registered.parameters()):
             registered.sync = GradientSync(
                 registered.modules(),
-                group=setting.group,
+                setting.group,
                 bucket_cap_mb=setting.bucket_cap_mb,
                 buffers=buffers,
             )

@@ -14,7 +14,7 @@ from torch.nn.modules.loss import _Loss
 
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.operator import TrainingOperator
-from lockstep.registration import as_list
+from lockstep.operator.registration import as_list
 
 
 def from_creators(

@@ -12,11 +12,23 @@ import torch
 from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import TrainingOperator
-from lockstep.precision import PrecisionName
+from lockstep.operator.precision import PrecisionName
 
 _NOT_YET: Final = frozenset(
-    """sync reproducible min_workers spare_workers hang_timeout_s checkpoint_dir
-    checkpoint_every keep_checkpoints resume audit accumulate clip_grad_norm""".split()
+    [
+        "sync",
+        "reproducible",
+        "min_workers",
+        "spare_workers",
+        "hang_timeout_s",
+        "checkpoint_dir",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "resume",
+        "audit",
+        "accumulate",
+        "clip_grad_norm",
+    ]
 )
 
 _GONE: Final = {
@@ -116,9 +128,7 @@ def pick_gpu(use_gpu: Any) -> tuple[bool, bool]:
 
 
 def pick_backend(backend: str, gpu: bool) -> str:
-    require(
-        backend in ("auto", "nccl", "gloo"), "backend", backend, '"auto", "nccl" or "gloo"'
-    )
+    require(backend in ("auto", "nccl", "gloo"), "backend", backend, '"auto", "nccl" or "gloo"')
     require(
         gpu or backend != "nccl",
         "backend",
@@ -137,9 +147,7 @@ def pick_precision(
         precision,
         '"fp32", "bf16" or "fp16"',
     )
-    require(
-        not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision"
-    )
+    require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
     name = cast("PrecisionName", "fp16" if use_fp16 else precision)
     if name == "fp16":
         for method in ("train_batch", "train_epoch"):
@@ -152,5 +160,3 @@ def pick_precision(
                     " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
                 )
     return name
-
-

@@ -8,9 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-
-from lockstep import checkpoint, results
-from lockstep.arguments import (
+from lockstep import checkpoint
+from lockstep.engine import Resources, open_engine
+from lockstep.errors import CheckpointError, ConfigurationError, TrainerClosedError
+from lockstep.keys import VALID_SCHEDULER_STEP
+from lockstep.trainer import results
+from lockstep.trainer.arguments import (
     checked_config,
     checked_operator,
     checked_workers,
@@ -20,10 +23,7 @@ from lockstep.arguments import (
     refuse_further,
     require,
 )
-from lockstep.engine import Resources, open_engine
-from lockstep.errors import CheckpointError, ConfigurationError, TrainerClosedError
-from lockstep.keys import VALID_SCHEDULER_STEP
-from lockstep.progress import ProgressBar, wants_bar
+from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lockstep.callbacks import Callback
     from lockstep.operator import TrainingOperator
+    from lockstep.trainer.callbacks import Callback
 
 
 class TorchTrainer:
@@ -143,9 +143,7 @@ class TorchTrainer:
             timeout_s=timeout_s,
         )
         self._use_local = use_local
-        self._engine = open_engine(
-            self._spec, resources, use_local=use_local, gpu_here=gpu_here
-        )
+        self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
         self._tell("on_start")
 
     # ------------------------------------------------------------------- training, validation
@@ -368,5 +366,3 @@ class TorchTrainer:
                 cause=f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}",
                 fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
             ) from reason
-
-

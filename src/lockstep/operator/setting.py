@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.group import Group
 
 if TYPE_CHECKING:
-    from lockstep.precision import PrecisionName
+    from lockstep.operator.precision import PrecisionName
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,3 @@ class Setting:
 def shards_of(rank: int, world_size: int, num_shards: int) -> range:
     """The contiguous shards that `rank` carries; each shard is carried by exactly one rank."""
     return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
-
-
-def overrides(operator: Any, method: str, base: type) -> bool:
-    """Whether `operator`'s class brings its own `method` instead of `base`'s."""
-    return getattr(type(operator), method) is not getattr(base, method)

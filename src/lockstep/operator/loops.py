@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.batches import class_accuracy, weighted_mean
-from lockstep.data import leading_length
+from lockstep.data.structure import leading_length
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
-from lockstep.registration import Registered, step_schedulers
-from lockstep.staging import Part, ShardedBatch, to_device
-from lockstep.sync import CommittedBuffers
+from lockstep.operator.batches import class_accuracy, weighted_mean
+from lockstep.operator.committed import CommittedBuffers
+from lockstep.operator.registration import Registered, step_schedulers
+from lockstep.operator.staging import Part, ShardedBatch, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -102,10 +102,10 @@ def train_batch(
     optimizer = the_only(operator, "optimizer", run.optimizers)
     parts = parts_of(operator, batch)
     optimizer.zero_grad()
-    buffers = CommittedBuffers(run.modules(), run.sync)
+    buffers = CommittedBuffers(run.modules(), len(parts), run.sync)
     results: list[tuple[dict[str, Any], int]] = []
     for position, part in enumerate(parts):
-        buffers.begin_part(position, len(parts))
+        buffers.begin_part(position)
         last = position == len(parts) - 1
         results.append((_train_part(operator, part, batch_info, last), part.num_samples))
     if not parts and run.sync is not None:
@@ -221,10 +221,7 @@ def validate(
 def validate_batch(
     operator: TrainingOperator, batch: Any, batch_info: dict[str, Any]
 ) -> dict[str, Any]:
-    from lockstep.operator import TrainingOperator
-    from lockstep.setting import overrides
-
-    own_loss = overrides(operator, "compute_loss", TrainingOperator)
+    own_loss = operator._brings("compute_loss")
     parts = parts_of(operator, batch)
     results: list[tuple[dict[str, Any], int]] = []
     for part in parts:
