@@ -10,8 +10,11 @@
     ├── TrainerClosedError        RuntimeError  LS004  a call after shutdown or after a failure
     ├── NotEnoughResourcesError   TimeoutError  LS005  the cluster has not got what was asked for
     ├── CheckpointError           ValueError    LS006  a file that is truncated, foreign, newer ...
+    │   └── CheckpointNotFoundError   FileNotFoundError   there is no such file
+    ├── CheckpointWriteError      OSError       LS009  a full disk, a directory that is read-only
     ├── NotPicklableError         TypeError     LS007  something that cannot travel to a worker
     ├── WorkerFailedError         RuntimeError  LS008  a user's error that cannot travel back
+    ├── WrongUseError             RuntimeError  LS010  a call at a moment when it cannot be right
     ├── GradientNotReducedError   RuntimeError  LS101  an optimizer is about to use a local gradient
     ├── UnknownParameterError     RuntimeError  LS102  an optimizer holds what nobody synchronises
     ├── SparseGradientError       TypeError     LS103  a sparse gradient
@@ -58,13 +61,9 @@ class LockstepError(Exception):
         fix: str | None = None,
     ) -> None:
         self.what = what
-        self.details = dict(
-            zip(_LABELS, (where, expected, got, cause, fix), strict=True)
-        )
+        self.details = dict(zip(_LABELS, (where, expected, got, cause, fix), strict=True))
         lines = [f"[{self.code}] {what}"]
-        lines += [
-            f"  {label:<8} {text}" for label, text in self.details.items() if text
-        ]
+        lines += [f"  {label:<8} {text}" for label, text in self.details.items() if text]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,9 +71,7 @@ class LockstepError(Exception):
         return _rebuild, (type(self), self.what, self.details), self.__dict__
 
 
-def _rebuild(
-    cls: type[LockstepError], what: str, details: dict[str, str | None]
-) -> LockstepError:
+def _rebuild(cls: type[LockstepError], what: str, details: dict[str, str | None]) -> LockstepError:
     return cls(what, **details)
 
 
@@ -114,6 +111,24 @@ class CheckpointError(LockstepError, ValueError):
     code = "LS006"
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no file where a checkpoint should be."""
+
+
+class CheckpointWriteError(LockstepError, OSError):
+    """A checkpoint that could not be written; what was there before is as it was.
+
+    Attributes:
+        errno: the operating system's number, e.g. ``errno.ENOSPC``, or None.
+    """
+
+    code = "LS009"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments, attributes = super().__reduce__()
+        return rebuild, arguments, {**attributes, "errno": self.errno}
+
+
 class NotPicklableError(LockstepError, TypeError):
     """Something that has to travel to a worker process and cannot."""
 
@@ -124,6 +139,12 @@ class WorkerFailedError(LockstepError, RuntimeError):
     """A user's exception in a worker that could not be pickled; the message shows it."""
 
     code = "LS008"
+
+
+class WrongUseError(LockstepError, RuntimeError):
+    """A call that would be right, but not at this moment."""
+
+    code = "LS010"
 
 
 class GradientNotReducedError(LockstepError, RuntimeError):

@@ -54,9 +54,7 @@ class RandomState:
     @classmethod
     def capture(cls) -> RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(
-            torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
-        )
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)

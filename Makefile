@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# Needs python3 (3.11 or newer), make and a package index. Everything else goes into .venv.
+#   make PY=/path/to/python setup     choose another interpreter
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY ?=
+CANDIDATES := $(if $(PY),$(PY),python3 python3.13 python3.12 python3.11 python3.14)
+# Debian's python3 comes without ensurepip, and then cannot make a venv.
+SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
+
+# The version that constraints.txt is made for; everything else there is the newest that fits.
+TORCH := 2.13.0
+
+.PHONY: help setup demo check fix test test-all bench constraints clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed ## make .venv with everything in it (done by the others when needed)
+
+demo: $(VENV)/.installed ## train a classifier of handwritten digits with two workers
+	$(BIN)/python examples/digits.py
+
+check: $(VENV)/.installed ## lint, format, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir .import_linter_cache
+
+fix: $(VENV)/.installed ## repair what lint and format can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(VENV)/.installed ## the tests, without the slow ones
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(VENV)/.installed ## all tests
+	$(BIN)/python -m pytest -q
+
+bench: $(VENV)/.installed ## measure against a hand-written torchrun script; fails when a goal is missed
+	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.second_call
+
+# A local suffix (+cpu) names one builder's wheel, and the CUDA packages come with another's.
+constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything
+	rm -rf build/constraints
+	$(BIN)/python -m venv build/constraints
+	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,dev]'
+	{ echo "# Made by 'make constraints': .[all,dev] with torch $(TORCH), Python 3.11, Linux."; \
+	  build/constraints/bin/pip freeze --exclude-editable \
+	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+	rm -rf build/constraints
+
+clean: ## remove .venv, caches and results
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted installation is resumed by the next call.
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
+	@echo "installing into $(VENV) (torch and Ray are large: minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,dev]'
+	@touch $@
+
+$(VENV)/bin/python:
+	@for candidate in $(CANDIDATES); do \
+	  if "$$candidate" -c '$(SERVES)' 2>/dev/null; then \
+	    echo "making $(VENV) with $$("$$candidate" -V) ($$candidate)"; \
+	    exec "$$candidate" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "No Python 3.11 or newer with the venv module among: $(CANDIDATES)" >&2; \
+	echo "Install one (on Debian and Ubuntu also its python3-venv package), or say where it is:" >&2; \
+	echo "    make PY=/path/to/python3.12 setup" >&2; \
+	exit 1

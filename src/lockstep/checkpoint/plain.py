@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may stand in a checkpoint: tensors and plain Python, nothing that needs code to rebuild.
+
+The rule is a list of exact types and not "whatever pickles": a class that pickles today needs
+the same class, at the same place, to be read, and reading it would run its code.
+
+Converted on the way, because they are common and lose nothing that a reader would miss:
+
+- numpy scalars, and subclasses of int, float, complex, str and bytes (``torch.__version__``),
+  become the plain Python value; an Enum does not, its name would be lost;
+- numpy arrays of numbers and bools become tensors (``.numpy()`` gives the array back);
+- tensors and parameters come as detached CPU tensors. A view of a larger tensor is copied, so
+  that the rest of it stays out of the file; tensors that share whole memory go on sharing it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError, WrongTypeError
+
+_ATOMS: Final = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.Size,
+    }
+)
+_MAPPINGS: Final = (dict, OrderedDict, Counter)
+_SEQUENCES: Final = (list, tuple, set)
+_SUBCLASSED: Final[tuple[type[Any], ...]] = (int, float, complex, bytes)
+_TENSORS: Final = (Tensor, torch.nn.Parameter)
+_MAX_INT_BITS: Final = 255 * 8 - 1
+"""Longer integers have a pickle code that torch's restricted reader does not know."""
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` as new containers of plain values; CPU tensors share memory with the originals.
+
+    Raises:
+        WrongTypeError: `state` is no mapping.
+        CheckpointError: something in it cannot be read back; names its key path and type.
+    """
+    if not isinstance(state, Mapping):
+        raise WrongTypeError(
+            "a checkpoint holds a dict", expected="a dict", got=type(state).__qualname__
+        )
+    return _Plain().mapping(dict(state), "state")
+
+
+class _Plain:
+    """One walk over a state, remembering which memory it has already met."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        # The source is kept with the result: freed memory would be reused under the same key.
+        self._tensors: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def value(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            if kind is int and value.bit_length() > _MAX_INT_BITS:
+                raise _refusal(value, where, fix="store it as text: `str(number)`")
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if kind in _MAPPINGS or kind in _SEQUENCES:
+            return self._container(value, where)
+        if isinstance(value, np.ndarray):
+            return _array_as_tensor(value, where)
+        return _scalar(value, where)
+
+    def mapping(self, mapping: dict[Any, Any], where: str) -> dict[Any, Any]:
+        plain = type(mapping)()
+        for key, value in mapping.items():
+            plain[_key(key, where)] = self.value(value, f"{where}[{_shown(key)}]")
+        # A module's `state_dict()` carries `_metadata`, by which old layouts are recognised.
+        for name, value in getattr(mapping, "__dict__", {}).items():
+            setattr(plain, name, self.value(value, f"{where}.{name}"))
+        return plain
+
+    def _container(self, value: Any, where: str) -> Any:
+        if id(value) in self._open:
+            raise _refusal(value, where, fix="take the container out of itself")
+        self._open.add(id(value))
+        try:
+            if isinstance(value, dict):
+                return self.mapping(value, where)
+            if isinstance(value, set):
+                return {_key(item, where) for item in value}
+            items = (self.value(item, f"{where}[{index}]") for index, item in enumerate(value))
+            return type(value)(items)
+        finally:
+            self._open.discard(id(value))
+
+    def _tensor(self, tensor: Tensor, where: str) -> Tensor:
+        if type(tensor) not in _TENSORS or tensor.is_nested:
+            raise _refusal(
+                tensor, where, fix="store a plain tensor (of a DTensor: `.full_tensor()`)"
+            )
+        if tensor.is_meta:
+            raise _refusal(tensor, where, fix="give it data: a tensor on `meta` has only a shape")
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.cpu()
+        storage = tensor.untyped_storage()
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        key = (storage._cdata, tensor.dtype, *place)
+        if key not in self._tensors:
+            if tensor.numel() * tensor.itemsize < storage.nbytes():
+                saved = tensor.clone().cpu()
+            else:
+                # Moved by storage, not by tensor: two tensors on one CUDA storage stay on one.
+                on_cpu = self._storages.setdefault(storage._cdata, storage.cpu())
+                saved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(on_cpu, *place)
+            self._tensors[key] = (tensor, saved)
+        return self._tensors[key][1]
+
+
+def _key(key: Any, where: str) -> Any:
+    """A dict's key or a set's item: hashable, and compared by value after reading."""
+    if type(key) is tuple:
+        return tuple(_key(part, where) for part in key)
+    if type(key) in _ATOMS:
+        return key
+    return _scalar(key, f"{where}, key {key!r}")
+
+
+def _scalar(value: Any, where: str) -> Any:
+    """The plain Python value of a numpy scalar or of a subclass of a plain type."""
+    if isinstance(value, Enum):
+        raise _refusal(value, where, fix="store `.name` or `.value`")
+    if isinstance(value, str):
+        return str.__str__(value)  # not `str(value)`: a subclass may print as something else
+    for kind in _SUBCLASSED:
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, np.generic) and type(value.item()) in _ATOMS:
+        return value.item()
+    raise _refusal(value, where, fix="store its parts: numbers, strings, tensors, lists, dicts")
+
+
+def _array_as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
+    native = array.dtype.newbyteorder("=")
+    if array.dtype.kind in "biufc":
+        with suppress(TypeError):  # a width that torch has not got, as longdouble
+            return torch.from_numpy(np.array(array, dtype=native, order="C", copy=True))
+    raise _refusal(
+        array, where, fix="store numbers, or `array.tolist()`", note=f" of {array.dtype}"
+    )
+
+
+def _shown(key: Any) -> str:
+    return json.dumps(key, ensure_ascii=False) if type(key) is str else repr(key)
+
+
+def _refusal(value: Any, where: str, *, fix: str, note: str = "") -> CheckpointError:
+    kind = type(value)
+    return CheckpointError(
+        f"cannot save {where}: {kind.__qualname__}{note}",
+        expected="tensors and plain Python values, which can be read without running code",
+        got=f"{kind.__module__}.{kind.__qualname__}{note}",
+        fix=fix,
+    )

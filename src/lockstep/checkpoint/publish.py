@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file is there whole, or is what it was before: temporary file, fsync, rename, fsync."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Final
+
+from lockstep.errors import CheckpointWriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CAUSES: Final = {
+    errno.ENOSPC: ("the disk is full", "free some space, or save elsewhere"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space, or save elsewhere"),
+    errno.EFBIG: ("the file is larger than allowed", "raise the limit (`ulimit -f`)"),
+    errno.EACCES: ("the folder may not be written to", "save elsewhere, or change its owner"),
+    errno.EPERM: ("the folder may not be written to", "save elsewhere, or change its owner"),
+    errno.EROFS: ("the file system is read-only", "save elsewhere"),
+    errno.EEXIST: ("part of the path is a file, not a folder", "save elsewhere"),
+    errno.ENOTDIR: ("part of the path is a file, not a folder", "save elsewhere"),
+    errno.EISDIR: ("the path is a directory", "give the path of a file in it"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
+}
+
+
+def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> None:
+    """Give `path` the content that `fill` writes, in one atomic step.
+
+    When this returns, content and name are on the disk. When it raises, from `fill` or from
+    the file system, `path` is what it was and the temporary file is gone; killed halfway,
+    the process leaves ``.lockstep-*.tmp`` beside it, which nobody reads.
+
+    Args:
+        path: the file; missing folders are created, a symbolic link is written through.
+        fill: is given the open temporary file, in the same folder, to write to.
+
+    Raises:
+        CheckpointWriteError: the file system said no.
+    """
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.path.isdir(target):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+        # Not `tempfile`: its files are private to their owner, others' checkpoints are not.
+        temporary = os.path.join(folder, f".lockstep-{secrets.token_hex(8)}.tmp")
+        try:
+            _write_synced(temporary, target, fill)
+            os.replace(temporary, target)
+        except BaseException:  # Ctrl-C too must not leave half a file behind
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        _sync_folder(folder)
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise _write_error(path, error) from error
+
+
+def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]) -> None:
+    with open(temporary, "x+b") as file:
+        with suppress(FileNotFoundError):
+            os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: str) -> None:
+    """Make the rename itself survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and need not: they rename on a server.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointWriteError:
+    cause, fix = _CAUSES.get(error.errno or 0, ("the file system refused", "save elsewhere"))
+    failure = CheckpointWriteError(
+        f"the checkpoint {os.fspath(path)} could not be written",
+        where=os.path.abspath(path),
+        got=str(error),
+        cause=f"{cause}; what the file held before is untouched",
+        fix=fix,
+    )
+    failure.errno = error.errno
+    return failure

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sample goes where: exact, the same at any number of workers, resumable."""
+
+from lockstep.data.agreement import check_agreement
+from lockstep.data.batch_size import ShardBatchSize, split_batch_size
+from lockstep.data.shard_loader import RankLoader, shard_loader
+from lockstep.data.sharded import Part, Placement, ShardedLoader, Step
+from lockstep.data.unsharded import Unsharded
+
+__all__ = [
+    "Part",
+    "Placement",
+    "RankLoader",
+    "ShardBatchSize",
+    "ShardedLoader",
+    "Step",
+    "Unsharded",
+    "check_agreement",
+    "shard_loader",
+    "split_batch_size",
+]

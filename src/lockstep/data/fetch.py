@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens inside a loader (and its worker processes): one request, one batch.
+
+The loader is handed a dataset of ours that holds the user's. torch calls its
+``__getitems__`` with a whole request, in the main process or in a loader worker; there the
+random generators are seeded by (seed, epoch, step, shard) before each shard's samples are
+read. Which process reads them, how many such processes there are, and who carries the shard
+no longer shows in an augmentation. See docs/adr/0003 for what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import (
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+
+from lockstep.data.structure import concatenate
+from lockstep.randomness import derive_seed, preserved, seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class ItemKind(Enum):
+    """What one item of a loader's stream is."""
+
+    SAMPLE_INDEX = "sample indices"
+    BATCH_OF_INDICES = "batches of indices"
+    READY_BATCH_INDEX = "indices of ready batches"
+    SAMPLE = "a stream of samples"
+    READY_BATCH = "ready batches"
+
+    @property
+    def is_ready_batch(self) -> bool:
+        return self in (ItemKind.READY_BATCH_INDEX, ItemKind.READY_BATCH)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether one item is one sample."""
+        return self in (ItemKind.SAMPLE_INDEX, ItemKind.SAMPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One shard's items of one step."""
+
+    shard: int
+    items: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything that one batch is made of."""
+
+    epoch: int
+    step: int
+    segments: tuple[Segment, ...]
+
+
+def as_it_is(value: Any) -> Any:
+    """Return `value`: the loader's collate function once the request has been collated."""
+    return value
+
+
+_DRAW_NOTHING: Final = (as_it_is, default_collate, default_convert)
+
+
+def may_draw(dataset: Any) -> bool:
+    """Whether reading `dataset` can draw random numbers, as far as its exact type tells.
+
+    Seeding and putting back costs about 0.1 ms a batch, more than reading a small tensor.
+    """
+    if type(dataset) is Subset:
+        return may_draw(dataset.dataset)
+    return type(dataset) is not TensorDataset and dataset is not None
+
+
+class RequestedDataset(Dataset[Any]):
+    """The user's dataset, read a request at a time, each shard from its own random state.
+
+    Args:
+        dataset: the user's; None where the items carry the samples themselves.
+        kind: what the items of a request are.
+        collate: the user's collate function (or conversion, for ready batches).
+        seed: the run's.
+    """
+
+    def __init__(
+        self, dataset: Any, kind: ItemKind, collate: Callable[[Any], Any], seed: int
+    ) -> None:
+        self.dataset = dataset
+        self._kind = kind
+        self._collate = collate
+        self._seed = seed
+        self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
+
+    def __getitems__(self, request: Request) -> Any:
+        # A loader worker's generators are nobody else's: nothing to put back.
+        if not self._may_draw or get_worker_info() is not None:
+            return self._batch(request)
+        with preserved():
+            return self._batch(request)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        # A loader's subclass may ask its dataset for the user's own attributes. Dunder names
+        # are looked up on the way out of a pickle, when there is no dataset yet.
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _batch(self, request: Request) -> Any:
+        pieces = []
+        for segment in request.segments:
+            seed_all(derive_seed(self._seed, "data", request.epoch, request.step, segment.shard))
+            pieces += self._read(segment)
+        if self._kind.is_ready_batch:
+            return concatenate([self._collate(piece) for piece in pieces])
+        if len(pieces) == 1:
+            return self._collate(pieces[0])
+        if all(isinstance(piece, list) for piece in pieces):
+            return self._collate(list(chain.from_iterable(pieces)))
+        # The user's __getitems__ returned something of its own for each part.
+        return concatenate([self._collate(piece) for piece in pieces])
+
+    def _read(self, segment: Segment) -> list[Any]:
+        """The segment's pieces: one list of samples, or its ready batches."""
+        if self._kind is ItemKind.SAMPLE_INDEX:
+            return [self._samples(segment.items)]
+        if self._kind is ItemKind.BATCH_OF_INDICES:
+            return [self._samples(indices) for indices in segment.items]
+        if self._kind is ItemKind.READY_BATCH_INDEX:
+            return [self.dataset[index] for index in segment.items]
+        if self._kind is ItemKind.SAMPLE:
+            return [list(segment.items)]
+        return list(segment.items)
+
+    def _samples(self, indices: Any) -> Any:
+        # The same condition as torch's own fetcher: an attribute set to None switches it off.
+        at_once = getattr(self.dataset, "__getitems__", None)
+        return at_once(indices) if at_once else [self.dataset[index] for index in indices]
+
+
+class WorkerStart:
+    """Run the user's ``worker_init_fn`` in a loader worker that shows the user's own dataset.
+
+    ``get_worker_info().dataset`` is documented to be this worker's copy of the dataset;
+    programs open files through it.
+    """
+
+    def __init__(self, user_function: Callable[[int], Any] | None) -> None:
+        self._user_function = user_function
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, RequestedDataset):
+            vars(info)["dataset"] = info.dataset.dataset  # WorkerInfo forbids assignment
+        if self._user_function is not None:
+            self._user_function(worker_id)

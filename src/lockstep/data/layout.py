@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user's loader is made of: its stream of items, and how many make a global batch.
+
+Five kinds of loaders become one: a stream of items, `per_step` of which make a step. A
+loader with a batch size streams samples and takes a global batch of them; a loader whose
+batches are made elsewhere (a custom ``batch_sampler``, ``batch_size=None``, a list of
+batches) streams batches and takes one per shard. What cannot be shared out so that every
+sample is seen exactly once is refused here, before anything is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lockstep.data.batch_size import ShardBatchSize
+from lockstep.data.fetch import ItemKind
+from lockstep.data.isolation import Isolation, held_generators
+from lockstep.data.permutation import ShuffledOrder
+from lockstep.errors import NotShardableError, WrongTypeError
+from lockstep.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_DRAWN_AT_A_TIME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A global batch that has not been read yet: positions of something that can be read."""
+
+    read: Callable[[int, int], list[Any]]
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> list[Any]:
+        return self.read(self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A loader's stream of items.
+
+    Args:
+        kind: what an item is.
+        items: the user's sampler, batch sampler, dataset or iterable.
+        per_step: items in a full step, over all shards.
+        drop_last: whether an incomplete step is left out.
+        held: what else may hold a generator that the stream draws from.
+    """
+
+    kind: ItemKind
+    items: Any
+    per_step: int
+    drop_last: bool = False
+    held: tuple[Any, ...] = ()
+
+    @property
+    def length(self) -> int | None:
+        """Items in an epoch, where the user's objects tell."""
+        try:
+            return len(self.items)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def num_steps(self, offset: int = 0) -> int | None:
+        """Steps that begin at or after item `offset`."""
+        if self.length is None:
+            return None
+        rest = max(0, self.length - offset)
+        return rest // self.per_step if self.drop_last else -(-rest // self.per_step)
+
+    def windows(self, seed: int, epoch: int, offset: int = 0) -> Iterator[Window]:
+        """The global batches of an epoch, from item `offset` on."""
+        self._announce(epoch)
+        order = self._seekable(seed, epoch)
+        if order is None:
+            yield from self._drawn(seed, epoch, offset)
+            return
+        read, length = order
+        for start in range(offset, length, self.per_step):
+            stop = min(start + self.per_step, length)
+            if stop - start == self.per_step or not self.drop_last:
+                yield Window(read, start, stop)
+
+    def _announce(self, epoch: int) -> None:
+        for holder in (self.items, getattr(self.items, "sampler", None)):
+            set_epoch = getattr(holder, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def _seekable(
+        self, seed: int, epoch: int
+    ) -> tuple[Callable[[int, int], list[Any]], int] | None:
+        """Orders that can be entered anywhere without drawing what comes before.
+
+        Exact types only: a subclass may order differently.
+        """
+        sampler = self.items
+        if self.kind not in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
+            return None
+        if type(sampler) is SequentialSampler:
+            return (lambda start, stop: list(range(start, stop))), len(sampler)
+        if type(sampler) is RandomSampler and not sampler.replacement:
+            origin = [] if sampler.generator is None else [sampler.generator.initial_seed()]
+            shuffled = ShuffledOrder(
+                len(sampler.data_source), len(sampler), derive_seed(seed, "order", epoch, *origin)
+            )
+            return shuffled.read, len(shuffled)
+        return None
+
+    def _drawn(self, seed: int, epoch: int, offset: int) -> Iterator[Window]:
+        """Items that can only be had one after the other."""
+        isolation = Isolation(
+            derive_seed(seed, "order", epoch), held_generators(self.items, *self.held)
+        )
+        chunk = self.per_step
+        if self.kind not in (ItemKind.SAMPLE, ItemKind.READY_BATCH):
+            # Indices are small: entering the isolation is shared by many. Samples are not.
+            chunk *= max(1, _DRAWN_AT_A_TIME // self.per_step)
+        iterator = isolation.open(self.items)
+        while offset > 0 and (skipped := len(isolation.draw(iterator, min(chunk, offset)))):
+            offset -= skipped
+        while drawn := isolation.draw(iterator, chunk):
+            for start in range(0, len(drawn), self.per_step):
+                stop = min(start + self.per_step, len(drawn))
+                if stop - start == self.per_step or not self.drop_last:
+                    yield Window(_reader(drawn), start, stop)
+
+
+def _reader(drawn: list[Any]) -> Callable[[int, int], list[Any]]:
+    return lambda start, stop: drawn[start:stop]
+
+
+def describe(loader: Any, num_shards: int, global_batch_size: int | None = None) -> Layout:
+    """How `loader` is shared out over `num_shards` shards.
+
+    Args:
+        loader: a ``DataLoader``, or an iterable of ready batches that can be iterated again.
+        num_shards: at least 1.
+        global_batch_size: in samples; overrides what the loader says.
+
+    Raises:
+        NotShardableError: it cannot be shared out so that every sample is seen exactly once.
+        WrongTypeError: it is no loader at all.
+    """
+    if not isinstance(loader, DataLoader):
+        check_reiterable(loader)
+        return Layout(ItemKind.READY_BATCH, loader, num_shards)
+    if isinstance(loader.dataset, IterableDataset):
+        return _describe_stream(loader, num_shards, global_batch_size)
+    batch_sampler = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        _refuse_distributed(sampler)
+    if batch_sampler is None:
+        kind = ItemKind.READY_BATCH_INDEX
+        return Layout(kind, loader.sampler, num_shards, held=(loader.generator,))
+    if type(batch_sampler) is not BatchSampler:
+        kind = ItemKind.BATCH_OF_INDICES
+        return Layout(kind, batch_sampler, num_shards, held=(loader.generator,))
+    per_step = global_batch_size or _whole(batch_sampler.batch_size, num_shards)
+    return Layout(
+        ItemKind.SAMPLE_INDEX,
+        batch_sampler.sampler,
+        per_step,
+        drop_last=batch_sampler.drop_last,
+        held=(loader.generator,),
+    )
+
+
+def _describe_stream(
+    loader: DataLoader[Any], num_shards: int, global_batch_size: int | None
+) -> Layout:
+    dataset = loader.dataset
+    if loader.num_workers > 0:
+        raise NotShardableError(
+            "an IterableDataset cannot be shared out exactly with loader workers",
+            expected="num_workers=0",
+            got=f"DataLoader({type(dataset).__name__}, num_workers={loader.num_workers})",
+            cause="each loader worker reads the stream by rules of its own, so nobody knows "
+            "which sample is the k-th of the global order",
+            fix="DataLoader(..., num_workers=0), or a map-style dataset (__len__ and __getitem__)",
+        )
+    if loader.batch_size is None:
+        return Layout(ItemKind.READY_BATCH, dataset, num_shards, held=(loader.generator,))
+    per_step = global_batch_size or _whole(loader.batch_size, num_shards)
+    return Layout(
+        ItemKind.SAMPLE, dataset, per_step, drop_last=loader.drop_last, held=(loader.generator,)
+    )
+
+
+def _whole(batch_size: int, num_shards: int) -> int:
+    """Samples of a global batch: a loader's batch size is per shard unless it knows better."""
+    if isinstance(batch_size, ShardBatchSize):
+        return batch_size.whole
+    return int(batch_size) * num_shards
+
+
+def _refuse_distributed(sampler: Any) -> None:
+    replicas = getattr(sampler, "num_replicas", 1)
+    if isinstance(replicas, int) and replicas > 1:
+        raise NotShardableError(
+            "the loader's sampler already shares the samples out over the workers",
+            expected="a sampler over the whole dataset: lockstep gives each worker its part",
+            got=f"{type(sampler).__name__}(num_replicas={replicas})",
+            cause="sharing out twice leaves most samples out, and its padding repeats some",
+            fix="remove the sampler (shuffle=True shuffles over all workers), "
+            "or pass add_dist_sampler=False",
+        )
+
+
+def check_reiterable(loader: Any, *, allow_shared_out: bool = False) -> None:
+    """Refuse what is no loader, what is shared out already, and what can be read only once.
+
+    Raises:
+        NotShardableError, WrongTypeError: as said.
+    """
+    if getattr(loader, "is_shared_out", False) and not allow_shared_out:
+        raise NotShardableError(
+            "this loader is one rank's part already",
+            got=f"a {type(loader).__name__}",
+            fix="pass the DataLoader itself, without shard_loader(...)",
+        )
+    name = type(loader).__name__
+    is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    if is_dataset or isinstance(loader, (str, bytes, dict)) or not hasattr(loader, "__iter__"):
+        raise WrongTypeError(
+            "this is not a loader",
+            expected="a torch DataLoader, or an iterable of ready batches",
+            got=f"a {name}",
+            fix="DataLoader(dataset, batch_size=...)",
+        )
+    if hasattr(loader, "__next__"):
+        raise NotShardableError(
+            "an iterator can be read only once, and every epoch reads the data again",
+            expected="something that starts again with each iter(...)",
+            got=f"a {name}",
+            fix="pass the DataLoader, a list, or an object whose __iter__ returns a new iterator",
+        )

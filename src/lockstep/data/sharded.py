@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's part of every global batch, a function of (seed, epoch, step, shard).
+
+The user's loader is kept. Its items (sample indices, mostly) form one stream, the same on
+every worker; step k is a slice of it, cut into `num_shards` balanced parts; a worker reads
+the parts of the shards it carries, through the user's own loader. Which worker that is, and
+how many there are, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lockstep.data.agreement import plan_fingerprint
+from lockstep.data.batch_size import share_bounds
+from lockstep.data.delivery import DirectDelivery, LoaderDelivery, PartPlan, StepPlan
+from lockstep.data.fetch import ItemKind, Request, RequestedDataset, Segment, as_it_is
+from lockstep.data.layout import Window, describe
+from lockstep.data.structure import leading_length
+from lockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which shards a worker carries.
+
+    Args:
+        num_shards: into how many parts every global batch is cut.
+        shards: this worker's, contiguous.
+        seed: the run's.
+
+    Raises:
+        ConfigurationError: no shards at all, or shards that do not exist.
+    """
+
+    num_shards: int
+    shards: range
+    seed: int
+
+    def __post_init__(self) -> None:
+        inside = self.shards.start >= 0 and self.shards.stop <= self.num_shards
+        if self.num_shards < 1 or self.shards.step != 1 or (self.shards and not inside):
+            raise ConfigurationError(
+                "a worker cannot carry these shards",
+                expected=f"a contiguous range within 0 to {self.num_shards}",
+                got=f"num_shards={self.num_shards}, shards={self.shards}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker is given at once.
+
+    Args:
+        batch: as the user's loader makes it.
+        num_samples: real samples; 0 if the batch is borrowed.
+        shards: whose samples these are; of a borrowed batch, all that the worker carries.
+    """
+
+    batch: Any
+    num_samples: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One global batch, as one worker sees it.
+
+    Args:
+        index: within the epoch.
+        parts: this worker's, in shard order.
+        num_samples: over all shards, where that can be known without asking the others.
+    """
+
+    index: int
+    parts: list[Part]
+    num_samples: int | None
+
+
+class ShardedLoader:
+    """The user's loader, as far as the shards of one worker go.
+
+    Args:
+        loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
+        placement: the worker's shards.
+        joint: one part per step with all the worker's samples, instead of one per shard.
+        borrow: with `joint`, a worker without samples in a step gets shard 0's, to be counted
+            as 0 samples, so that it takes part in what its peers compute.
+        global_batch_size: in samples; overrides what the loader says.
+
+    Raises:
+        NotShardableError: the data cannot be shared out so that each sample is seen once.
+        WrongTypeError: `loader` is no loader.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        placement: Placement,
+        *,
+        joint: bool,
+        borrow: bool,
+        global_batch_size: int | None = None,
+    ) -> None:
+        self.placement = placement
+        self._joint = joint
+        self._borrow = borrow
+        self._layout = describe(loader, placement.num_shards, global_batch_size)
+        kind, seed = self._layout.kind, placement.seed
+        self._is_plain = not isinstance(loader, DataLoader)
+        self._delivery: DirectDelivery | LoaderDelivery
+        if isinstance(loader, DataLoader):
+            dataset = RequestedDataset(loader.dataset, kind, loader.collate_fn, seed)
+            self._delivery = LoaderDelivery(loader, dataset, seed)
+        else:
+            self._delivery = DirectDelivery(RequestedDataset(None, kind, as_it_is, seed))
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a full step; None where batches are made elsewhere, one per shard."""
+        return self._layout.per_step if self._layout.kind.counts_samples else None
+
+    @property
+    def items_per_step(self) -> int:
+        """Items of the stream (samples, or batches made elsewhere) in a full step."""
+        return self._layout.per_step
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Global batches in an epoch; None where the user's objects have no length."""
+        return self._layout.num_steps()
+
+    def steps_from(self, offset: int) -> int | None:
+        """Global batches left from item `offset` on."""
+        return self._layout.num_steps(offset)
+
+    def batches(
+        self, epoch: int, start_step: int = 0, *, offset: int | None = None
+    ) -> Iterator[Step]:
+        """The steps of an epoch, in order.
+
+        Args:
+            epoch: from 0; the order and the random numbers depend on it.
+            start_step: where to begin. Samples before it are not read, except from streams.
+            offset: the item at which `start_step` begins, if steps had another size so far.
+
+        Raises:
+            NotShardableError: a batch turns out not to be one that can be counted or joined.
+            ConfigurationError: the loader's ``persistent_workers`` were taken over by a later
+                iteration.
+        """
+        if offset is None:
+            offset = start_step * self._layout.per_step
+        for plan, batches in self._delivery.run(self._plans(epoch, start_step, offset), epoch):
+            parts = [
+                self._part(part, batch) for part, batch in zip(plan.parts, batches, strict=True)
+            ]
+            yield Step(plan.index, parts, plan.num_samples)
+
+    def fingerprint(self, epoch: int) -> dict[str, Any]:
+        """What all workers must agree on, as plain JSON; see `check_agreement`.
+
+        Draws the first items of the epoch's stream; reads samples only from streams.
+        """
+        return plan_fingerprint(self._layout, self.placement, epoch)
+
+    def close(self) -> None:
+        """End the loader's persistent worker processes, if it has any."""
+        self._delivery.close()
+
+    def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:
+        windows = self._layout.windows(self.placement.seed, epoch, offset)
+        for step, window in enumerate(windows, start_step):
+            yield StepPlan(step, self._part_plans(epoch, step, window), self._total(window))
+
+    def _part_plans(self, epoch: int, step: int, window: Window) -> list[PartPlan]:
+        own = [self._segment(window, shard) for shard in self.placement.shards]
+        carried = [segment for segment in own if segment.items]
+        if not self._joint:
+            return [self._planned(epoch, step, [segment]) for segment in carried]
+        if carried:
+            return [self._planned(epoch, step, carried)]
+        if not self._borrow:
+            return []
+        # The first parts are the larger ones, so shard 0 has samples in every step.
+        borrowed = Request(epoch, step, (self._segment(window, 0),))
+        return [PartPlan(borrowed, 0, tuple(self.placement.shards))]
+
+    def _segment(self, window: Window, shard: int) -> Segment:
+        bounds = share_bounds(len(window), self.placement.num_shards, shard)
+        return Segment(shard, window.part(*bounds) if bounds[0] < bounds[1] else [])
+
+    def _planned(self, epoch: int, step: int, segments: list[Segment]) -> PartPlan:
+        items = [item for segment in segments for item in segment.items]
+        shards = tuple(segment.shard for segment in segments)
+        return PartPlan(Request(epoch, step, tuple(segments)), self._count(items), shards)
+
+    def _total(self, window: Window) -> int | None:
+        if self._layout.kind.counts_samples:
+            return len(window)
+        if self._layout.kind is ItemKind.BATCH_OF_INDICES or self._is_plain:
+            # Batches that every worker has in hand: indices, or the iterable's own.
+            return self._count(window.part(0, len(window)))
+        return None
+
+    def _count(self, items: list[Any]) -> int | None:
+        """Samples that `items` stand for; None where only the batch itself can tell."""
+        if self._layout.kind.counts_samples:
+            return len(items)
+        if self._layout.kind is ItemKind.BATCH_OF_INDICES:
+            sized = all(isinstance(item, Sized) for item in items)
+            return sum(len(item) for item in items) if sized else None
+        return sum(leading_length(item) for item in items) if self._is_plain else None
+
+    def _part(self, plan: PartPlan, batch: Any) -> Part:
+        num_samples = plan.num_samples
+        return Part(
+            batch, leading_length(batch) if num_samples is None else num_samples, plan.shards
+        )

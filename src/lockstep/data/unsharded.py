@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's loader as it is, on every worker: ``add_dist_sampler=False``.
+
+The user shares the data out: a sampler of their own, or other files on each worker. Then
+the workers need not have equally many batches, but a step has to happen on all of them: a
+worker that has run out borrows its own last batch, counted as no samples.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from lockstep.data.isolation import Isolation, held_generators
+from lockstep.data.layout import check_reiterable
+from lockstep.data.sharded import Part, Placement, Step
+from lockstep.data.structure import leading_length
+from lockstep.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Unsharded:
+    """One worker's own loader, in steps of one part each.
+
+    Its global random numbers are functions of (seed, epoch, first shard); generators that
+    the loader holds start every epoch from (their first seed, seed, epoch), the same on
+    every worker that gave the same generator.
+
+    Args:
+        loader: a ``DataLoader``, or a re-iterable of ready batches. Iterated itself.
+        placement: the worker's shards.
+
+    Raises:
+        NotShardableError: an iterator, which cannot start again at the next epoch.
+        WrongTypeError: `loader` is no loader.
+    """
+
+    def __init__(self, loader: Any, placement: Placement) -> None:
+        if not isinstance(loader, DataLoader):
+            check_reiterable(loader, allow_shared_out=True)
+        self.placement = placement
+        self._loader = loader
+        self._shards = tuple(placement.shards)
+        self._holders = [loader]
+        if isinstance(loader, DataLoader):
+            self._holders = [loader.generator, loader.sampler, loader.batch_sampler]
+
+    @property
+    def global_batch_size(self) -> None:
+        """Unknown: what the other workers read is the user's business."""
+        return None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches in this worker's epoch, where the loader tells; others may have another."""
+        try:
+            return len(self._loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def batches(
+        self, epoch: int, start_step: int = 0, num_steps: int | None = None
+    ) -> Iterator[Step]:
+        """The worker's batches of an epoch.
+
+        Args:
+            epoch: from 0.
+            start_step: where to begin. Batches before it are read and thrown away: only the
+                user's loader knows what they hold.
+            num_steps: steps of the whole epoch, agreed by all workers. Fewer batches of its
+                own are made up by the last one again, counted as 0 samples; a worker without
+                any has steps without parts. None: as many as the loader has.
+        """
+        last: Any = None
+        step = 0
+        for batch in islice(self._read(epoch), num_steps):
+            last = (batch,)
+            if step >= start_step:
+                yield Step(step, [Part(batch, leading_length(batch), self._shards)], None)
+            step += 1
+        for index in range(max(step, start_step), num_steps or 0):
+            yield Step(index, [Part(last[0], 0, self._shards)] if last else [], None)
+
+    def fingerprint(self, epoch: int) -> dict[str, Any]:
+        """What all workers must agree on: only that none of them shares the data out."""
+        return {
+            "kind": "as it is",
+            "num_shards": self.placement.num_shards,
+            "seed": self.placement.seed,
+            "epoch": epoch,
+        }
+
+    def close(self) -> None:
+        """Nothing to end: the loader, and its worker processes, are the user's."""
+
+    def _read(self, epoch: int) -> Iterator[Any]:
+        self._announce(epoch)
+        first = self._shards[0] if self._shards else -1
+        isolation = Isolation(
+            derive_seed(self.placement.seed, "unsharded", epoch, first),
+            held_generators(*self._holders),
+        )
+        iterator = isolation.open(self._loader)
+        while drawn := isolation.draw(iterator, 1):
+            yield drawn[0]
+
+    def _announce(self, epoch: int) -> None:
+        for holder in (self._loader, *self._holders):
+            inner = holder.sampler if type(holder) is BatchSampler else holder
+            set_epoch = getattr(inner, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)

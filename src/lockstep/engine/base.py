@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: how a driver reaches its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
+
+
+class Engine(Protocol):
+    """Starts workers, calls their methods, ends them.
+
+    A user's exception in a worker arrives as itself, with its rank and its traceback there
+    as a note. An engine whose workers cannot go on (a rank failed inside a step, a process
+    died) has ended them all by the time it raises, and says why in `ended`.
+    """
+
+    num_workers: int
+    ended: BaseException | None
+
+    def call(
+        self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[Any]:
+        """Call `method` of every `Worker`, concurrently; results by rank.
+
+        Args:
+            watch: called now and then in the driver with rank 0's `progress()`.
+        """
+
+    def call_rank(self, rank: int, method: str, *args: Any) -> Any:
+        """Call `method` of one `Worker`."""
+
+    def local_operator(self) -> TrainingOperator | None:
+        """The operator of rank 0, if rank 0 lives in this process."""
+
+    def close(self, *, force: bool) -> None:
+        """End all workers and give back what they used; `force` does not ask them first."""
+
+
+COLLECTIVE_METHODS = frozenset({"start", "train", "validate"})
+"""Methods in which ranks wait for each other: a failure in one ends the group."""

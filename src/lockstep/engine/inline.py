@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker in this process: no Ray, no process group; breakpoints work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.worker import Worker, add_rank
+
+if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker import WorkerSpec
+
+
+class InlineEngine:
+    """See `Engine`. Exceptions are raised as they are: they are the user's own already."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.num_workers = 1
+        self.ended: BaseException | None = None
+        self._worker = Worker(spec, rank=0, local_rank=0)
+        self._run("start", None)
+
+    def call(
+        self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[Any]:
+        self._worker.on_commit = every(0.1, watch, self._worker)
+        try:
+            return [self._run(method, *args)]
+        finally:
+            self._worker.on_commit = None
+
+    def call_rank(self, rank: int, method: str, *args: Any) -> Any:
+        return self._run(method, *args)
+
+    def _run(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._worker, method)(*args)
+        except BaseException as error:
+            if method in COLLECTIVE_METHODS:
+                add_rank(error, 0)
+                self.ended = error
+                self.close(force=True)
+            raise
+
+    def local_operator(self) -> TrainingOperator | None:
+        return self._worker.operator
+
+    def close(self, *, force: bool) -> None:
+        self._worker.stop()
+
+
+def every(
+    seconds: float, watch: Callable[[dict[str, Any]], None] | None, worker: Worker
+) -> Callable[[], None] | None:
+    """`watch(worker.progress())`, at most once in `seconds`."""
+    if watch is None:
+        return None
+    latest = time.monotonic()
+
+    def look() -> None:
+        nonlocal latest
+        now = time.monotonic()
+        if now - latest >= seconds:
+            latest = now
+            watch(worker.progress())
+
+    return look

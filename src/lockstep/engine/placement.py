@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room for the workers on a Ray cluster, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+import ray
+from lockstep.errors import ConfigurationError, NotEnoughResourcesError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+START_TIMEOUT_VARIABLE = "LOCKSTEP_START_TIMEOUT_S"
+
+
+def start_timeout_s() -> float:
+    """Seconds that a cluster gets to find room (an autoscaler may have to start nodes)."""
+    given = os.environ.get(START_TIMEOUT_VARIABLE, "60")
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigurationError(
+            f"{START_TIMEOUT_VARIABLE} is not a number of seconds", got=repr(given)
+        ) from None
+
+
+def bundle_for(
+    num_cpus: float, num_gpus: float, further: Mapping[str, float] | None
+) -> dict[str, float]:
+    """The resources of one worker, in Ray's names."""
+    bundle: dict[str, float] = {"CPU": num_cpus, "GPU": num_gpus, **(further or {})}
+    return {name: amount for name, amount in bundle.items() if amount}
+
+
+def find_room(bundles: Sequence[dict[str, float]], own_cluster: bool) -> PlacementGroup:
+    """Reserve one bundle a worker, spread over the nodes.
+
+    Args:
+        own_cluster: Ray was started by us on this machine alone, so nothing can join it and
+            waiting is of no use.
+
+    Raises:
+        NotEnoughResourcesError: no room within the start timeout; nothing stays reserved.
+    """
+    timeout_s = start_timeout_s()
+    asked = _sum(bundles)
+    if own_cluster and _lacking(asked, ray.cluster_resources()):
+        raise _no_room(bundles, asked, 0.0)
+    group = placement_group(list(bundles), strategy="SPREAD")
+    deadline = time.monotonic() + timeout_s
+    try:
+        if group.wait(timeout_seconds=max(1, round(timeout_s))):
+            return group
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    waited = timeout_s + time.monotonic() - deadline
+    error = _no_room(bundles, asked, waited)
+    remove_placement_group(group)
+    raise error
+
+
+def nodes_of(group: PlacementGroup, count: int) -> list[str]:
+    """The node id of each bundle, in order."""
+    table = placement_group_table(group)
+    return [table["bundles_to_node_id"][index] for index in range(count)]
+
+
+def local_ranks(nodes: Sequence[str]) -> list[int]:
+    """Each rank's position among the ranks on its node."""
+    seen: Counter[str] = Counter()
+    ranks: list[int] = []
+    for node in nodes:
+        ranks.append(seen[node])
+        seen[node] += 1
+    return ranks
+
+
+def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] += amount  # type: ignore[assignment]
+    return dict(total)
+
+
+def _lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
+    return any(there.get(name, 0) < amount for name, amount in asked.items())
+
+
+def _no_room(
+    bundles: Sequence[Mapping[str, float]], asked: Mapping[str, float], waited_s: float
+) -> NotEnoughResourcesError:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in asked)
+    wanted = ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
+    too_small = _lacking(asked, total)
+    return NotEnoughResourcesError(
+        f"the Ray cluster has no room for {len(bundles)} workers",
+        where=f"after waiting {waited_s:.0f} s" if waited_s else None,
+        expected=f"{wanted} ({_one(bundles[0])} each)",
+        got=f"{there} free",
+        cause="the cluster is too small"
+        if too_small
+        else "other jobs, or another trainer that was not shut down, hold the rest",
+        fix=f"fewer workers, a smaller num_cpus_per_worker, ray.init(num_cpus={_cpus(asked)}) on"
+        " one machine before the trainer"
+        + ("" if too_small else ", or other_trainer.shutdown()")
+        + f"; {START_TIMEOUT_VARIABLE} sets how long to wait",
+    )
+
+
+def _one(bundle: Mapping[str, float]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+
+
+def _cpus(asked: Mapping[str, float]) -> int:
+    return max(1, round(asked.get("CPU", 1)))
+
+
+def release(group: Any) -> None:
+    """Give the room back; harmless when Ray is already gone."""
+    if ray.is_initialized():
+        remove_placement_group(group)

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers as plain Ray actors in a placement group; rank 0 in the driver if so asked.
+
+Every actor answers with an `Outcome`, so a failure is a value until the driver has heard
+enough to tell its cause: a survivor's broken connection often arrives before the error, or
+the death, that broke it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import ray
+from lockstep.engine import placement
+from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.inline import every
+from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
+from lockstep.engine.travel import pickled, pickled_spec
+from lockstep.errors import WorkerDiedError
+from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, failure, is_peer_lost
+
+if TYPE_CHECKING:
+    from lockstep.engine import Resources
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker import WorkerSpec
+
+# Long enough for a cause to arrive after its consequence (measured: milliseconds apart).
+_HEARING_S = 2.0
+_STOP_S = 5.0
+_WATCH_S = 0.2
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})
+class WorkerActor:
+    """A process around one `Worker`. The control lane answers while a call runs."""
+
+    def __init__(self, spec: bytes, rank: int, local_rank: int) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._local_rank = local_rank
+        self._worker: Worker | None = None
+
+    def __repr__(self) -> str:
+        # Ray puts this before every line that the process prints.
+        return f"rank {self._rank}"
+
+    def perform(self, method: str, arguments: bytes) -> Outcome:
+        return _perform(self, method, arguments)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> dict[str, Any]:
+        return {} if self._worker is None else self._worker.progress()
+
+
+def _perform(actor: Any, method: str, arguments: bytes) -> Outcome:
+    try:
+        if actor._worker is None:
+            actor._worker = Worker(cloudpickle.loads(actor._spec), actor._rank, actor._local_rank)
+        value = getattr(actor._worker, method)(*cloudpickle.loads(arguments))
+        # Pickled here, so that a result that cannot travel is an error of this call.
+        return Outcome(actor._rank, pickled(value, "what the worker returned"))
+    except BaseException as error:
+        # The peers wait for this rank in a collective: closing the sockets frees them.
+        if method in COLLECTIVE_METHODS and actor._worker is not None:
+            actor._worker.leave()
+        return failure(actor._rank, error)
+
+
+class RayEngine:
+    """See `Engine`."""
+
+    def __init__(self, spec: WorkerSpec, resources: Resources, *, use_local: bool) -> None:
+        self.num_workers = spec.num_workers
+        self.ended: BaseException | None = None
+        self._local: Worker | None = None
+        self._actors: dict[int, Any] = {}
+        self._pids: list[int] = []
+        self._room: Any = None
+        payload = pickled_spec(spec)
+        own_cluster = _connect()
+        bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
+        remote_ranks = range(1 if use_local else 0, spec.num_workers)
+        try:
+            nodes = self._reserve(bundle, remote_ranks, own_cluster)
+            self._create(payload, spec, bundle, nodes, use_local)
+            self._store = _open_store(nodes, resources.timeout_s)
+            one_node = self._store.host == LOOPBACK
+            rendezvous = Rendezvous(
+                self._store.host,
+                self._store.port,
+                generation=0,
+                backend=resources.backend,
+                one_node=one_node,
+                timeout_s=resources.timeout_s,
+            )
+            started = self.call("start", rendezvous if spec.num_workers > 1 else None)
+        except BaseException as error:
+            self.ended = self.ended or error
+            self.close(force=True)
+            raise
+        self._pids = [info["pid"] for info in started[len(started) - len(self._actors) :]]
+        self._one_node = one_node
+
+    def _reserve(
+        self, bundle: dict[str, float], remote_ranks: range, own_cluster: bool
+    ) -> list[str]:
+        if not remote_ranks:
+            return [_this_node()]
+        self._room = placement.find_room([bundle] * len(remote_ranks), own_cluster)
+        nodes = placement.nodes_of(self._room, len(remote_ranks))
+        return [_this_node(), *nodes] if remote_ranks.start else nodes
+
+    def _create(
+        self,
+        payload: bytes,
+        spec: WorkerSpec,
+        bundle: Mapping[str, float],
+        nodes: list[str],
+        use_local: bool,
+    ) -> None:
+        """All actors at once: starting a process and importing torch is most of a launch."""
+        ranks = placement.local_ranks(nodes)
+        if use_local:
+            self._local = Worker(spec, 0, ranks[0])
+        shared = ray.put(payload)
+        further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
+        for index, rank in enumerate(range(1 if use_local else 0, spec.num_workers)):
+            strategy = PlacementGroupSchedulingStrategy(
+                self._room, placement_group_bundle_index=index
+            )
+            self._actors[rank] = WorkerActor.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=further or None,
+                scheduling_strategy=strategy,
+            ).remote(shared, rank, ranks[rank])
+
+    # -------------------------------------------------------------------------------- calling
+
+    def call(
+        self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[Any]:
+        arguments = pickled(args, f"an argument of {method}")
+        return self._gather(method, arguments, args, range(self.num_workers), watch)
+
+    def call_rank(self, rank: int, method: str, *args: Any) -> Any:
+        arguments = pickled(args, f"an argument of {method}")
+        return self._gather(method, arguments, args, [rank], None)[0]
+
+    def _gather(
+        self,
+        method: str,
+        arguments: bytes,
+        args: tuple[Any, ...],
+        ranks: Iterable[int],
+        watch: Callable[[dict[str, Any]], None] | None,
+    ) -> list[Any]:
+        hearing = _Hearing(method, {})
+        ranks = list(ranks)
+        try:
+            shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
+            for rank in ranks:
+                if rank in self._actors:
+                    ref = self._actors[rank].perform.remote(method, shared)
+                    hearing.pending[ref] = rank
+            if self._local is not None and 0 in ranks:
+                hearing.heard(self._perform_locally(method, args, watch))
+                watch = None
+            hearing.listen(self._looker(watch, ranks))
+            cause = hearing.cause()
+            must_end = cause is not None and (
+                method in COLLECTIVE_METHODS or bool(hearing.pending) or hearing.dead
+            )
+        except BaseException as error:
+            # Ctrl-C most of all: nobody may be left behind in the middle of a step.
+            self.ended = error
+            self.close(force=True)
+            raise
+        if cause is None:
+            return [hearing.values[rank] for rank in ranks]
+        if must_end:
+            self.ended = cause
+            self.close(force=True)
+        raise cause
+
+    def _perform_locally(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        watch: Callable[[dict[str, Any]], None] | None,
+    ) -> Outcome | tuple[int, Any] | BaseException:
+        assert self._local is not None
+        self._local.on_commit = every(_WATCH_S, watch, self._local)
+        try:
+            return 0, getattr(self._local, method)(*args)
+        except Exception as error:
+            if method in COLLECTIVE_METHODS:
+                self._local.leave()
+            add_rank(error, 0)
+            return error
+        finally:
+            self._local.on_commit = None
+
+    def _looker(
+        self, watch: Callable[[dict[str, Any]], None] | None, ranks: list[int]
+    ) -> Callable[[], None] | None:
+        if watch is None or not self._actors:
+            return None
+        first = self._actors[min(self._actors)]
+
+        def look() -> None:
+            ref = first.progress.remote()
+            ready, _ = ray.wait([ref], timeout=_WATCH_S)
+            # A dead actor's progress is of no interest: its call says why.
+            if ready:
+                try:
+                    watch(ray.get(ref))
+                except RayActorError:
+                    return
+
+        return look
+
+    # --------------------------------------------------------------------------------- ending
+
+    def local_operator(self) -> TrainingOperator | None:
+        return None if self._local is None else self._local.operator
+
+    def close(self, *, force: bool) -> None:
+        if not ray.is_initialized():
+            self._actors.clear()
+        if not force and self._actors:
+            arguments = pickled((), "nothing")
+            asked = [actor.perform.remote("stop", arguments) for actor in self._actors.values()]
+            ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)
+        if self._local is not None:
+            self._local.stop()
+            self._local = None
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)
+        self._actors.clear()
+        room, self._room = self._room, None
+        if room is not None:
+            placement.release(room)
+        if getattr(self, "_one_node", False):
+            _wait_until_gone(self._pids)
+        self._pids = []
+        store = getattr(self, "_store", None)
+        if store is not None:
+            store.close()
+
+
+class _Hearing:
+    """What the driver has heard from the ranks of one call, and what it makes of it."""
+
+    def __init__(self, method: str, pending: dict[Any, int]) -> None:
+        self.method = method
+        self.pending = pending
+        self.values: dict[int, Any] = {}
+        self.dead = False
+        self._causes: list[BaseException] = []
+        self._consequences: list[BaseException] = []
+
+    def heard(self, outcome: Outcome | tuple[int, Any] | BaseException) -> None:
+        if isinstance(outcome, tuple):
+            self.values[outcome[0]] = outcome[1]
+        elif isinstance(outcome, BaseException):
+            self._sort(outcome, is_peer_lost(outcome))
+        elif outcome.error is None:
+            self.values[outcome.rank] = cloudpickle.loads(outcome.value)
+        else:
+            error = outcome.exception()
+            assert error is not None
+            self._sort(error, outcome.peer_lost)
+
+    def _sort(self, error: BaseException, peer_lost: bool) -> None:
+        (self._consequences if peer_lost else self._causes).append(error)
+
+    def listen(self, look: Callable[[], None] | None) -> None:
+        """Until all have answered, or a cause is known, or a consequence waited long enough."""
+        deadline: float | None = None
+        while self.pending:
+            if self._causes and (self.method in COLLECTIVE_METHODS or self.dead):
+                return
+            if (self._causes or self._consequences) and deadline is None:
+                deadline = time.monotonic() + _HEARING_S
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            timeout = _WATCH_S if look is not None or deadline is not None else None
+            ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
+            for ref in ready:
+                self._answer(ref, self.pending.pop(ref))
+            if look is not None and not ready:
+                look()
+
+    def _answer(self, ref: Any, rank: int) -> None:
+        try:
+            self.heard(ray.get(ref))
+        except RayActorError as error:
+            self.dead = True
+            died = WorkerDiedError(
+                f"the process of rank {rank} died during {self.method}",
+                where=f"rank {rank}",
+                cause=_first_lines(str(error)),
+                fix="look for the reason above (out of memory? killed?), then build a new"
+                " trainer and load the last checkpoint",
+            )
+            died.__cause__ = error
+            self._causes.append(died)
+
+    def cause(self) -> BaseException | None:
+        return next(iter([*self._causes, *self._consequences]), None)
+
+
+def _first_lines(text: str, count: int = 3) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:count])
+
+
+def _connect() -> bool:
+    """Make sure that Ray runs; True if it was started here, for this machine alone."""
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(address="auto", logging_level=logging.ERROR)
+        return False
+    except ConnectionError:
+        ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
+        return True
+
+
+def _this_node() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def _open_store(nodes: list[str], timeout_s: float) -> RendezvousStore:
+    """On loopback if every rank is here; else on the address that the cluster knows us by."""
+    here = set(nodes) == {_this_node()}
+    host = LOOPBACK if here else ray.util.get_node_ip_address()
+    return RendezvousStore(host, timeout_s)
+
+
+def _wait_until_gone(pids: Iterable[int]) -> None:
+    """`ray.kill` returns before the process has ended; nothing may outlive `shutdown`."""
+    deadline = time.monotonic() + _STOP_S
+    for pid in pids:
+        while time.monotonic() < deadline:
+            try:
+                os.kill(pid, 0)
+            except (ProcessLookupError, PermissionError):
+                break
+            time.sleep(0.01)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store where ranks meet, held by the driver so that no rank is special."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+
+
+class RendezvousStore:
+    """A TCP store on a port that was bound before anybody was told of it.
+
+    Picking a free port, closing it and binding it later is a race that others win; and a
+    store that listens on every interface is reachable by everybody who reaches the machine.
+    So the socket is bound here, to one address, and handed over open.
+    """
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        listener = socket.create_server((host, 0), backlog=2048)
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        # The store owns the descriptor from here on and closes it with itself.
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        self._store = None

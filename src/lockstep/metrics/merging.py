@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one set of sums per worker to one result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigurationError
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES
+from lockstep.metrics.numeric import as_number, checked_weight, read_numbers, weighted_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+EPOCH: Final = "epoch"
+
+
+def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One weighted mean over all workers.
+
+    Args:
+        states: `AverageMeterCollection.state` of each worker, by rank.
+
+    Returns:
+        ``num_samples`` (summed), ``batch_count`` (the largest: workers share every global
+        batch, and one that joined late saw fewer); per metric ``k`` the mean over the workers
+        that reported it, and ``last_k``, over those that did so in its latest step; of
+        what is not a number, the lowest rank's value.
+    """
+    merged: dict[str, Any] = {
+        BATCH_COUNT: max((state[BATCH_COUNT] for state in states), default=0),
+        NUM_SAMPLES: sum(state[NUM_SAMPLES] for state in states),
+    }
+    latest: dict[str, Any] = {}
+    for key in _keys_in_order(state["sums"] for state in states):
+        having = [state for state in states if key in state["sums"]]
+        weight = sum(state["weights"][key] for state in having)
+        merged[key] = sum(state["sums"][key] for state in having) / weight
+        last_step = max(state["last_steps"][key] for state in having)
+        latest[f"last_{key}"] = weighted_mean(
+            (state["last_means"][key], state["last_weights"][key])
+            for state in having
+            if state["last_steps"][key] == last_step
+        )
+    others = (item for state in states for item in state["others"].items())
+    # `setdefault`: a metric that the user called `last_x` is the user's, not our latest `x`;
+    # a key with a number anywhere is a number; and the lowest rank comes first.
+    for key, value in (*latest.items(), *others):
+        merged.setdefault(key, value)
+    return merged
+
+
+def merge_user_results(
+    results: Sequence[Mapping[str, Any]], weights: Sequence[float]
+) -> dict[str, Any]:
+    """Merge the dicts that operators with their own ``train_epoch`` or ``validate`` returned.
+
+    Args:
+        results: each worker's dict, by rank. Never changed.
+        weights: each worker's number of samples, used where its dict has no ``num_samples``.
+
+    Returns:
+        ``num_samples`` summed; ``batch_count`` and ``epoch`` by maximum; other numbers as
+        means weighted by samples, over the workers that have them (a plain mean if none of
+        those saw a sample); of what is not a number, the lowest rank's value.
+
+    Raises:
+        ConfigurationError: not one weight per result.
+        WeightError: a number of samples that is negative, NaN or infinite.
+    """
+    if len(results) != len(weights):
+        raise ConfigurationError(
+            "every result needs one weight",
+            expected=f"{len(results)} weights",
+            got=f"{len(weights)}",
+        )
+    samples = [
+        checked_weight(result.get(NUM_SAMPLES, weight))
+        for result, weight in zip(results, weights, strict=True)
+    ]
+    merged: dict[str, Any] = {NUM_SAMPLES: sum(samples)}
+    for key in _keys_in_order(results):
+        if key == NUM_SAMPLES:
+            continue
+        pairs = [
+            (result[key], count)
+            for result, count in zip(results, samples, strict=True)
+            if key in result
+        ]
+        numbers = [
+            (read_numbers([number])[0], count)
+            for value, count in pairs
+            if (number := as_number(value)) is not None
+        ]
+        if not numbers:
+            merged[key] = pairs[0][0]
+        elif key in (BATCH_COUNT, EPOCH):
+            merged[key] = max(number for number, _ in numbers)
+        else:
+            merged[key] = weighted_mean(numbers)
+    return merged
+
+
+def _keys_in_order(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))

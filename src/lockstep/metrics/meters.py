@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running weighted means on one worker, in constant memory and without device waits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES
+from lockstep.metrics.merging import merge
+from lockstep.metrics.numeric import as_number, checked_weight, read_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_COUNTERS = (BATCH_COUNT, NUM_SAMPLES)
+
+
+class AverageMeter:
+    """The latest value and the weighted mean of a series.
+
+    Attributes:
+        val: the latest value.
+        avg: the weighted mean so far; 0 before the first update.
+        sum: the sum of value times weight.
+        count: the sum of weights.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.val: Any = 0
+        self.avg: Any = 0
+        self.sum: Any = 0
+        self.count: float = 0
+
+    def update(self, val: Any, n: float = 1) -> None:
+        """Count `val` with weight `n`; a weight of 0 changes nothing."""
+        n = checked_weight(n)
+        if n == 0:
+            return
+        self.val = val
+        self.sum = self.sum + val * n  # not in place: `val` may be a tensor of the caller's
+        self.count += n
+        self.avg = self.sum / self.count
+
+
+class _WeightedMean:
+    """One metric's running sums, over everything and over the parts of its latest step.
+
+    The latest step is held as a mean and not as a sum: a step of one part then gives back
+    exactly the value that went in (0.1 * 3 / 3 is not 0.1).
+    """
+
+    __slots__ = ("last_mean", "last_step", "last_weight", "total", "weight")
+
+    def __init__(self) -> None:
+        self.total: Any = 0
+        self.weight: float = 0
+        self.last_step = 0
+        self.last_mean: Any = 0
+        self.last_weight: float = 0
+
+    def add(self, value: Any, weight: float, step: int) -> None:
+        part = value * weight
+        self.total = self.total + part
+        self.weight += weight
+        if step == self.last_step:
+            both = self.last_weight + weight
+            self.last_mean = (self.last_mean * self.last_weight + part) / both
+            self.last_weight = both
+        else:
+            self.last_step, self.last_mean, self.last_weight = step, value, weight
+
+
+class AverageMeterCollection:
+    """Weighted means of whatever metrics a loop reports, in constant memory.
+
+    By default every `update` is one step. A loop that runs several parts (shards) of one
+    global batch calls `begin_step` before the first part; from then on only `begin_step`
+    starts a step, and the ``last_*`` results are means over all parts of the latest one.
+
+    Attributes:
+        n: the sum of weights so far, in samples.
+    """
+
+    def __init__(self) -> None:
+        self.n: float = 0
+        self._batch_count = 0
+        self._step = 0
+        self._has_explicit_steps = False
+        self._means: defaultdict[str, _WeightedMean] = defaultdict(_WeightedMean)
+        self._others: dict[str, Any] = {}
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Start a step: one global batch, of which this worker may report several parts.
+
+        Args:
+            step: the step's number, growing, the same on every worker; by default one more
+                than the last. Given, it lets a worker that joined late be merged rightly.
+        """
+        self._has_explicit_steps = True
+        self._start_step(step)
+
+    def _start_step(self, step: int | None = None) -> None:
+        self._step = self._step + 1 if step is None else step
+        self._batch_count += 1
+
+    def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
+        """Count what one batch, or one part of a global batch, reported.
+
+        Args:
+            metrics: numbers (Python's, numpy's, tensors of one element on any device) are
+                averaged; of anything else the latest value is kept. ``num_samples`` and
+                ``batch_count`` are not metrics and are left out. Never changed.
+            n: the weight, usually in samples. 0 (a borrowed batch) leaves every metric, its
+                latest value included, as it was; the step itself still counts.
+
+        Raises:
+            WeightError: `n` is negative, NaN or infinite.
+        """
+        n = checked_weight(n)
+        if not self._has_explicit_steps:
+            self._start_step()
+        if n == 0:
+            return
+        self.n += n
+        for key, value in metrics.items():
+            if key in _COUNTERS:
+                continue
+            number = as_number(value)
+            if number is not None:
+                self._means[str(key)].add(number, n, self._step)
+            else:
+                self._others[str(key)] = value.detach() if isinstance(value, Tensor) else value
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `merge` needs, as plain Python numbers on the CPU.
+
+        Waits once per device that metrics live on.
+
+        Returns:
+            ``batch_count``, ``num_samples``; per metric ``sums``, ``weights``,
+            ``last_steps`` (number of the latest step that reported it), ``last_means``,
+            ``last_weights`` (over that step); ``others`` (latest values of non-numbers).
+        """
+        means = self._means
+        totals = read_numbers(mean.total for mean in means.values())
+        last_means = read_numbers(mean.last_mean for mean in means.values())
+        return {
+            BATCH_COUNT: self._batch_count,
+            NUM_SAMPLES: self.n,
+            "sums": dict(zip(means, totals, strict=True)),
+            "weights": {key: mean.weight for key, mean in means.items()},
+            "last_steps": {key: mean.last_step for key, mean in means.items()},
+            "last_means": dict(zip(means, last_means, strict=True)),
+            "last_weights": {key: mean.last_weight for key, mean in means.items()},
+            "others": {
+                key: value.cpu() if isinstance(value, Tensor) else value
+                for key, value in self._others.items()
+            },
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """``batch_count``, ``num_samples``, and per metric ``k`` its mean and ``last_k``."""
+        return merge([self.state()])

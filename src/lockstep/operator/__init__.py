@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user writes, and the loops of an operator that brings none of its own."""
+
+from lockstep.operator.definition import TrainingOperator
+from lockstep.operator.setting import Setting
+
+__all__ = ["Setting", "TrainingOperator"]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that a forward changes (running statistics), kept a function of the shard alone.
+
+Every shard of a step starts from the buffers that the last step committed, and shard 0's
+are the ones that stay, as DDP keeps rank 0's. Otherwise a worker with two shards would chain
+their statistics, and the result would depend on who carried what.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from lockstep.sync import GradientSync
+
+
+class CommittedBuffers:
+    """The buffers of `modules` during one step of a worker.
+
+    Args:
+        num_parts: shards that this worker computes in this step.
+        sync: who broadcasts rank 0's buffers at the end; None for a worker without peers.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], num_parts: int, sync: GradientSync | None
+    ) -> None:
+        self._live = [buffer for module in modules for buffer in module.buffers()]
+        self._sync = sync
+        self._several = num_parts > 1 and bool(self._live)
+        self._before = [buffer.clone() for buffer in self._live] if self._several else []
+        self._first: list[torch.Tensor] = []
+
+    def begin_part(self, position: int) -> None:
+        """Before the forward of the worker's shard number `position`."""
+        if not self._several or position == 0:
+            return
+        if position == 1:
+            self._first = [buffer.clone() for buffer in self._live]
+        _copy(self._before, self._live)
+
+    def commit(self) -> None:
+        """After the last backward of the step.
+
+        Collective:
+            Every rank: one broadcast if there are buffers.
+        """
+        if self._several:
+            _copy(self._first, self._live)
+        if self._sync is not None:
+            self._sync.broadcast_buffers()
+
+
+def _copy(values: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for value, target in zip(values, into, strict=True):
+            target.copy_(value)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators made from functions, and operators around objects that already exist."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.operator import TrainingOperator
+from lockstep.operator.registration import as_list
+
+
+def from_creators(
+    base: type[TrainingOperator],
+    model_creator: Callable[[Any], Any],
+    optimizer_creator: Callable[[Any, Any], Any],
+    data_creator: Callable[[Any], Any] | None = None,
+    loss_creator: Any = None,
+    scheduler_creator: Callable[[Any, Any], Any] | None = None,
+) -> type[TrainingOperator]:
+    """An operator class whose `setup` calls these functions, as RaySGD's did.
+
+    Args:
+        model_creator: ``config -> model`` or several models.
+        optimizer_creator: ``(model or models, config) -> optimizer`` or several.
+        data_creator: ``config -> train_loader`` or ``(train_loader, validation_loader)``.
+        loss_creator: a loss class such as `nn.MSELoss`, or ``config -> criterion``.
+        scheduler_creator: ``(optimizer or optimizers, config) -> scheduler`` or several.
+
+    Returns:
+        A subclass of `base` with `model(s)`, `optimizer(s)`, `criterion`, `scheduler(s)`.
+    """
+    for name, function in (
+        ("model_creator", model_creator),
+        ("optimizer_creator", optimizer_creator),
+    ):
+        if not callable(function):
+            raise WrongTypeError(f"{name} is not callable", got=repr(function))
+
+    class CreatorOperator(base):  # type: ignore[valid-type, misc]
+        def setup(self, config: Any) -> None:
+            models = model_creator(config)
+            optimizers = optimizer_creator(models, config)
+            schedulers = scheduler_creator(optimizers, config) if scheduler_creator else None
+            self.register(
+                models=models,
+                optimizers=optimizers,
+                criterion=_criterion(loss_creator, config),
+                schedulers=schedulers,
+            )
+            if data_creator is not None:
+                _register_data(self, data_creator(config))
+
+        model = property(lambda self: self._registered.models[0])
+        models = property(lambda self: self._registered.models)
+        optimizer = property(lambda self: self._registered.optimizers[0])
+        optimizers = property(lambda self: self._registered.optimizers)
+        criterion = property(lambda self: self._registered.criterion)
+        schedulers = property(lambda self: self._registered.schedulers or None)
+        scheduler = property(lambda self: next(iter(self._registered.schedulers), None))
+
+    return CreatorOperator
+
+
+def _criterion(loss_creator: Any, config: Any) -> Any:
+    if loss_creator is None:
+        return None
+    if inspect.isclass(loss_creator) and issubclass(loss_creator, _Loss):
+        return loss_creator()
+    return loss_creator(config)
+
+
+def _register_data(operator: TrainingOperator, loaders: Any) -> None:
+    if isinstance(loaders, tuple):
+        if len(loaders) != 2:
+            raise ConfigurationError(
+                "data_creator returned a tuple of another length",
+                expected="train_loader, or (train_loader, validation_loader)",
+                got=f"{len(loaders)} items",
+            )
+        operator.register_data(train_loader=loaders[0], validation_loader=loaders[1])
+    else:
+        operator.register_data(train_loader=loaders)
+
+
+def from_model(
+    base: type[TrainingOperator],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Any = None,
+    train_loader: Any = None,
+    validation_loader: Any = None,
+) -> type[TrainingOperator]:
+    """An operator class around your own objects.
+
+    One worker trains the very objects. Several train copies, pickled together so that the
+    optimizer still holds the model's parameters; after each `train()` and `load()` the
+    trained state is loaded back into `model`, `optimizer` and `criterion`: what you handed
+    in is what you look at.
+    """
+    as_list(model, nn.Module, "models")
+    as_list(optimizer, torch.optim.Optimizer, "optimizers")
+
+    class ModelOperator(base):  # type: ignore[valid-type, misc]
+        def setup(self, config: Any) -> None:
+            self.model, self.optimizer = model, optimizer
+            self.criterion = criterion
+            self.register(models=model, optimizers=optimizer, criterion=criterion)
+            self.register_data(train_loader=train_loader, validation_loader=validation_loader)
+
+        @staticmethod
+        def _absorb(state: Mapping[str, Any]) -> None:
+            model.load_state_dict(state["models"][0])
+            optimizer.load_state_dict(copy.deepcopy(state["optimizers"][0]))
+            if isinstance(criterion, nn.Module) and state.get("criterion") is not None:
+                criterion.load_state_dict(state["criterion"])
+
+    return ModelOperator

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainingOperator`: what the user writes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigurationError
+from lockstep.metrics import AverageMeterCollection, TimerCollection
+from lockstep.operator import loops
+from lockstep.operator.precision import Precision
+from lockstep.operator.registration import Registered, assemble
+from lockstep.operator.setting import Setting
+from lockstep.operator.staging import Part, to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from lockstep.sync import GradientSync
+
+
+class TrainingOperator:
+    """The user's definition of a training run; one instance lives in every worker.
+
+    Override `setup`, and usually no more than `compute_loss`::
+
+        class Digits(TrainingOperator):
+            def setup(self, config):
+                model = nn.Linear(64, 10)
+                self.model, self.optimizer, self.criterion = self.register(
+                    models=model,
+                    optimizers=torch.optim.SGD(model.parameters(), lr=config["lr"]),
+                    criterion=nn.CrossEntropyLoss())
+                self.register_data(train_loader=..., validation_loader=...)
+
+    With several models or optimizers, or a step of your own, override `train_batch`; with a
+    loop of your own, `train_epoch`. There is no need to override both.
+
+    Attributes:
+        joint_loss: the loss communicates between workers (gathers, batch statistics), so all
+            the shards of a worker go through as one batch.
+        loss_reduction: "mean" if the loss is a mean over the batch, "sum" if it is a sum.
+        global_step: optimizer steps (global batches) committed since the run began.
+        timers: a `TimerCollection`, recording while `profile=True`.
+    """
+
+    joint_loss: ClassVar[bool] = False
+    loss_reduction: ClassVar[str] = "mean"
+
+    def __init__(self, config: Mapping[str, Any], setting: Setting | None = None) -> None:
+        self._config = dict(config) if type(config) is dict else config
+        self._setting = setting or Setting()
+        self._precision = Precision(self._setting.precision, self._setting.device)
+        self._registered: Registered | None = None
+        self._loaders: dict[str, Any] = {}
+        self._delivered: Part | None = None
+        self.timers = TimerCollection()
+        self.timers.disable()
+        self.global_step = 0
+        self._committed = 0
+        self._begin_call()
+
+    def _begin_call(self) -> None:
+        """A new `train` or `validate`: its metrics start from nothing."""
+        self._meters = AverageMeterCollection()
+        self._latest: dict[str, Any] = {}
+
+    # ---------------------------------------------------------------- what the user overrides
+
+    def setup(self, config: Any) -> None:
+        """Make models, optimizers and data; call `self.register` and `self.register_data`.
+
+        Args:
+            config: the trainer's `config`. `config[BATCH_SIZE]`, if it is there, is this
+                shard's share of the global batch: an `int` that remembers the whole.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must override setup(self, config) and call"
+            " self.register(models=..., optimizers=...) in it"
+        )
+
+    def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        """The loss of one batch, which is already on the device.
+
+        By default the batch is ``(*features, target)`` and the loss is
+        ``self.criterion(self.model(*features), target)``.
+
+        Returns:
+            A scalar tensor, the mean over the batch's samples (their sum with
+            ``loss_reduction = "sum"``); or that and a dict of metrics.
+        """
+        return loops.default_loss(self, batch)[0]
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
+        """Train on every batch of `iterator`; returns metrics, weighted by samples.
+
+        Override for a loop of your own. `info` is the dict given to `trainer.train`, with
+        `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added.
+        """
+        return loops.train_epoch(self, iterator, info)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """One optimizer step on one global batch; returns its metrics.
+
+        An override gets all the samples of its worker as one batch, as the loader collated
+        it; ``loss.backward()`` in it carries exactly the weight of that batch. Return
+        ``num_samples`` if the metrics are means over something else than its samples.
+
+        Args:
+            batch: one item of the loader.
+            batch_info: `info` with ``"batch_idx"`` and ``"global_step"``.
+        """
+        return loops.train_batch(self, batch, batch_info)
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate every batch without gradients; returns metrics, weighted by samples."""
+        return loops.validate(self, val_iterator, info)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """The metrics of one batch: `val_loss`, and `val_accuracy` for class targets."""
+        return loops.validate_batch(self, batch, batch_info)
+
+    def state_dict(self) -> Any:
+        """Further state to save: tensors and plain Python. Models are saved without it."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take back what `state_dict` gave."""
+
+    # ------------------------------------------------------------------- what the user calls
+
+    def register(
+        self,
+        *,
+        models: Any,
+        optimizers: Any,
+        criterion: Any = None,
+        schedulers: Any = None,
+        ddp_args: dict[str, Any] | None = None,
+    ) -> tuple[Any, ...]:
+        """Hand over models, optimizers, criterion and schedulers; call it once, in `setup`.
+
+        Models and criterion move to this worker's device. Parameters, the criterion's
+        included, are synchronised between workers through hooks on themselves: the models
+        are returned as they are, not wrapped, and may be called in any way.
+
+        Args:
+            models: an `nn.Module`, or a list or tuple of them.
+            optimizers: one optimizer, or a list or tuple.
+            criterion: a loss, or any callable; a module may hold parameters.
+            schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
+                `scheduler_step_freq`.
+            ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
+
+        Returns:
+            ``(models, optimizers[, criterion][, schedulers])``, each in the shape given.
+
+        Gradient:
+            From now on the gradient of every parameter is that of the global batch.
+
+        Collective:
+            Compares the models' structure between workers and broadcasts rank 0's weights.
+
+        Raises:
+            WrongTypeError: something is not a module, an optimizer, or cannot step.
+            ConfigurationError: registered twice, schedulers without `scheduler_step_freq`.
+            UnknownParameterError: an optimizer holds a parameter of no registered module.
+            ReplicasDifferError: the workers built different models.
+        """
+        if self._registered is not None:
+            raise ConfigurationError(
+                "register was called twice",
+                fix="call it once, with lists: self.register(models=[a, b], optimizers=[...])",
+            )
+        if ddp_args:
+            raise ConfigurationError(
+                "ddp_args were given, but the gradients are not synchronised by torch's DDP",
+                got=f"ddp_args={ddp_args!r}",
+                fix="leave them out",
+            )
+        own_loop = self._brings("train_batch") or self._brings("train_epoch")
+        self._registered = assemble(
+            self._setting,
+            models=models,
+            optimizers=optimizers,
+            criterion=criterion,
+            schedulers=schedulers,
+            # The default step knows when a step's last forward is over, and that a shard
+            # starts from the committed buffers; for other loops, backward's end is the moment.
+            buffers="after_backward" if own_loop else "manual",
+        )
+        given = [models, optimizers]
+        given += [item for item in (criterion, schedulers) if item is not None]
+        return tuple(given)
+
+    def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
+        """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
+        self._loaders = {"train": train_loader, "validation": validation_loader}
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
+        """Backpropagate `loss`, the mean over `weight` samples (or tokens, or any count).
+
+        Args:
+            loss: scalar.
+            weight: how much this loss counts against the other workers' losses; the number
+                of samples delivered if None.
+
+        Gradient:
+            After the last backward of the step (see `no_sync`): the sum of weight times
+            gradient over all workers, divided by the sum of the weights.
+
+        Collective:
+            Every worker calls it equally often, unless under `no_sync`.
+        """
+        loops.backward(self, loss, weight)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Accumulate gradients locally; weights add up until the next backward outside."""
+        return nullcontext() if self._sync is None else self._sync.no_sync()
+
+    def to_device(self, batch: Any) -> Any:
+        """The same batch, of any nesting, with its tensors on this worker's device."""
+        return to_device(batch, self.device)
+
+    # -------------------------------------------------------------------------- where it is
+
+    @property
+    def device(self) -> torch.device:
+        return self._setting.device
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """``[index]`` for a wrapper of your own; None on the CPU."""
+        return None if self.device.type == "cpu" else [self.device.index or 0]
+
+    @property
+    def config(self) -> Any:
+        return self._config
+
+    @property
+    def world_rank(self) -> int:
+        return self._setting.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank among the workers of its node."""
+        return self._setting.local_rank
+
+    @property
+    def use_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def use_fp16(self) -> bool:
+        return self._precision.name == "fp16"
+
+    @property
+    def use_tqdm(self) -> bool:
+        return self._setting.use_tqdm
+
+    @property
+    def scheduler_step_freq(self) -> str | None:
+        return self._setting.scheduler_step_freq
+
+    def _brings(self, method: str) -> bool:
+        """Whether the user's class has its own `method` instead of the one above."""
+        return getattr(type(self), method) is not getattr(TrainingOperator, method)
+
+    @property
+    def _sync(self) -> GradientSync | None:
+        return None if self._registered is None else self._registered.sync
+
+    # ---------------------------------------------------------------- other ways to make one
+
+    @classmethod
+    def from_creators(
+        cls,
+        model_creator: Callable[[Any], Any],
+        optimizer_creator: Callable[[Any, Any], Any],
+        data_creator: Callable[[Any], Any] | None = None,
+        loss_creator: Any = None,
+        scheduler_creator: Callable[[Any, Any], Any] | None = None,
+    ) -> type[TrainingOperator]:
+        """An operator class from functions; see `lockstep.operator.creators.from_creators`."""
+        from lockstep.operator import creators
+
+        return creators.from_creators(
+            cls, model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        criterion: Any = None,
+        train_loader: Any = None,
+        validation_loader: Any = None,
+    ) -> type[TrainingOperator]:
+        """An operator class around your own objects, which hold the trained state afterwards;
+        see `lockstep.operator.creators.from_model`."""
+        from lockstep.operator import creators
+
+        return creators.from_model(
+            cls, model, optimizer, criterion, train_loader, validation_loader
+        )

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of an operator that brings none of its own.
+
+One optimizer step consumes one global batch. A worker computes its shards one after the
+other, each from the committed buffers and from its own random numbers, weighs each shard's
+loss by its samples, and lets the last backward (or, without samples, an empty turn) run the
+reduction: so the step depends on the shards alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.data.structure import leading_length
+from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
+from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.batches import class_accuracy, weighted_mean
+from lockstep.operator.committed import CommittedBuffers
+from lockstep.operator.registration import Registered, step_schedulers
+from lockstep.operator.staging import Part, ShardedBatch, to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lockstep.operator import TrainingOperator
+
+
+def registered(operator: TrainingOperator) -> Registered:
+    if operator._registered is None:
+        raise ConfigurationError(
+            f"{type(operator).__name__} has no model to train",
+            fix="call self.register(models=..., optimizers=...) inside setup",
+        )
+    return operator._registered
+
+
+def the_only(operator: TrainingOperator, attribute: str, items: list[Any]) -> Any:
+    """`self.model` (or `.optimizer`, `.criterion`), or the only one that was registered."""
+    found = getattr(operator, attribute, None)
+    if found is None and len(items) == 1:
+        found = items[0]
+    if found is None:
+        raise ConfigurationError(
+            f"the default loop needs self.{attribute}, and {len(items)} were registered",
+            where=type(operator).__name__,
+            fix=f"set self.{attribute} in setup, or override compute_loss"
+            " (one optimizer) or train_batch (several)",
+        )
+    return found
+
+
+class EpochMetrics(dict[str, Any]):
+    """The summary that the default loops return, with the sums that it was made from.
+
+    A mean of means is wrong on uneven shards, so workers send sums; users who call
+    ``super().train_epoch(...)`` get, and may extend, a plain dict.
+    """
+
+    def __init__(self, meters: AverageMeterCollection) -> None:
+        self.summary = meters.summary()
+        self.sums = meters.state()
+        super().__init__(self.summary)
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def train_epoch(
+    operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
+) -> dict[str, Any]:
+    parts = registered(operator)
+    parts.set_training(True)
+    # One collection for the whole call: with `num_steps` it may span several epochs.
+    meters = operator._meters
+    with operator.timers.record("train_epoch"):
+        for batch_idx, batch in enumerate(iterator):
+            batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
+            metrics = operator.train_batch(batch, batch_info)
+            if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH:
+                step_schedulers(parts.schedulers)
+            meters.update(metrics, n=counted(operator, metrics))
+            operator._latest = metrics
+    return EpochMetrics(meters)
+
+
+def counted(operator: TrainingOperator, metrics: Mapping[str, Any]) -> int:
+    """How many samples a step's metrics stand for; a borrowed batch stands for none."""
+    delivered = operator._delivered
+    if delivered is not None and delivered.borrowed:
+        return 0
+    fallback = 1 if delivered is None else delivered.num_samples
+    return int(metrics.get(NUM_SAMPLES, fallback))
+
+
+def train_batch(
+    operator: TrainingOperator, batch: Any, batch_info: dict[str, Any]
+) -> dict[str, Any]:
+    run = registered(operator)
+    optimizer = the_only(operator, "optimizer", run.optimizers)
+    parts = parts_of(operator, batch)
+    optimizer.zero_grad()
+    buffers = CommittedBuffers(run.modules(), len(parts), run.sync)
+    results: list[tuple[dict[str, Any], int]] = []
+    for position, part in enumerate(parts):
+        buffers.begin_part(position)
+        last = position == len(parts) - 1
+        results.append((_train_part(operator, part, batch_info, last), part.num_samples))
+    if not parts and run.sync is not None:
+        run.sync.reduce_pending()
+    buffers.commit()
+    with operator.timers.record("apply"):
+        operator._precision.step(optimizer, run.parameters(), None)
+    return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}
+
+
+def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
+    """The shards of a delivered batch; a batch that the user cut himself is one part."""
+    if isinstance(batch, ShardedBatch):
+        return batch.parts
+    delivered = operator._delivered
+    if delivered is not None and delivered.batch is batch:
+        return (delivered,)
+    seed = 0 if delivered is None else delivered.seed
+    return (Part(batch, leading_length(batch), seed),)
+
+
+def _train_part(
+    operator: TrainingOperator, part: Part, batch_info: dict[str, Any], last: bool
+) -> dict[str, Any]:
+    part.seed_randomness()
+    with operator.timers.record("fwd"), operator._precision.autocast():
+        batch = to_device(part.batch, operator.device)
+        loss, metrics = _loss_and_metrics(operator, batch, batch_info)
+    with operator.timers.record("grad"):
+        scaled = operator._precision.scale(loss)
+        if last:
+            backward(operator, scaled, part.num_samples)
+        else:
+            with operator.no_sync():
+                backward(operator, scaled, part.num_samples)
+    return {"train_loss": loss.detach(), **metrics}
+
+
+def _loss_and_metrics(
+    operator: TrainingOperator, batch: Any, batch_info: Mapping[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    result = operator.compute_loss(batch, batch_info)
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ConfigurationError(
+            "compute_loss returned something else than a loss",
+            where=type(operator).__name__,
+            expected="a scalar tensor, or a scalar tensor and a dict of metrics",
+            got=f"{type(loss).__name__}"
+            + (f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""),
+            fix="return loss.mean() or (loss, {'name': value})",
+        )
+    return loss, dict(metrics)
+
+
+def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | None) -> None:
+    sync = operator._sync
+    if sync is None:
+        if weight is not None and operator._setting.world_size > 1 and operator._registered:
+            _refuse_weight_without_sync(operator, weight)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    delivered = operator._delivered
+    if weight is None:
+        weight = 1.0 if delivered is None else delivered.num_samples
+    sync.backward(loss, weight=weight)
+
+
+def _refuse_weight_without_sync(operator: TrainingOperator, weight: float) -> None:
+    delivered = operator._delivered
+    if delivered is not None and weight != delivered.num_samples:
+        raise NotAvailableError(
+            "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
+            got=f"weight={weight}",
+            fix="TorchTrainer(..., wrap_ddp=True)",
+        )
+
+
+def default_loss(operator: TrainingOperator, batch: Any) -> tuple[torch.Tensor, Any, Any]:
+    """Loss, output and target of a batch ``(*features, target)``."""
+    run = registered(operator)
+    model = the_only(operator, "model", run.models)
+    criterion = the_only(operator, "criterion", [run.criterion] if run.criterion else [])
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise ConfigurationError(
+            "the default compute_loss does not understand this batch",
+            where=type(operator).__name__,
+            expected="(*features, target)",
+            got=f"{type(batch).__name__}"
+            + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
+            fix="override compute_loss(self, batch, batch_info)",
+        )
+    *features, target = batch
+    output = model(*features)
+    return criterion(output, target), output, target
+
+
+# ----------------------------------------------------------------------------- validation
+
+
+def validate(
+    operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
+) -> dict[str, Any]:
+    registered(operator).set_training(False)
+    meters = operator._meters
+    with torch.no_grad(), operator.timers.record("validation"):
+        for batch_idx, batch in enumerate(iterator):
+            metrics = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
+            meters.update(metrics, n=counted(operator, metrics))
+    return EpochMetrics(meters)
+
+
+def validate_batch(
+    operator: TrainingOperator, batch: Any, batch_info: dict[str, Any]
+) -> dict[str, Any]:
+    own_loss = operator._brings("compute_loss")
+    parts = parts_of(operator, batch)
+    results: list[tuple[dict[str, Any], int]] = []
+    for part in parts:
+        part.seed_randomness()
+        with operator.timers.record("eval_fwd"), operator._precision.autocast():
+            moved = to_device(part.batch, operator.device)
+            if own_loss:
+                loss, metrics = _loss_and_metrics(operator, moved, batch_info)
+            else:
+                loss, output, target = default_loss(operator, moved)
+                metrics = class_accuracy(output, target)
+        results.append(({"val_loss": loss.detach(), **metrics}, part.num_samples))
+    return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision for the default loop: what to compute in, and how losses are scaled."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import torch
+
+from lockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+_AUTOCAST_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast and loss scaling under one name: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+
+    The scaler looks at the gradients after their reduction, so that every rank finds the
+    same infinities and skips, or takes, the same steps.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name not in get_args(PrecisionName):
+            raise ConfigurationError(
+                "unknown precision",
+                expected='"fp32", "bf16" or "fp16"',
+                got=repr(name),
+            )
+        self.name = name
+        self._device_type = device.type
+        self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the loss is computed."""
+        dtype = _AUTOCAST_DTYPES.get(self.name)
+        return torch.autocast(self._device_type, dtype=dtype) if dtype else nullcontext()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss whose backward does not underflow."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[torch.nn.Parameter],
+        clip_grad_norm: float | None,
+    ) -> None:
+        """Unscale, clip to a global norm, step: in this order, after the reduction."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        if clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+        if self._scaler is None:
+            optimizer.step()
+        else:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator registered: checked, moved to its device, and tied to its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
+from lockstep.keys import SCHEDULER_STEP_MANUAL
+from lockstep.sync import GradientSync, is_local
+
+if TYPE_CHECKING:
+    from lockstep.operator.setting import Setting
+
+
+@dataclass
+class Registered:
+    """The parts of a training run, each as a list, and what keeps their gradients one."""
+
+    models: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[Any]
+    criterion: Any
+    models_given_alone: bool
+    sync: GradientSync | None
+
+    def modules(self) -> list[nn.Module]:
+        """The models, and the criterion where it is a module (it may hold parameters)."""
+        extra = [self.criterion] if isinstance(self.criterion, nn.Module) else []
+        return [*self.models, *extra]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for module in self.modules():
+            yield from module.parameters()
+
+    def set_training(self, training: bool) -> None:
+        for module in self.modules():
+            module.train(training)
+
+
+def as_list(given: Any, kind: type | tuple[type, ...], argument: str) -> list[Any]:
+    """One object or a sequence of them as a list, each checked to be of `kind`."""
+    items = list(given) if isinstance(given, Sequence) else [given]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    names = " or ".join(f"{each.__module__.split('.')[0]} {each.__name__}" for each in kinds)
+    for item in items:
+        if not isinstance(item, kind):
+            hint = "call it first: pass an instance" if isinstance(item, type) else None
+            raise WrongTypeError(
+                f"register({argument}=...) was given something else",
+                expected=f"a {names}, or a list of them",
+                got=f"{type(item).__name__}: {item!r:.80}",
+                fix=hint,
+            )
+    if not items:
+        raise ConfigurationError(f"register({argument}=...) was given an empty list")
+    return items
+
+
+def assemble(
+    setting: Setting,
+    *,
+    models: Any,
+    optimizers: Any,
+    criterion: Any,
+    schedulers: Any,
+    buffers: str,
+) -> Registered:
+    """Check, move to the device, and attach gradient synchronisation.
+
+    Collective:
+        With several workers every rank must register the same models in the same order;
+        their structure is compared and rank 0's weights are broadcast.
+    """
+    registered = Registered(
+        models=as_list(models, nn.Module, "models"),
+        optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
+        schedulers=_checked_schedulers(schedulers, setting.scheduler_step_freq),
+        criterion=criterion,
+        models_given_alone=isinstance(models, nn.Module),
+        sync=None,
+    )
+    for module in registered.modules():
+        module.to(setting.device)
+    for optimizer in registered.optimizers:
+        _move_state(optimizer)
+    if setting.wrap_ddp:
+        _refuse_strangers(registered)
+        if any(True for _ in registered.parameters()):
+            registered.sync = GradientSync(
+                registered.modules(),
+                setting.group,
+                bucket_cap_mb=setting.bucket_cap_mb,
+                buffers=buffers,
+            )
+    return registered
+
+
+def _checked_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
+    if schedulers is None:
+        return []
+    items = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
+    for item in items:
+        if isinstance(item, type) or not callable(getattr(item, "step", None)):
+            raise WrongTypeError(
+                "register(schedulers=...) was given something that cannot step",
+                expected="a torch.optim.lr_scheduler object, or a list of them",
+                got=f"{type(item).__name__}: {item!r:.80}",
+            )
+        if isinstance(item, ReduceLROnPlateau) and step_freq not in (None, SCHEDULER_STEP_MANUAL):
+            raise ConfigurationError(
+                "ReduceLROnPlateau needs a metric, so it cannot step by itself",
+                got=f"scheduler_step_freq={step_freq!r}",
+                fix='TorchTrainer(..., scheduler_step_freq="manual") and'
+                " trainer.update_scheduler(metric) after each validate()",
+            )
+    if items and step_freq is None:
+        raise ConfigurationError(
+            "schedulers were registered, but nothing says when they step",
+            expected='scheduler_step_freq="batch", "epoch" or "manual"',
+            got="scheduler_step_freq=None",
+            fix='TorchTrainer(..., scheduler_step_freq="epoch")',
+        )
+    return items
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    # Momentum of an optimizer that has already stepped stays on the old device otherwise.
+    # Modules keep their Parameter objects in `.to`, so the groups need nothing.
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _refuse_strangers(registered: Registered) -> None:
+    """An optimizer's parameter outside the registered modules would never be synchronised."""
+    known = {id(parameter) for parameter in registered.parameters()}
+    for index, optimizer in enumerate(registered.optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if id(parameter) in known or is_local(parameter):
+                    continue
+                raise UnknownParameterError(
+                    "an optimizer holds a parameter that belongs to no registered module",
+                    where=f"optimizer {index} ({type(optimizer).__name__}), group {number},"
+                    f" parameter {position}, shape {tuple(parameter.shape)}",
+                    cause="the optimizer was made from another copy of the model, or the"
+                    " parameter lives outside every registered module: its gradient would"
+                    " differ between workers",
+                    fix="make the optimizer from the registered model's parameters(), put the"
+                    " parameter into a module that is registered, or mark it with"
+                    " lockstep.local(parameter) if it differs between workers by design",
+                )
+
+
+def step_schedulers(schedulers: Sequence[Any]) -> None:
+    for scheduler in schedulers:
+        scheduler.step()
+
+
+def update_schedulers(schedulers: Sequence[Any], metric: float) -> None:
+    """Step by a metric those that take one; the others step as they always do."""
+    for scheduler in schedulers:
+        takes_no_metric = isinstance(scheduler, LRScheduler) and not isinstance(
+            scheduler, ReduceLROnPlateau
+        )
+        scheduler.step() if takes_no_metric else scheduler.step(metric)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker hands to an operator: batches with their weight and their random numbers.
+
+An operator that leaves `train_batch` to lockstep receives a `ShardedBatch`: the shards that
+its worker carries, one after the other, so that the arithmetic of a shard does not depend on
+who carries it. An operator with its own loop receives plain batches; what was delivered
+(how many samples, whether borrowed) is kept beside them in `Part`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.randomness import seed_all
+
+
+@dataclass(frozen=True)
+class Part:
+    """One batch as it was delivered.
+
+    Attributes:
+        batch: what the user's loader collated.
+        num_samples: samples in it that count; 0 for a borrowed batch, which only keeps a
+            worker without samples in step with its peers.
+        seed: seeds every global generator before the batch is computed on.
+    """
+
+    batch: Any
+    num_samples: int
+    seed: int
+
+    @property
+    def borrowed(self) -> bool:
+        return self.num_samples == 0
+
+    def seed_randomness(self) -> None:
+        seed_all(self.seed)
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """The shards of one global batch that one worker carries, in shard order."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(part.num_samples for part in self.parts)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same structure with every tensor on `device`.
+
+    Follows mappings, sequences, named tuples and dataclasses; anything else that has a
+    `.to` (a `BatchEncoding`, a `PackedSequence`, a graph batch) is asked itself; the rest
+    (strings, numbers, None) is returned as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, str | bytes | int | float | bool | None):
+        return batch
+    # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    return map_children(batch, lambda child: to_device(child, device))
+
+
+def map_children(batch: Any, apply: Any) -> Any:
+    """Rebuild a container around the results of `apply` on each child; a leaf is itself."""
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(apply(child) for child in batch))
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: apply(child) for key, child in batch.items()})
+    if isinstance(batch, Sequence):
+        return _like(batch, [apply(child) for child in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changes = {
+            field.name: apply(getattr(batch, field.name))
+            for field in dataclasses.fields(batch)
+            if field.init
+        }
+        return dataclasses.replace(batch, **changes)
+    return batch
+
+
+def _like(original: Any, rebuilt: Any) -> Any:
+    # A subclass whose constructor takes something else still gives its plain contents.
+    try:
+        return type(original)(rebuilt)
+    except TypeError:
+        return rebuilt

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's arguments: checked before anything starts, refused with what to type."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final, cast, get_args
+
+import torch
+
+from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
+from lockstep.keys import BATCH_SIZE
+from lockstep.operator import TrainingOperator
+from lockstep.operator.precision import PrecisionName
+
+_NOT_YET: Final = frozenset(
+    [
+        "sync",
+        "reproducible",
+        "min_workers",
+        "spare_workers",
+        "hang_timeout_s",
+        "checkpoint_dir",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "resume",
+        "audit",
+        "accumulate",
+        "clip_grad_norm",
+    ]
+)
+
+_GONE: Final = {
+    "apex_args": "apex is not used any more; write precision='bf16' or precision='fp16'",
+    "num_replicas": "write num_workers=...",
+    "batch_size": "put it into config: config={lockstep.keys.BATCH_SIZE: 64}",
+    "model_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
+    "optimizer_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
+    "data_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
+    "loss_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
+    "scheduler_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
+    "data_loader_args": "make the DataLoader yourself, in setup",
+    "serialize_data_creation": "take a filelock.FileLock around a download in setup",
+}
+
+
+def require(holds: bool, name: str, got: Any, expected: str, fix: str | None = None) -> None:
+    if not holds:
+        raise ConfigurationError(
+            f"{name} cannot be {got!r}", expected=expected, got=f"{name}={got!r}", fix=fix
+        )
+
+
+def refuse_further(arguments: Mapping[str, Any]) -> None:
+    """An argument of RaySGD that is gone, of a later version, or of nobody."""
+    for name, value in arguments.items():
+        if name in _GONE:
+            raise ConfigurationError(
+                f"TorchTrainer takes no {name}", got=f"{name}={value!r:.60}", fix=_GONE[name]
+            )
+        if name in _NOT_YET:
+            raise NotAvailableError(
+                f"TorchTrainer has no {name} in this version", fix=f"leave {name} out"
+            )
+        raise WrongTypeError(f"TorchTrainer has no argument {name!r}")
+
+
+def checked_operator(given: Any) -> type[TrainingOperator]:
+    if inspect.isclass(given) and issubclass(given, TrainingOperator):
+        return cast("type[TrainingOperator]", given)
+    instance = isinstance(given, TrainingOperator)
+    raise WrongTypeError(
+        "training_operator_cls is not a TrainingOperator class",
+        expected="a subclass of TrainingOperator",
+        got=f"an instance of {type(given).__name__}" if instance else f"{given!r:.80}",
+        cause="every worker makes an instance of its own" if instance else None,
+        fix=f"training_operator_cls={type(given).__name__}"
+        if instance
+        else "class MyOperator(lockstep.TrainingOperator): ...",
+    )
+
+
+def checked_config(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if not isinstance(config, dict):
+        raise WrongTypeError(
+            "config is not a dict",
+            expected="a dict, given to setup(config)",
+            got=f"{type(config).__name__}: {config!r:.60}",
+        )
+    whole = config.get(BATCH_SIZE)
+    if whole is not None:
+        require(
+            isinstance(whole, int) and not isinstance(whole, bool) and whole >= 1,
+            "config[BATCH_SIZE]",
+            whole,
+            "the global batch size: a positive int",
+        )
+    return config
+
+
+def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any) -> None:
+    require(_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
+    require(num_cpus > 0, "num_cpus_per_worker", num_cpus, "a positive number of CPUs")
+    if num_shards is None:
+        return
+    require(_positive_int(num_shards), "num_shards", num_shards, "an int, 1 or more")
+    require(
+        num_shards >= num_workers,
+        "num_shards",
+        num_shards,
+        f"at least num_workers={num_workers}: every worker carries a shard",
+        fix=f"num_workers={num_shards}, or num_shards={num_workers}",
+    )
+
+
+def _positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def pick_gpu(use_gpu: Any) -> tuple[bool, bool]:
+    """Whether workers use a GPU each, and whether CUDA is available in this process."""
+    require(use_gpu in (True, False, "auto"), "use_gpu", use_gpu, 'True, False or "auto"')
+    here = torch.cuda.is_available()
+    return (here if use_gpu == "auto" else bool(use_gpu)), here
+
+
+def pick_backend(backend: str, gpu: bool) -> str:
+    require(backend in ("auto", "nccl", "gloo"), "backend", backend, '"auto", "nccl" or "gloo"')
+    require(
+        gpu or backend != "nccl",
+        "backend",
+        backend,
+        '"gloo" or "auto" for workers without GPUs',
+    )
+    return ("nccl" if gpu else "gloo") if backend == "auto" else backend
+
+
+def pick_precision(
+    precision: str, use_fp16: bool, operator_cls: type[TrainingOperator]
+) -> PrecisionName:
+    require(
+        precision in get_args(PrecisionName),
+        "precision",
+        precision,
+        '"fp32", "bf16" or "fp16"',
+    )
+    require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
+    name = cast("PrecisionName", "fp16" if use_fp16 else precision)
+    if name == "fp16":
+        for method in ("train_batch", "train_epoch"):
+            if getattr(operator_cls, method) is not getattr(TrainingOperator, method):
+                raise ConfigurationError(
+                    f'precision="fp16" belongs to the default loop; {operator_cls.__name__}'
+                    f" has its own {method}",
+                    fix="override compute_loss instead; or in your loop write: with"
+                    " torch.autocast(self.device.type, torch.float16): ..., and"
+                    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+                )
+    return name

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens on the driver around each call: logging, stopping, keeping the best."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.trainer import TorchTrainer
+
+
+class Callback:
+    """Override what you need; every method runs in the driver's process.
+
+    ``TorchTrainer(callbacks=[...])`` calls them in the order given. An exception in one
+    reaches the caller of the trainer's method; the workers live on.
+    """
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        """The workers are ready."""
+
+    def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        """A `train` call has ended; `result` is what it returns, reduced over workers."""
+
+    def on_validate_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        """A `validate` call has ended."""
+
+    def on_shutdown(self, trainer: TorchTrainer) -> None:
+        """The trainer is about to end its workers."""

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TorchTrainer`: the driver's side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep import checkpoint
+from lockstep.engine import Resources, open_engine
+from lockstep.errors import CheckpointError, ConfigurationError, TrainerClosedError
+from lockstep.keys import VALID_SCHEDULER_STEP
+from lockstep.trainer import results
+from lockstep.trainer.arguments import (
+    checked_config,
+    checked_operator,
+    checked_workers,
+    pick_backend,
+    pick_gpu,
+    pick_precision,
+    refuse_further,
+    require,
+)
+from lockstep.trainer.progress import ProgressBar, wants_bar
+from lockstep.worker import WorkerSpec
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import nn
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.trainer.callbacks import Callback
+
+
+class TorchTrainer:
+    """Trains one model with `num_workers` workers, which live until `shutdown`.
+
+    ::
+
+        trainer = TorchTrainer(training_operator_cls=Digits, num_workers=2, config={"lr": 0.1})
+        for _ in range(10):
+            print(trainer.train(), trainer.validate())
+        model = trainer.get_model()
+        trainer.shutdown()
+
+    It is a context manager too. One worker runs in this process; several are Ray actors.
+
+    Args:
+        training_operator_cls: a `TrainingOperator` subclass, not an instance.
+        initialization_hook: called without arguments in every worker before anything else.
+        config: given to `setup`. ``config[BATCH_SIZE]`` is the global batch size.
+        num_workers: processes that train; changes the speed, not the result.
+        num_shards: parts that every global batch is cut into; `num_workers` if None.
+        num_cpus_per_worker: CPUs, and threads of torch, for each worker.
+        use_gpu: True, False, or "auto": whether CUDA is available here.
+        resources_per_worker: further Ray resources for each worker, by name.
+        backend: "nccl", "gloo", or "auto": nccl on GPUs.
+        wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
+        timeout_s: bound of every collective, in seconds.
+        use_fp16: the same as ``precision="fp16"``.
+        precision: "fp32", "bf16" or "fp16": what the default loop computes in.
+        use_tqdm: a progress bar on the driver, where there is a terminal or a notebook.
+        add_dist_sampler: False lets every worker read its own loader as it is.
+        scheduler_step_freq: "batch", "epoch" or "manual"; needed with schedulers.
+        use_local: rank 0 runs in this process, so that a breakpoint in it works.
+        seed: data order and every random number follow from it.
+        bucket_cap_mb: size of the buckets that gradients travel in, in MiB.
+        callbacks: `Callback` objects.
+
+    Raises:
+        ConfigurationError: an argument that cannot be right (a ValueError).
+        NotEnoughResourcesError: the cluster has no room for the workers (a TimeoutError).
+        Whatever `setup` raises in a worker, as itself, with its rank as a note.
+    """
+
+    def __init__(
+        self,
+        *,
+        training_operator_cls: type[TrainingOperator],
+        initialization_hook: Callable[[], Any] | None = None,
+        config: dict[str, Any] | None = None,
+        num_workers: int = 1,
+        num_shards: int | None = None,
+        num_cpus_per_worker: int = 1,
+        use_gpu: bool | str = "auto",
+        resources_per_worker: Mapping[str, float] | None = None,
+        backend: str = "auto",
+        wrap_ddp: bool = True,
+        timeout_s: float = 1800,
+        use_fp16: bool = False,
+        precision: str = "fp32",
+        use_tqdm: bool = False,
+        add_dist_sampler: bool = True,
+        scheduler_step_freq: str | None = None,
+        use_local: bool = False,
+        seed: int = 0,
+        bucket_cap_mb: float = 25,
+        callbacks: Sequence[Callback] = (),
+        **further: Any,
+    ) -> None:
+        self._ended: BaseException | None = None
+        self._engine: Any = None
+        refuse_further(further)
+        self._operator_cls = checked_operator(training_operator_cls)
+        self.config = checked_config(config)
+        checked_workers(num_workers, num_shards, num_cpus_per_worker)
+        require(
+            scheduler_step_freq is None or scheduler_step_freq in VALID_SCHEDULER_STEP,
+            "scheduler_step_freq",
+            scheduler_step_freq,
+            '"batch", "epoch", "manual" or None',
+        )
+        require(timeout_s > 0, "timeout_s", timeout_s, "a positive number of seconds")
+        gpu, gpu_here = pick_gpu(use_gpu)
+        name = pick_precision(precision, use_fp16, self._operator_cls)
+        self._use_tqdm = use_tqdm
+        self._callbacks = tuple(callbacks)
+        self._explicit = {"num_shards": num_shards, "seed": seed or None}
+        self._spec = WorkerSpec(
+            operator_cls=self._operator_cls,
+            config=self.config,
+            num_workers=num_workers,
+            num_shards=num_shards or num_workers,
+            seed=seed,
+            initialization_hook=initialization_hook,
+            threads=num_cpus_per_worker if num_workers > 1 else None,
+            use_gpu=gpu,
+            precision=name,
+            use_tqdm=use_tqdm,
+            scheduler_step_freq=scheduler_step_freq,
+            wrap_ddp=wrap_ddp,
+            add_dist_sampler=add_dist_sampler,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        resources = Resources(
+            num_cpus=num_cpus_per_worker,
+            num_gpus=int(gpu),
+            further=resources_per_worker,
+            backend=pick_backend(backend, gpu),
+            timeout_s=timeout_s,
+        )
+        self._use_local = use_local
+        self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
+        self._tell("on_start")
+
+    # ------------------------------------------------------------------- training, validation
+
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: dict[str, Any] | None = None,
+    ) -> Any:
+        """One pass over the training data, or `num_steps` global batches.
+
+        A call with `num_steps` goes on where the last one stopped, across the ends of epochs.
+
+        Args:
+            num_steps: global batches; None for the rest of the epoch.
+            profile: add ``"profile"``: mean seconds of each phase.
+            reduce_results: False for a list with each worker's own results, by rank.
+            max_retries: accepted for RaySGD's sake; a worker's death is an error as yet.
+            info: given to `train_epoch`, and in `batch_info` to `train_batch`.
+
+        Returns:
+            ``num_samples``, ``epoch`` (passes begun), ``batch_count`` (global batches), and
+            for each metric its mean over all samples and ``last_<metric>`` of the last batch.
+        """
+        reports = self._loop("train", num_steps, profile, info)
+        self._give_back()
+        reduced = results.merged(reports, with_epoch=True, profile=profile)
+        self._tell("on_train_end", dict(reduced))
+        if reduce_results:
+            return reduced
+        return results.one_by_one(reports, with_epoch=True, profile=profile)
+
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: dict[str, Any] | None = None,
+    ) -> Any:
+        """One pass over the validation data, or `num_steps` global batches of it.
+
+        Every sample counts exactly once, at any number of workers. Arguments and result are
+        those of `train`, without ``epoch``.
+        """
+        reports = self._loop("validation", num_steps, profile, info)
+        reduced = results.merged(reports, with_epoch=False, profile=profile)
+        self._tell("on_validate_end", dict(reduced))
+        if reduce_results:
+            return reduced
+        return results.one_by_one(reports, with_epoch=False, profile=profile)
+
+    def _loop(
+        self, purpose: str, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None
+    ) -> list[Any]:
+        require(
+            num_steps is None or (isinstance(num_steps, int) and num_steps > 0),
+            "num_steps",
+            num_steps,
+            "a positive number of global batches, or None",
+        )
+        method = "train" if purpose == "train" else "validate"
+        with self._bar(purpose, num_steps) as watch:
+            return self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+
+    @contextlib.contextmanager
+    def _bar(
+        self, purpose: str, num_steps: int | None
+    ) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+        if not wants_bar(self._use_tqdm):
+            yield None
+            return
+        total = self._call_rank(0, "steps_ahead", purpose, num_steps)
+        with ProgressBar(purpose, total, self._spec.num_workers) as bar:
+            yield bar.watch
+
+    def update_scheduler(self, metric: float) -> None:
+        """Step every registered scheduler, giving `metric` to those that take one."""
+        self._call("update_scheduler", metric)
+
+    # -------------------------------------------------------------------------------- state
+
+    def get_model(self) -> nn.Module | list[nn.Module]:
+        """A copy of the trained model on the CPU: a plain module, loadable without lockstep.
+
+        A list if `register` was given a list or tuple of models.
+        """
+        model: nn.Module | list[nn.Module] = self._call_rank(0, "models")
+        return model
+
+    def get_local_operator(self) -> TrainingOperator:
+        """The operator in this process: with one worker, or with ``use_local=True``."""
+        self._check_open()
+        operator = self._engine.local_operator()
+        if operator is None:
+            raise ConfigurationError(
+                "no operator lives in this process",
+                fix="TorchTrainer(..., use_local=True), or trainer.apply_all_operators(fn)",
+            )
+        found: TrainingOperator = operator
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that another trainer needs to go on from here: plain tensors and Python."""
+        state: dict[str, Any] = self._call_rank(0, "state_dict")
+        if self._spec.num_workers > 1 and state["operator"] is not None:
+            state["operator_by_rank"] = self._call("operator_state")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], blocking: bool = True) -> None:
+        """Go on from `state` in every worker.
+
+        Blocks until every worker has taken it over (`blocking` is RaySGD's name; False is
+        refused, because a failure would be noticed by nobody). On an error nothing changes.
+
+        Raises:
+            CheckpointError: it is of another model, or of another `num_shards` or `seed`
+                than the trainer was explicitly given.
+        """
+        require(blocking is True, "blocking", blocking, "True")
+        for name, explicit in self._explicit.items():
+            if explicit is not None and state.get(name, explicit) != explicit:
+                raise CheckpointError(
+                    f"the state was made with another {name}",
+                    expected=f"{name}={explicit}, as the trainer was told",
+                    got=f"{name}={state[name]}",
+                    fix=f"leave {name} out: it is taken from the state",
+                )
+        self._call("check_state", state)
+        try:
+            self._call("apply_state", state)
+        except BaseException:
+            if self._engine.ended is None:
+                self._call("settle_state", False)
+            raise
+        self._call("settle_state", True)
+        self._give_back()
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write `state_dict()` into one file on this machine, atomically; returns its path."""
+        return checkpoint.write(os.fspath(path), self.state_dict())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read a file of `save`, check it, and go on from it in every worker.
+
+        Raises:
+            CheckpointError: see `lockstep.checkpoint.read` and `load_state_dict`; the
+                trainer is as it was.
+        """
+        self._check_open()
+        self.load_state_dict(checkpoint.read(os.fspath(path)))
+
+    def _give_back(self) -> None:
+        """Objects handed over by `from_model` hold the trained state after every change."""
+        absorb = getattr(self._operator_cls, "_absorb", None)
+        if absorb is not None and self._engine.local_operator() is None:
+            absorb(self._call_rank(0, "state_dict"))
+
+    # ------------------------------------------------------------------------ users' functions
+
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Call ``fn()`` in every worker's process; results by rank."""
+        return self._call("call", fn)
+
+    def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
+        """Call ``fn(operator)`` in every worker; results by rank."""
+        return self._call("call_with_operator", fn)
+
+    # ---------------------------------------------------------------------------------- ending
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers and free what they used; later calls raise `TrainerClosedError`.
+
+        Args:
+            force: kill them instead of letting them close loaders and connections first.
+        """
+        engine, self._engine = self._engine, None
+        if engine is None or engine.ended is not None:
+            return
+        for callback in self._callbacks:
+            callback.on_shutdown(self)
+        engine.close(force=force)
+
+    def __enter__(self) -> TorchTrainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown(force=error is not None)
+
+    def _tell(self, event: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, event)(self, *args)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        self._check_open()
+        answers: list[Any] = self._engine.call(method, *args, **kwargs)
+        return answers
+
+    def _call_rank(self, rank: int, method: str, *args: Any) -> Any:
+        self._check_open()
+        return self._engine.call_rank(rank, method, *args)
+
+    def _check_open(self) -> None:
+        if self._engine is None:
+            raise TrainerClosedError(
+                "this trainer was shut down",
+                fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+            )
+        if self._engine.ended is not None:
+            reason = self._engine.ended
+            raise TrainerClosedError(
+                "this trainer's workers have ended",
+                cause=f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}",
+                fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+            ) from reason

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's life: process group, shards, the commit of a step."""
+
+from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost
+from lockstep.worker.process_group import Rendezvous
+from lockstep.worker.spec import WorkerSpec
+from lockstep.worker.worker import Report, Worker
+
+__all__ = [
+    "Outcome",
+    "Rendezvous",
+    "Report",
+    "Worker",
+    "WorkerSpec",
+    "add_rank",
+    "failure",
+    "is_peer_lost",
+]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Global batches on their way from a loader to an operator, and the commit of a step.
+
+A step is committed when the operator asks for the next batch or leaves its loop: everything
+that it does with a batch lies between. Only then do the position in the data and the step
+count move, so that a step that failed half-way is a step that did not happen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lockstep.operator.staging import Part, ShardedBatch
+from lockstep.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lockstep.data import Step
+    from lockstep.operator import TrainingOperator
+
+
+class StepSource(Protocol):
+    """A loader cut into global steps; see `lockstep.data.ShardedLoader`.
+
+    Attributes:
+        joint: a worker's shards of a step come as one batch, not one after the other.
+    """
+
+    joint: bool
+
+    @property
+    def steps_per_epoch(self) -> int | None: ...
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]: ...
+
+
+class Cursor:
+    """A position in a source that survives from one call to the next.
+
+    Attributes:
+        epoch: passes over the data completed, from 0.
+        step: global batches committed in the current pass.
+    """
+
+    def __init__(self, source: StepSource) -> None:
+        self.source = source
+        self.epoch = 0
+        self.step = 0
+        self._steps: Iterator[Step] | None = None
+
+    def move_to(self, epoch: int, step: int) -> None:
+        self.epoch, self.step, self._steps = epoch, step, None
+
+    def take(self) -> Step | None:
+        """The step at the position; None at the end of the epoch."""
+        if self._steps is None:
+            self._steps = self.source.batches(self.epoch, self.step)
+        return next(self._steps, None)
+
+    def commit(self) -> None:
+        self.step += 1
+
+    @property
+    def at_epoch_start(self) -> bool:
+        return self.step == 0 and self._steps is None
+
+    def finish_epoch(self) -> None:
+        self.move_to(self.epoch + 1, 0)
+
+    @property
+    def epochs_entered(self) -> int:
+        return self.epoch + (self.step > 0)
+
+
+@dataclass
+class Tally:
+    """What a worker has delivered during one call; `on_commit` is told of every step."""
+
+    steps: int = 0
+    samples: int = 0
+    on_commit: Callable[[], None] | None = None
+
+
+class Deliveries:
+    """The iterator that `train_epoch` and `validate` receive; ends with the epoch.
+
+    Args:
+        limit: global batches to deliver at most; None for the rest of the epoch.
+        purpose: "train" or "validation", part of every seed.
+    """
+
+    def __init__(
+        self,
+        operator: TrainingOperator,
+        cursor: Cursor,
+        tally: Tally,
+        *,
+        limit: int | None,
+        purpose: str,
+    ) -> None:
+        self._operator = operator
+        self._cursor = cursor
+        self._tally = tally
+        self._limit = limit
+        self._purpose = purpose
+        self._open: int | None = None
+        self.delivered = 0
+        self.epoch_over = False
+
+    def __iter__(self) -> Deliveries:
+        return self
+
+    def __len__(self) -> int:
+        """Global batches left in this call; TypeError where the data has no length."""
+        total = self._cursor.source.steps_per_epoch
+        if total is None:
+            raise TypeError("this data has no length")
+        left = total - self._cursor.step
+        return left if self._limit is None else min(left, self._limit - self.delivered)
+
+    def __next__(self) -> Any:
+        self.commit()
+        if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
+            self._look_for_the_end()
+            raise StopIteration
+        step = self._cursor.take()
+        if step is None:
+            self.epoch_over = True
+            raise StopIteration
+        self._open = sum(part.num_samples for part in step.parts)
+        self.delivered += 1
+        if self._cursor.source.joint and not step.parts:
+            # Nothing of this step is ours, and nobody waits for us (see `borrow`).
+            return next(self)
+        return self._deliver(step)
+
+    def commit(self) -> None:
+        """The step in hand has happened."""
+        if self._open is None:
+            return
+        self._cursor.commit()
+        self._tally.steps += 1
+        self._tally.samples += self._open
+        self._open = None
+        self._operator._delivered = None
+        if self._purpose == "train":
+            self._operator.global_step = self._operator._committed = self._operator._committed + 1
+        self._look_for_the_end()
+        if self._tally.on_commit is not None:
+            self._tally.on_commit()
+
+    def _look_for_the_end(self) -> None:
+        # A source of known length tells without reading on; the others tell by running out.
+        if self._cursor.step == self._cursor.source.steps_per_epoch:
+            self.epoch_over = True
+
+    def _deliver(self, step: Step) -> Any:
+        parts = tuple(
+            Part(
+                part.batch,
+                part.num_samples,
+                derive_seed(
+                    self._operator._setting.seed,
+                    self._purpose,
+                    self._cursor.epoch,
+                    step.index,
+                    part.shards[0] if part.shards else -1,
+                ),
+            )
+            for part in step.parts
+        )
+        if not self._cursor.source.joint:
+            self._operator._delivered = None
+            return ShardedBatch(parts)
+        part = parts[0]
+        self._operator._delivered = part
+        sync = self._operator._sync
+        if sync is not None:
+            sync.set_delivered_weight(part.num_samples)
+        part.seed_randomness()
+        return part.batch

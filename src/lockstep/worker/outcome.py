@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call on a worker ended, in a form that travels.
+
+Errors are values: an exception that leaves an actor is wrapped by Ray in a type of its own,
+loses its traceback, and keeps alive, through its frames, the process group that it failed in.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from lockstep.errors import PeerLostError, WorkerFailedError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one worker answers.
+
+    Attributes:
+        value: the result, if `error` is None.
+        error: the pickled exception, its rank and worker traceback attached as a note.
+        peer_lost: the error only says that some other rank went away.
+    """
+
+    rank: int
+    value: Any = None
+    error: bytes | None = None
+    peer_lost: bool = False
+
+    def exception(self) -> BaseException | None:
+        if self.error is None:
+            return None
+        exception: BaseException = pickle.loads(self.error)
+        return exception
+
+
+def failure(rank: int, error: BaseException) -> Outcome:
+    """`error` as an outcome; it is left without traceback, so that its frames can go."""
+    trace = "".join(traceback.format_exception(error))
+    peer_lost = is_peer_lost(error)
+    for link in _chain(error):
+        if link.__traceback__ is not None:
+            traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+    add_rank(error, rank, trace)
+    return Outcome(rank=rank, error=_portable(error, rank, trace), peer_lost=peer_lost)
+
+
+def add_rank(error: BaseException, rank: int, trace: str | None = None) -> None:
+    """Say on the exception itself which rank raised it, and where."""
+    note = f"raised on rank {rank}"
+    if trace is not None:
+        note += f"; its traceback there:\n{trace.rstrip()}"
+    error.add_note(note)
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    return any(isinstance(link, PeerLostError) for link in _chain(error))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def _portable(error: BaseException, rank: int, trace: str) -> bytes:
+    # SystemExit and KeyboardInterrupt must not end the driver when they arrive there.
+    if isinstance(error, Exception):
+        try:
+            data: bytes = cloudpickle.dumps(error)
+            if type(pickle.loads(data)) is type(error):
+                return data
+        # Whatever a user's __reduce__ or __init__ raises, the failure itself must get through.
+        except Exception:
+            pass
+    shown = WorkerFailedError(
+        f"a worker raised {type(error).__name__}, which cannot travel between processes",
+        where=f"rank {rank}",
+        got=str(error) or repr(error),
+    )
+    add_rank(shown, rank, trace)
+    return cloudpickle.dumps(shown)  # type: ignore[no-any-return]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a user registered as a loader to a source of global steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data import ShardedLoader, Unsharded, check_agreement
+from lockstep.errors import DataOrderError, NotShardableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lockstep.data import Placement, Step
+    from lockstep.group import Group
+    from lockstep.operator import TrainingOperator
+
+
+class AgreedSource:
+    """A sharded loader whose plan the ranks compare at the start of every epoch."""
+
+    def __init__(self, loader: ShardedLoader, joint: bool) -> None:
+        self._loader = loader
+        self.joint = joint
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self._loader.steps_per_epoch
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
+        return self._loader.batches(epoch, start_step)
+
+    def agree(self, group: Group, epoch: int) -> None:
+        """Collective: every rank of `group`; one small exchange."""
+        if group.size > 1:
+            check_agreement(group.exchange(self._loader.fingerprint(epoch)))
+
+
+class OwnSource:
+    """Every worker reads its own loader; the longest decides how many steps there are.
+
+    A worker whose loader runs out borrows its last batch, with no weight, so that nobody
+    waits for it in a reduction.
+    """
+
+    joint = True
+
+    def __init__(self, loader: Unsharded) -> None:
+        self._loader = loader
+        self._steps: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self._loader.steps_per_epoch if self._steps is None else self._steps
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
+        return self._loader.batches(epoch, start_step, num_steps=self._steps)
+
+    def agree(self, group: Group, epoch: int) -> None:
+        """Collective: every rank of `group`; one small exchange."""
+        lengths = group.exchange(self._loader.steps_per_epoch)
+        if None in lengths:
+            raise NotShardableError(
+                "with add_dist_sampler=False the workers must know how many batches they have",
+                where=f"rank {lengths.index(None)}",
+                got="a loader without a length",
+                fix="give the loader (or its dataset) a __len__",
+            )
+        if 0 in lengths and any(lengths):
+            raise DataOrderError(
+                "a worker's own loader is empty, so that it has no batch to keep step with",
+                where=f"rank {lengths.index(0)}",
+                got=f"batches by rank: {lengths}",
+                fix="give every worker at least one batch, or leave add_dist_sampler at True",
+            )
+        self._steps = max(lengths)
+
+
+def open_source(
+    operator: TrainingOperator, loader: Any, placement: Placement, purpose: str
+) -> AgreedSource | OwnSource:
+    """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
+    setting = operator._setting
+    if not setting.add_dist_sampler:
+        return OwnSource(Unsharded(loader, placement))
+    training = purpose == "train"
+    epoch_method, batch_method = (
+        ("train_epoch", "train_batch") if training else ("validate", "validate_batch")
+    )
+    own_loop = operator._brings(epoch_method)
+    joint = (
+        own_loop or operator._brings(batch_method) or operator.joint_loss or not setting.wrap_ddp
+    )
+    # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
+    # validation loop would count it, and has collectives only with a joint loss.
+    borrow = training or operator.joint_loss or not own_loop
+    return AgreedSource(ShardedLoader(loader, placement, joint=joint, borrow=borrow), joint)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a driver tells every worker, once, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data import ShardBatchSize, split_batch_size
+from lockstep.keys import BATCH_SIZE
+
+if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
+    from lockstep.operator.precision import PrecisionName
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """The trainer's arguments as far as a worker needs them; the same for every rank."""
+
+    operator_cls: type[TrainingOperator]
+    config: Mapping[str, Any]
+    num_workers: int
+    num_shards: int
+    seed: int
+    initialization_hook: Callable[[], Any] | None = None
+    threads: int | None = None
+    use_gpu: bool = False
+    precision: PrecisionName = "fp32"
+    use_tqdm: bool = False
+    scheduler_step_freq: str | None = None
+    wrap_ddp: bool = True
+    add_dist_sampler: bool = True
+    bucket_cap_mb: float = 25.0
+
+
+def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:
+    """The config that `setup` sees: the global batch size replaced by the shard's share."""
+    if config.get(BATCH_SIZE) is None:
+        return config
+    own = dict(config)
+    whole = own[BATCH_SIZE]
+    whole = whole.whole if isinstance(whole, ShardBatchSize) else whole
+    own[BATCH_SIZE] = split_batch_size(whole, num_shards, shard)
+    return own

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's state as plain tensors and Python, and back.
+
+Taking a state over is all or nothing: everything that can be compared is compared before
+anything is changed, and what fails later is undone from a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
+    from lockstep.operator.registration import Registered
+
+
+def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
+    """A copy, on the CPU, of everything that the operator registered."""
+    state: dict[str, Any] = {
+        "models": [_copied(model.state_dict()) for model in run.models],
+        "optimizers": [_copied(optimizer.state_dict()) for optimizer in run.optimizers],
+        "schedulers": [_copied(scheduler.state_dict()) for scheduler in run.schedulers],
+        "criterion": _copied(run.criterion.state_dict())
+        if isinstance(run.criterion, nn.Module)
+        else None,
+        "precision": _copied(operator._precision.state_dict()),
+        "operator": _copied(operator.state_dict()),
+        "global_step": operator._committed,
+    }
+    return state
+
+
+def _copied(value: Any) -> Any:
+    """The same structure with tensors cloned to the CPU; later training must not move them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
+    """Why `state` does not fit this operator: one sentence each, none if it fits."""
+    found: list[str] = []
+    for what, mine in (
+        ("models", run.models),
+        ("optimizers", run.optimizers),
+        ("schedulers", run.schedulers),
+    ):
+        theirs = state.get(what) or []
+        if len(theirs) != len(mine):
+            found.append(f"it holds {len(theirs)} {what}, the operator registered {len(mine)}")
+    if found:
+        return found
+    for index, (model, saved) in enumerate(zip(run.models, state["models"], strict=True)):
+        found += _module_problems(f"model {index}", model, saved)
+    saved_criterion = state.get("criterion")
+    if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
+        found += _module_problems("criterion", run.criterion, saved_criterion)
+    for index, (optimizer, saved) in enumerate(
+        zip(run.optimizers, state["optimizers"], strict=True)
+    ):
+        mine_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+        if mine_sizes != saved_sizes:
+            found.append(
+                f"optimizer {index} holds parameter groups of sizes {saved_sizes} there,"
+                f" {mine_sizes} here"
+            )
+    return found
+
+
+def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+    mine = module.state_dict()
+    found = [f"{name} lacks {key!r}" for key in mine if key not in saved]
+    found += [f"{name} has {key!r}, unknown here" for key in saved if key not in mine]
+    for key in mine.keys() & saved.keys():
+        here, there = getattr(mine[key], "shape", None), getattr(saved[key], "shape", None)
+        if here != there:
+            found.append(f"{name}: {key!r} has shape {_shape(there)} there, {_shape(here)} here")
+    return found
+
+
+def _shape(shape: Any) -> str:
+    return str(tuple(shape)) if shape is not None else "none"
+
+
+def check(run: Registered, state: Mapping[str, Any]) -> None:
+    """Raise a `CheckpointError` that lists what does not fit; change nothing."""
+    found = problems(run, state)
+    if found:
+        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        raise CheckpointError(
+            "the state is of another model",
+            got=shown,
+            fix="build the trainer with the operator and config that the state was saved with",
+        )
+
+
+def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any]) -> None:
+    """Load `state` into models, optimizers, schedulers, criterion and operator."""
+    for model, saved in zip(run.models, state["models"], strict=True):
+        model.load_state_dict(saved)
+    if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
+        run.criterion.load_state_dict(state["criterion"])
+    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        # Optimizers keep what they are given; another rank's copy must not be shared.
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(copy.deepcopy(saved))
+    operator._precision.load_state_dict(state.get("precision") or {})
+    operator._committed = operator.global_step = int(state.get("global_step", 0))
+    if state.get("operator") is not None:
+        operator.load_state_dict(copy.deepcopy(state["operator"]))
+
+
+def plain_models(run: Registered) -> nn.Module | list[nn.Module]:
+    """Copies of the models on the CPU, without gradients, hooks or any trace of lockstep.
+
+    Parameters and buffers are moved before the modules are copied, so that a device that is
+    nearly full need not hold a second model.
+    """
+    copies: list[nn.Module] = []
+    memo: dict[int, Any] = {}
+    for model in run.models:
+        for parameter in model.parameters():
+            moved = parameter.detach().to("cpu", copy=True)
+            memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    for model in run.models:
+        copies.append(copy.deepcopy(model, memo))
+    return copies[0] if run.models_given_alone else copies

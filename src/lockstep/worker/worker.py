@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's life: its place in the group, its operator, its position in the data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.data import Placement
+from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
+from lockstep.group import Group
+from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
+from lockstep.operator import TrainingOperator
+from lockstep.operator.registration import step_schedulers, update_schedulers
+from lockstep.operator.setting import Setting, shards_of
+from lockstep.randomness import derive_seed, preserved
+from lockstep.worker import state as states
+from lockstep.worker.deliveries import Cursor, Deliveries, Tally
+from lockstep.worker.process_group import Rendezvous, form_group, leave_group
+from lockstep.worker.sources import open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch.distributed as dist
+    from torch import nn
+
+    from lockstep.operator.registration import Registered
+    from lockstep.worker.spec import WorkerSpec
+
+from lockstep.worker.spec import config_for
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one worker brings back from `train` or `validate`.
+
+    Attributes:
+        metrics: what the operator's loop returned, one entry a pass over (part of) an epoch.
+        samples_by_pass: this worker's samples in each of them.
+        samples: samples of this worker, each counted once.
+        steps: global batches.
+        epoch: passes over the data begun, this call's included.
+        timers: seconds by phase, while `profile=True`.
+    """
+
+    metrics: list[dict[str, Any]]
+    samples_by_pass: list[int]
+    samples: int
+    steps: int
+    epoch: int
+    timers: dict[str, float]
+
+
+class Worker:
+    """Rank `rank` of a run. Its methods are called by an engine, one at a time.
+
+    `progress` alone may be called from another thread meanwhile.
+    """
+
+    def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.local_rank = local_rank
+        self._group: dist.ProcessGroup | None = None
+        self._operator: TrainingOperator | None = None
+        self._cursors: dict[str, Cursor] = {}
+        self._before_load: dict[str, Any] | None = None
+        self._tally = Tally()
+        self.on_commit: Callable[[], None] | None = None
+
+    # ------------------------------------------------------------------------- life and death
+
+    def start(self, rendezvous: Rendezvous | None) -> dict[str, Any]:
+        """Meet the peers, build the operator, run its `setup`; returns pid and device."""
+        spec = self.spec
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        device = _pick_device(spec.use_gpu, self.local_rank)
+        if spec.initialization_hook is not None:
+            spec.initialization_hook()
+        if rendezvous is not None:
+            self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
+        self._operator = self._build_operator(device)
+        return {"pid": os.getpid(), "device": str(device)}
+
+    def _build_operator(self, device: torch.device) -> TrainingOperator:
+        spec = self.spec
+        shards = shards_of(self.rank, spec.num_workers, spec.num_shards)
+        setting = Setting(
+            world_rank=self.rank,
+            world_size=spec.num_workers,
+            local_rank=self.local_rank,
+            device=device,
+            group=Group(self._group, device),
+            num_shards=spec.num_shards,
+            shards=shards,
+            seed=spec.seed,
+            precision=spec.precision,
+            use_tqdm=spec.use_tqdm,
+            scheduler_step_freq=spec.scheduler_step_freq,
+            wrap_ddp=spec.wrap_ddp,
+            add_dist_sampler=spec.add_dist_sampler,
+            bucket_cap_mb=spec.bucket_cap_mb,
+        )
+        operator = spec.operator_cls(config_for(spec.config, spec.num_shards, shards[0]), setting)
+        with preserved(derive_seed(spec.seed, "setup")):
+            operator.setup(operator.config)
+        self._open_loaders(operator)
+        return operator
+
+    def _open_loaders(self, operator: TrainingOperator) -> None:
+        placement = Placement(
+            operator._setting.num_shards, operator._setting.shards, operator._setting.seed
+        )
+        for purpose, loader in operator._loaders.items():
+            if loader is not None:
+                source = open_source(operator, loader, placement, purpose)
+                self._cursors[purpose] = Cursor(source)
+
+    def leave(self) -> None:
+        """Detach from the group and close it: ranks that wait for this one get an error."""
+        if self._operator is not None and self._operator._sync is not None:
+            self._operator._sync.detach()
+        if self._operator is not None:
+            self._operator._setting.group.close()
+        group, self._group = self._group, None
+        if group is not None:
+            leave_group(group)
+
+    def stop(self) -> None:
+        """End: also the loaders' worker processes and iterators."""
+        for cursor in self._cursors.values():
+            cursor.move_to(cursor.epoch, cursor.step)
+        self._cursors.clear()
+        self.leave()
+        self._operator = None
+
+    # ------------------------------------------------------------------- training, validation
+
+    def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
+        operator, cursor = self.operator, self._cursor("train")
+        full_info = self._info(info, num_steps, cursor)
+        own_loop = operator._brings("train_epoch")
+
+        def one_pass(deliveries: Deliveries) -> dict[str, Any]:
+            full_info["epoch_idx"] = cursor.epoch
+            result = operator.train_epoch(deliveries, full_info)
+            deliveries.commit()
+            epoch_freq = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+            if deliveries.epoch_over and epoch_freq and not own_loop:
+                step_schedulers(self.run.schedulers)
+            return result
+
+        return self._passes("train", cursor, num_steps, profile, one_pass)
+
+    def validate(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
+        operator, cursor = self.operator, self._cursor("validation")
+
+        def one_pass(deliveries: Deliveries) -> dict[str, Any]:
+            return operator.validate(deliveries, dict(info))
+
+        return self._passes("validation", cursor, num_steps, profile, one_pass)
+
+    def _passes(
+        self,
+        purpose: str,
+        cursor: Cursor,
+        num_steps: int | None,
+        profile: bool,
+        one_pass: Callable[[Deliveries], dict[str, Any]],
+    ) -> Report:
+        """Call `one_pass` once per epoch touched, until `num_steps` or the epoch's end."""
+        operator = self.operator
+        operator.timers.reset()
+        operator.timers.enable() if profile else operator.timers.disable()
+        self._tally = tally = Tally(on_commit=self.on_commit)
+        operator._begin_call()
+        metrics: list[dict[str, Any]] = []
+        samples_by_pass: list[int] = []
+        epoch = cursor.epochs_entered
+        with preserved():
+            while True:
+                if cursor.at_epoch_start:
+                    self._agree(cursor)
+                left = None if num_steps is None else num_steps - tally.steps
+                deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
+                metrics.append(_checked_metrics(one_pass(deliveries), operator, purpose))
+                deliveries.commit()
+                samples_by_pass.append(tally.samples - sum(samples_by_pass))
+                epoch = max(epoch, cursor.epochs_entered)
+                if deliveries.epoch_over:
+                    cursor.finish_epoch()
+                finished = num_steps is None or tally.steps >= num_steps
+                if finished or not deliveries.epoch_over or deliveries.delivered == 0:
+                    break
+        timers = operator.timers.stats() if profile else {}
+        return Report(metrics, samples_by_pass, tally.samples, tally.steps, epoch, timers)
+
+    def _agree(self, cursor: Cursor) -> None:
+        """Once an epoch: every rank is about to read the same data in the same order."""
+        agree = getattr(cursor.source, "agree", None)
+        if agree is not None:
+            agree(self.operator._setting.group, cursor.epoch)
+
+    def _info(
+        self, info: Mapping[str, Any], num_steps: int | None, cursor: Cursor
+    ) -> dict[str, Any]:
+        operator = self.operator
+        return {
+            **info,
+            NUM_STEPS: num_steps,
+            USE_FP16: operator.use_fp16,
+            SCHEDULER_STEP: operator.scheduler_step_freq,
+            "epoch_idx": cursor.epoch,
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """Steps and samples so far in the call that runs, and its latest loss."""
+        tally, operator = self._tally, self._operator
+        latest = {} if operator is None else operator._latest
+        return {"steps": tally.steps, "samples": tally.samples, "loss": latest.get("train_loss")}
+
+    def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
+        """Global batches that the next call will make; None if the data has no length."""
+        if num_steps is not None:
+            return num_steps
+        cursor = self._cursor(purpose)
+        total = cursor.source.steps_per_epoch
+        return None if total is None else total - cursor.step
+
+    def update_scheduler(self, metric: float) -> None:
+        if not self.run.schedulers:
+            raise ConfigurationError(
+                "update_scheduler was called, but the operator registered no scheduler",
+                fix="self.register(..., schedulers=...) in setup",
+            )
+        update_schedulers(self.run.schedulers, metric)
+
+    # ------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this rank knows of the run; the same on every rank but "operator"."""
+        state = states.collect(self.operator, self.run)
+        state["epoch"] = self._cursors["train"].epochs_entered if "train" in self._cursors else 0
+        state["position"] = {
+            purpose: {"epoch": cursor.epoch, "step": cursor.step}
+            for purpose, cursor in self._cursors.items()
+        }
+        setting = self.operator._setting
+        state["seed"], state["num_shards"] = setting.seed, setting.num_shards
+        return state
+
+    def operator_state(self) -> Any:
+        return states._copied(self.operator.state_dict())
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        states.check(self.run, state)
+        shards = state.get("num_shards", self.spec.num_shards)
+        if shards < self.spec.num_workers:
+            raise CheckpointError(
+                "the state cuts every global batch into fewer shards than there are workers",
+                expected=f"at most {shards} workers",
+                got=f"num_workers={self.spec.num_workers}",
+                fix=f"TorchTrainer(..., num_workers={shards})",
+            )
+
+    def apply_state(self, state: Mapping[str, Any]) -> None:
+        """Take the state over; on an error, and until `settle_state`, it can be taken back."""
+        self._before_load = self.state_dict()
+        self._take(state)
+
+    def settle_state(self, keep: bool) -> None:
+        before, self._before_load = self._before_load, None
+        if not keep and before is not None:
+            self._take(before)
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        operator = self.operator
+        states.apply(operator, self.run, self._own_part(state))
+        num_shards = state.get("num_shards", operator._setting.num_shards)
+        seed = state.get("seed", operator._setting.seed)
+        if (num_shards, seed) != (operator._setting.num_shards, operator._setting.seed):
+            shards = shards_of(self.rank, self.spec.num_workers, num_shards)
+            operator._setting = replace(
+                operator._setting, num_shards=num_shards, shards=shards, seed=seed
+            )
+            self._open_loaders(operator)
+        for purpose, place in state.get("position", {}).items():
+            if purpose in self._cursors:
+                self._cursors[purpose].move_to(place["epoch"], place["step"])
+
+    def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        by_rank = state.get("operator_by_rank")
+        if by_rank is None or len(by_rank) != self.spec.num_workers:
+            return state
+        return {**state, "operator": by_rank[self.rank]}
+
+    def models(self) -> nn.Module | list[nn.Module]:
+        return states.plain_models(self.run)
+
+    # ------------------------------------------------------------------------ users' functions
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
+        return function(self.operator)
+
+    @property
+    def operator(self) -> TrainingOperator:
+        assert self._operator is not None, "start() comes first"
+        return self._operator
+
+    @property
+    def run(self) -> Registered:
+        if self.operator._registered is None:
+            raise ConfigurationError(
+                f"{type(self.operator).__name__}.setup registered no model",
+                fix="call self.register(models=..., optimizers=...) inside setup",
+            )
+        return self.operator._registered
+
+    def _cursor(self, purpose: str) -> Cursor:
+        _ = self.run
+        if purpose not in self._cursors:
+            raise ConfigurationError(
+                f"{type(self.operator).__name__} registered no {purpose} loader",
+                fix=f"call self.register_data({purpose}_loader=...) inside setup",
+            )
+        return self._cursors[purpose]
+
+
+def _checked_metrics(result: Any, operator: TrainingOperator, purpose: str) -> dict[str, Any]:
+    if isinstance(result, dict):
+        return result
+    method = "train_epoch" if purpose == "train" else "validate"
+    raise WrongTypeError(
+        f"{type(operator).__name__}.{method} returned something else than metrics",
+        expected="a dict from names to values",
+        got=f"{type(result).__name__}",
+        fix=f"end {method} with: return {{'{purpose}_loss': ...}}",
+    )
+
+
+def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
+    if not use_gpu:
+        return torch.device("cpu")
+    # Ray shows a worker only its own GPUs; without that, ranks of one node share the list.
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device

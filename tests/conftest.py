@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leak police: a test leaves the process as it found it.
+
+A changed default dtype, a forgotten process group or a surviving thread makes *another* test
+fail, at another time, for a reason that nobody finds. Here the test that did it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+THREADS_END_WITHIN_S = 2.0
+"""A thread that was told to stop may need a moment; one that was not stays for ever."""
+
+_SET_BY_THE_RUNNER = frozenset({"PYTEST_CURRENT_TEST"})
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What a test may change while it runs, and has to put back."""
+
+    environment: dict[str, str]
+    working_directory: Path
+    default_dtype: torch.dtype
+    default_device: torch.device
+    intra_op_threads: int
+    deterministic_algorithms: bool
+    deterministic_warns_only: bool
+    grad_enabled: bool
+    default_process_group: bool
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        return cls(
+            environment={k: v for k, v in os.environ.items() if k not in _SET_BY_THE_RUNNER},
+            working_directory=Path.cwd(),
+            default_dtype=torch.get_default_dtype(),
+            default_device=torch.get_default_device(),
+            intra_op_threads=torch.get_num_threads(),
+            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            grad_enabled=torch.is_grad_enabled(),
+            default_process_group=dist.is_available() and dist.is_initialized(),
+        )
+
+
+def _differences(before: ProcessState, after: ProcessState) -> list[str]:
+    changed = []
+    for field in fields(ProcessState):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if old == new:
+            continue
+        if field.name == "environment":
+            names = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+            changed.append(f"environment variables {', '.join(names)}")
+        else:
+            changed.append(f"{field.name}: {old} became {new}")
+    return changed
+
+
+def _lingering(known: set[threading.Thread]) -> list[threading.Thread]:
+    """The new threads that would keep the process from ending, once they had time to stop."""
+    deadline = time.monotonic() + THREADS_END_WITHIN_S
+    new = [t for t in threading.enumerate() if t not in known and not t.daemon]
+    for thread in new:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in new if thread.is_alive()]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    before, threads = ProcessState.now(), set(threading.enumerate())
+    yield
+    leaks = _differences(before, ProcessState.now())
+    leaks += [f"thread {thread.name!r} still runs" for thread in _lingering(threads)]
+    if leaks:
+        pytest.fail("the test leaks: " + "; ".join(leaks), pytrace=False)

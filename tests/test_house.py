@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house rules that lint cannot hold: sizes, names, the public surface, no mocks, no paths."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lockstep
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "lockstep"
+
+PUBLIC_NAMES: list[str] = []
+"""What `import lockstep` offers. Users hold on to it: adding a name is a decision."""
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+FIRST_LINE = "# SPDX-License-Identifier: Apache-2.0"
+FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|manager|helpers?|misc)($|_)")
+
+PYTHON_FOLDERS = ("src", "tests", "examples", "benchmarks", "docs")
+WITHOUT_MOCKS = ("ranks", "procs", "ray", "faults")
+"""Tests of communication: a mock there proves that the mock works."""
+
+# Written so that this file does not hold what it forbids.
+MACHINE_PATHS = re.compile(r"(?<![\w.-])/(work|home|root|Users)/[A-Za-z]|\b[A-Z]:\\Users")
+
+
+def _tracked_or_new_files() -> list[Path]:
+    """What a commit of the working tree would hold; the ignored (.venv, caches) is left out."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if listing.returncode == 0:
+        names = listing.stdout.decode().split("\0")
+        return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+    # An unpacked archive has no history and no ignored files either, but may have a .venv.
+    return [p for p in ROOT.rglob("*") if p.is_file() and ".venv" not in p.parts]
+
+
+FILES = _tracked_or_new_files()
+PYTHON_FILES = [
+    p for p in FILES if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in PYTHON_FOLDERS
+]
+SOURCE_FILES = [p for p in PYTHON_FILES if p.is_relative_to(SOURCE)]
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=_name(path))
+
+
+def _lines_of_text(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:  # a picture
+        return []
+
+
+def _imported_modules(path: Path) -> set[str]:
+    """Every module that a file imports, at the top or inside a function, with its parents."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_the_rules_see_the_source() -> None:
+    """Rules over an empty list hold always; this one says that the list is not empty."""
+    assert SOURCE / "errors.py" in SOURCE_FILES
+    assert Path(__file__).resolve() in PYTHON_FILES
+
+
+def test_public_names_are_sorted_and_frozen() -> None:
+    assert lockstep.__all__ == PUBLIC_NAMES
+    assert lockstep.__all__ == sorted(lockstep.__all__)
+    assert [name for name in lockstep.__all__ if not hasattr(lockstep, name)] == []
+
+
+def test_every_file_starts_with_its_licence() -> None:
+    without = [_name(p) for p in PYTHON_FILES if not p.read_text().startswith(FIRST_LINE + "\n")]
+    assert without == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    without = [_name(p) for p in PYTHON_FILES if ast.get_docstring(_tree(p)) is None]
+    assert without == []
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {_name(p): len(p.read_text().splitlines()) for p in PYTHON_FILES}
+    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = {}
+    for path in PYTHON_FILES:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    too_long[f"{_name(path)}:{node.name}"] = length
+    assert too_long == {}
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    parts = {part for p in SOURCE_FILES for part in p.relative_to(SOURCE).with_suffix("").parts}
+    assert {part for part in parts if FORBIDDEN_NAMES.search(part)} == set()
+
+
+def _replaces_code(tree: ast.Module) -> bool:
+    """Whether pytest's own monkeypatch is used to replace code; `setenv` and `chdir` do not."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in {"monkeypatch", "mocker"}
+        and node.attr in {"setattr", "setitem", "delattr", "patch"}
+        for node in ast.walk(tree)
+    )
+
+
+def test_no_mock_stands_in_for_communication() -> None:
+    offenders = set()
+    for path in PYTHON_FILES:
+        if path.relative_to(ROOT).parts[:2] not in {("tests", folder) for folder in WITHOUT_MOCKS}:
+            continue
+        imported = _imported_modules(path)
+        if imported & {"mock", "unittest.mock", "pytest_mock"} or _replaces_code(_tree(path)):
+            offenders.add(_name(path))
+    assert offenders == set()
+
+
+def test_the_driver_holds_no_torch_distributed() -> None:
+    """import-linter sees other people's packages as a whole, so this one is held here."""
+    drivers = [p for p in SOURCE_FILES if p.relative_to(SOURCE).parts[0].startswith("trainer")]
+    imported = {module for path in drivers for module in _imported_modules(path)}
+    assert {module for module in imported if module.startswith("torch.distributed")} == set()
+
+
+def test_importing_lockstep_does_not_import_ray() -> None:
+    """A torchrun user has no Ray, and pays nothing for it."""
+    program = "import sys, lockstep; print([m for m in sys.modules if m.split('.')[0] == 'ray'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    offenders = [
+        f"{_name(path)}:{number}"
+        for path in FILES
+        for number, line in enumerate(_lines_of_text(path), start=1)
+        if MACHINE_PATHS.search(line)
+    ]
+    assert offenders == []

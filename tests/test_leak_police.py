@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leak police catches what it says it catches, and lets a tidy test pass."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+LEAKING_TESTS = """
+import os, threading
+import torch
+import torch.distributed as dist
+
+STOP = threading.Event()
+
+def test_tidy():
+    thread = threading.Thread(target=str)
+    thread.start()
+
+def test_environment():
+    os.environ["LEFT_BEHIND"] = "1"
+
+def test_working_directory(tmp_path):
+    os.chdir(tmp_path)
+
+def test_default_dtype():
+    torch.set_default_dtype(torch.float64)
+
+def test_intra_op_threads():
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+def test_deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+
+def test_default_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def test_thread():
+    threading.Thread(target=STOP.wait, name="forgotten").start()
+
+def test_cleaning_up_is_blamed_on_nobody_else():
+    pass
+
+def teardown_module():
+    STOP.set()
+    dist.destroy_process_group()
+"""
+
+CAUGHT = {
+    "test_environment": "environment variables LEFT_BEHIND",
+    "test_working_directory": "working_directory",
+    "test_default_dtype": "default_dtype",
+    "test_intra_op_threads": "intra_op_threads",
+    "test_deterministic_algorithms": "deterministic_algorithms",
+    "test_default_process_group": "default_process_group",
+    "test_thread": "thread 'forgotten' still runs",
+}
+
+
+def test_each_kind_of_leak_is_blamed_on_the_test_that_left_it(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_leaking.py").write_text(LEAKING_TESTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    blamed = {
+        line.split("::")[1].split(" - ")[0]: line
+        for line in done.stdout.splitlines()
+        if line.startswith("ERROR ")
+    }
+    assert blamed.keys() == CAUGHT.keys(), done.stdout
+    for test, words in CAUGHT.items():
+        assert words in done.stdout, test
