@@ -67,7 +67,8 @@ class Bucket:
         self, slots: Sequence[Slot], device: torch.device, dtype: torch.dtype, tail: int
     ) -> None:
         size = sum(_length(slot.param) for slot in slots)
-        self.slots = list(slots)
+        # Complex numbers first: as pairs of reals they must start at an even place.
+        self.slots = sorted(slots, key=lambda slot: not slot.param.is_complex())
         self.numbers = frozenset(slot.number for slot in slots)
         self.flat = torch.zeros(size + tail, device=device, dtype=dtype)
         self.payload = self.flat[:size]
@@ -139,9 +140,7 @@ class Layout:
         # low-precision models.
         keys = sorted(groups, key=lambda key: key[1] in _EXACT)
         pieces = [
-            (key, piece)
-            for key in keys
-            for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
+            (key, piece) for key in keys for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
         ]
         size = len(slots) + len(Sums._fields)
         if not pieces or pieces[-1][0][1] not in _EXACT:

@@ -17,28 +17,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep import reduction
 from lockstep.errors import (
     ConfigurationError,
     GradientNotReducedError,
     NotAvailableError,
-    WeightError,
 )
 from lockstep.group import Group, resolve_group
 from lockstep.sync import guard
 from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
-from lockstep.sync.faults import raise_alone, raise_together
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
 from lockstep.sync.inventory import agree, as_modules, take_inventory
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.window import Units, Window, checked_weight, mixed_weights
+from lockstep.sync.verdict import Unread, is_out_of_step, judge
+from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch
     from torch.utils.hooks import RemovableHandle
 
 _BUFFER_WAYS = ("after_backward", "manual")
@@ -93,7 +91,7 @@ class GradientSync:
         self._delivered: float | None = None
         self._units = Units()
         self._window = Window()
-        self._unread: _Unread | None = None
+        self._unread: Unread | None = None
         self._is_broken = False
         self._signature = found.signature()
         self._build([slot for slot in self._slots if slot.param.requires_grad])
@@ -129,12 +127,16 @@ class GradientSync:
             PeerLostError: another rank went away.
         """
         scale: float | None = None
-        if weight is not None:
+        if weight is None:
+            self._open_window(PLAIN)
+        else:
             weight = checked_weight(weight, self.place)
-        self._open_window(PLAIN if weight is None else WEIGHTED)
-        if weight is not None:
-            scale = self._scale_root(loss, weight, backward_kwargs)
-        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)  # type: ignore[no-untyped-call]
+            given = backward_kwargs.get("gradient")
+            scale, root = weighted_root(loss, given, weight / self._unit(WEIGHTED), self.place)
+            backward_kwargs["gradient"] = root
+            self._open_window(WEIGHTED)
+            self._window.weight += scale
+        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
 
     def set_delivered_weight(self, weight: float | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next.
@@ -244,7 +246,7 @@ class GradientSync:
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)
-        handle = param.register_post_accumulate_grad_hook(gradient_arrived)
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(gradient_arrived)
         if frozen:
             param.requires_grad_(False)
         return handle
@@ -266,6 +268,10 @@ class GradientSync:
             if not self._is_paused:
                 call_at_end(self._end_plain)
                 self._begin_round()
+
+    def _unit(self, kind: str) -> float:
+        self._settle()
+        return self._units[kind]
 
     def _end_plain(self) -> None:
         if self._is_open:
@@ -290,22 +296,6 @@ class GradientSync:
             self._window.enter(kind, self.place)
             if is_first:
                 self._window.aside = self._reducer.set_aside()
-
-
-    def _scale_root(self, loss: torch.Tensor, weight: float, kwargs: dict[str, Any]) -> float:
-        """Put the weight on the root; return what the root really carries, in its dtype."""
-        scale = torch.tensor(weight / self._units[WEIGHTED], dtype=loss.dtype).item()
-        given = kwargs.get("gradient")
-        if given is None and loss.numel() != 1:
-            raise ConfigurationError(
-                "the loss is not a scalar",
-                where=self.place,
-                got=f"shape {tuple(loss.shape)}",
-                fix="reduce it to its mean, or pass gradient=",
-            )
-        kwargs["gradient"] = torch.full_like(loss, scale) if given is None else given * scale
-        self._window.weight += scale
-        return float(scale)
 
     def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
@@ -367,39 +357,15 @@ class GradientSync:
             self.broadcast_buffers()
         # Refusals last: every rank has made the same calls by now, and can go on.
         if sums is None:
-            self._unread = _Unread(self._reducer.layout.sums_on_device, contribution)
+            self._unread = Unread(self._reducer.layout.sums_on_device, contribution)
         else:
             self._judge(sums, contribution)
         if sums is None or sums.plain + sums.weighted:
             self._note_round(used_all)
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
-        if sums.check != mine.check * self._attached().size:
-            self._is_broken = True
-            raise GradientNotReducedError(
-                "the ranks reduced different rounds together",
-                where=self.place,
-                expected=f"every rank in round {mine.check}",
-                got=f"a mean of {sums.check / self._attached().size}",
-                cause="one rank ran more backwards than another, or models in another order",
-                fix="hand all models of a backward to one replicate([...]); a rank with nothing to "
-                "run calls reduce_pending()",
-            )
-        if sums.faults and self._reducer.reads_are_free:
-            raise_together(self._attached(), mine.faults)
-        if sums.faults:
-            raise_alone(self.place, mine.faults)
-        if sums.plain and sums.weighted:
-            raise mixed_weights(
-                self.place, f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
-            )
-        if sums.plain + sums.weighted and not sums.weight > 0.0:
-            raise WeightError(
-                "the weights of all ranks add up to zero",
-                where=self.place,
-                got=f"{sums.weight}",
-                fix="skip a step for which no rank has a sample",
-            )
+        self._is_broken = self._is_broken or is_out_of_step(sums, mine, self._attached())
+        judge(sums, mine, self._attached(), together=self._reducer.reads_are_free)
         self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
@@ -477,21 +443,6 @@ class GradientSync:
     def _buffer_tensors(self) -> list[torch.Tensor]:
         tensors = [place.tensor() for place in self._buffers]
         return [tensor for tensor in tensors if tensor is not None]
-
-
-class _Unread:
-    """Sums on their way to the host. Reading them later costs no wait in the normal case."""
-
-    def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
-        self.contribution = contribution
-        self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-        self._host.copy_(sums, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record(torch.cuda.current_stream(sums.device))
-
-    def read(self) -> Sums:
-        self._arrived.synchronize()
-        return Sums(*self._host.tolist())
 
 
 def replicate(
