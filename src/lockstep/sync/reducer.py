@@ -113,7 +113,6 @@ class Reducer:
         self.contribution = contribution
         # Small enough that sums over a thousand ranks are exact in float32.
         contribution.check = self._signature * 256 + self._round % 256
-        self._round += 1
         self._next = 0
         for bucket in self.layout.buckets:
             bucket.expect()
@@ -201,6 +200,7 @@ class Reducer:
             bucket.pending.wait()
             bucket.pending = None
         self._next = 0
+        self._round += 1
         with torch.no_grad():
             return self._deliver(must_read or self._must_read())
 

@@ -58,6 +58,7 @@ class GradientSync:
         bucket_cap_mb: float = 25,
         broadcast: bool = True,
         buffers: str = "after_backward",
+        owns_group: bool = False,
     ) -> None:
         if buffers not in _BUFFER_WAYS or not bucket_cap_mb > 0:
             raise ConfigurationError(
@@ -72,6 +73,7 @@ class GradientSync:
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers])
         self._group: Group | None = group
+        self._owns_group = owns_group
         self._buffers = list(found.buffers.values())
         self._syncs_buffers = buffers == "after_backward"
         self._slots = [
@@ -188,6 +190,7 @@ class GradientSync:
         Raises:
             PeerLostError: another rank went away.
         """
+        self._attached()
         self._settle()
         if self._window.kind is None:
             self._window.aside = self._reducer.set_aside()
@@ -214,6 +217,9 @@ class GradientSync:
         self._handles = []
         self._reducer.close()
         self._reset()
+        if self._owns_group:
+            # An exception's frames may keep the handle alive; it must not keep the sockets.
+            self._group.close()
         self._group = None
         self._unread = None
         guard.release(self, self._slots)
@@ -364,8 +370,9 @@ class GradientSync:
             self._note_round(used_all)
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
-        self._is_broken = self._is_broken or is_out_of_step(sums, mine, self._attached())
-        judge(sums, mine, self._attached(), together=self._reducer.reads_are_free)
+        group = self._attached()
+        self._is_broken = is_out_of_step(sums, mine, group)
+        judge(sums, mine, group, together=self._reducer.reads_are_free)
         self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
@@ -488,4 +495,5 @@ def replicate(
         bucket_cap_mb=bucket_cap_mb,
         broadcast=broadcast,
         buffers=buffers,
+        owns_group=not isinstance(group, Group),
     )
