@@ -94,12 +94,12 @@ def test_different_models_are_refused_on_every_rank_before_any_payload(case):
 def test_refusals_at_attach():
     model = mlp()
     sync = replicate(model)
-    with pytest.raises(ConfigurationError, match="`0.weight` is synchronised already"):
+    with pytest.raises(ConfigurationError, match=r"`0\.weight` is synchronised already"):
         replicate(model)
     with pytest.raises(ConfigurationError, match="synchronised already"):
         replicate([nn.Linear(2, 2), model[2]])
     sync.detach()
-    with pytest.raises(WrongTypeError, match="got +int"):
+    with pytest.raises(WrongTypeError, match=r"got +int"):
         replicate(3)
     with pytest.raises(WrongTypeError, match=r"`0\.weight` is a lazy parameter"):
         replicate(nn.Sequential(nn.LazyLinear(3)))
@@ -175,10 +175,9 @@ class _Raise(torch.autograd.Function):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_raises_in_backward_frees_the_others_and_all_start_again(size, driven):
     replicas = [reset(mlp(), seed=2) for _ in range(size)]
-    again = ring(size)
+    again, met = ring(size), threading.Barrier(size)
     kept: list[BaseException] = []
     groups: list[weakref.ref] = []
-    met = threading.Barrier(size)
 
     def loss_of(model, mine, fails):
         hidden = model[0](mine)
@@ -230,7 +229,7 @@ def test_a_rank_that_raises_in_backward_frees_the_others_and_all_start_again(siz
     assert len(kept) == size
     assert [reference() for reference in groups] == [None] * size
 
-    (true,) = [reset(mlp(), seed=2)]
+    true = reset(mlp(), seed=2)
     optimizer = torch.optim.SGD(true.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -280,12 +279,10 @@ def test_a_caught_failure_before_anything_was_sent_is_nothing():
         sync = replicate(model, group=group)
         for driven in (False, True):
             if group.rank == 1:
+                loss = model[2](_Raise.apply(model[0](X))).square().mean()
+                backward = sync.backward if driven else torch.Tensor.backward
                 with pytest.raises(_Boom):
-                    loss = model[2](_Raise.apply(model[0](X))).square().mean()
-                    if driven:
-                        sync.backward(loss)
-                    else:
-                        loss.backward()
+                    backward(loss)
             model.zero_grad()
             model(X).square().mean().backward()
         sync.detach()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a window of backwards may hold, what weights may be, and what every rank hears of it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -132,11 +134,9 @@ def test_weights_that_add_up_to_zero_are_refused_on_every_rank(plain):
         sync = replicate(model, group=group)
         if plain:
             sync.set_delivered_weight(0)
+        backward = torch.Tensor.backward if plain else partial(sync.backward, weight=0)
         with pytest.raises(WeightError, match="add up to zero"):
-            if plain:
-                model(X).mean().backward()
-            else:
-                sync.backward(model(X).mean(), weight=0)
+            backward(model(X).mean())
         # Nothing is stuck: the next round works.
         sync.set_delivered_weight(None)
         model.zero_grad()
@@ -158,13 +158,12 @@ def test_plain_and_weighted_in_one_window_are_refused(first_is_plain):
         model = replicas[group.rank]
         sync = replicate(model, group=group)
         try:
-            with pytest.raises(MixedWeightsError, match="LS201"):
-                for plain in (first_is_plain, not first_is_plain):
-                    with sync.no_sync():
-                        if plain:
-                            model(X).mean().backward()
-                        else:
-                            sync.backward(model(X).mean(), weight=2)
+            kinds = [torch.Tensor.backward, partial(sync.backward, weight=2)]
+            first, second = kinds if first_is_plain else reversed(kinds)
+            with sync.no_sync():
+                first(model(X).mean())
+                with pytest.raises(MixedWeightsError, match="LS201"):
+                    second(model(X).mean())
         finally:
             sync.detach()
         return True
@@ -178,11 +177,9 @@ def test_plain_on_one_rank_and_weighted_on_another_is_refused_on_both():
     def body(group):
         model = replicas[group.rank]
         sync = replicate(model, group=group)
+        backward = torch.Tensor.backward if group.rank else partial(sync.backward, weight=2)
         with pytest.raises(MixedWeightsError, match="1 ranks plain, 1 ranks weighted"):
-            if group.rank:
-                model(X).mean().backward()
-            else:
-                sync.backward(model(X).mean(), weight=2)
+            backward(model(X).mean())
         sync.detach()
         return True
 

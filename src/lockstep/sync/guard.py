@@ -166,7 +166,8 @@ def _before_step(
         loss = closure()
         for owner, slots in watch.slots.items():
             rounds, held = before[owner]
-            if owner.rounds == rounds and _held(slots) != held:
+            new = any(a is not b for a, b in zip(_held(slots), held, strict=True))
+            if new and owner.rounds == rounds:
                 # New gradients without a reduction: earlier rounds do not vouch for them.
                 watch.rounds[owner] = rounds
         _check(watch)
@@ -178,8 +179,9 @@ def _before_step(
     return (*head, evaluate_and_check, *positional[1:]), kwargs
 
 
-def _held(slots: list[Slot]) -> list[int]:
-    return [id(slot.param.grad) for slot in slots]
+def _held(slots: list[Slot]) -> list[torch.Tensor | None]:
+    # The tensors and not their ids: a freed gradient's id is soon another one's.
+    return [slot.param.grad for slot in slots]
 
 
 def _check(watch: _Watch) -> None:
