@@ -6,8 +6,9 @@ import copy
 import pytest
 import torch
 
-from harness import assert_equal_on_all_ranks, assert_same, run_ranks
-from ranks.programs import PROGRAMS, Accumulated, AccumulatedOntoZeros, prepared
+from harness import assert_equal_on_all_ranks, assert_same, gradients, run_ranks
+from lockstep.sync import replicate
+from ranks.programs import PROGRAMS, Accumulated, AccumulatedOntoZeros, Plain, X, Y, prepared
 from ranks.worlds import OneProcess, OnRanks
 
 SHARES = {
@@ -73,3 +74,57 @@ def test_the_measure_is_strict():
             assert_same({"a": wrong, "b": None}, true)
     with pytest.raises(AssertionError):
         assert_same({"a": true["a"], "b": torch.zeros(1)}, true)
+
+
+@pytest.mark.parametrize("cap_mb", [25, 1e-4])
+def test_whichever_parameter_is_the_only_one_that_a_backward_reaches(cap_mb):
+    replicas = [prepared(Plain()) for _ in range(2)]
+
+    def one_rank(group):
+        (model,) = replicas[group.rank]
+        sync = replicate(model, group=group, bucket_cap_mb=cap_mb)
+        seen = []
+        for param in model.parameters():
+            model.zero_grad()
+            (param.square().sum() * (1 + 2 * group.rank)).backward()
+            seen.append(gradients(model))
+        sync.detach()
+        return seen
+
+    (true,) = prepared(Plain())
+    results = run_ranks(2, one_rank)
+    for number, param in enumerate(true.parameters()):
+        true.zero_grad()
+        (param.square().sum() * 2).backward()
+        for seen in results:
+            assert_same(seen[number], gradients(true))
+
+
+@pytest.mark.slow
+def test_a_compiled_model():
+    compiled = [torch.compile(prepared(Plain())[0], backend="aot_eager") for _ in range(2)]
+    for model in compiled:  # threads must not compile at the same time
+        model(X).sum().backward()
+        model.zero_grad()
+
+    def one_rank(group):
+        model = compiled[group.rank]
+        sync = replicate(model, group=group)
+        mine = slice(0, 5) if group.rank == 0 else slice(5, 12)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            part = X[mine]
+            sync.backward(((model(part) - Y[mine]) ** 2).sum(1).mean(), weight=len(part))
+            optimizer.step()
+        sync.detach()
+        return gradients(model)
+
+    (true,) = prepared(Plain())
+    optimizer = torch.optim.SGD(true.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((true(X) - Y) ** 2).sum(1).mean().backward()
+        optimizer.step()
+    for got in run_ranks(2, one_rank):
+        assert_same(dict(zip(gradients(true), got.values(), strict=True)), gradients(true))
