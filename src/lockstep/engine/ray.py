@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -28,6 +27,8 @@ from lockstep.errors import WorkerDiedError
 from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, failure, is_peer_lost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from lockstep.engine import Resources
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec

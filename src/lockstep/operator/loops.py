@@ -16,7 +16,6 @@ import torch
 from lockstep.data.structure import leading_length
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
-from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, weighted_mean
 from lockstep.operator.committed import CommittedBuffers
 from lockstep.operator.registration import Registered, step_schedulers
@@ -25,6 +24,7 @@ from lockstep.operator.staging import Part, ShardedBatch, to_device
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from lockstep.metrics import AverageMeterCollection
     from lockstep.operator import TrainingOperator
 
 

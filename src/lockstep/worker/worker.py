@@ -13,7 +13,6 @@ from lockstep.data import Placement
 from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
-from lockstep.operator import TrainingOperator
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting, shards_of
 from lockstep.randomness import derive_seed, preserved
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
 
