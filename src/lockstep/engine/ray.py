@@ -39,7 +39,6 @@ _STOP_S = 5.0
 _WATCH_S = 0.2
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})
 class WorkerActor:
     """A process around one `Worker`. The control lane answers while a call runs."""
 
@@ -59,6 +58,13 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def progress(self) -> dict[str, Any]:
         return {} if self._worker is None else self._worker.progress()
+
+
+# Any: Ray's annotations do not know concurrency groups.
+_make_actor: Any = ray.remote
+_WorkerActor = _make_actor(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(
+    WorkerActor
+)
 
 
 def _perform(actor: Any, method: str, arguments: bytes) -> Outcome:
@@ -137,7 +143,7 @@ class RayEngine:
             strategy = PlacementGroupSchedulingStrategy(
                 self._room, placement_group_bundle_index=index
             )
-            self._actors[rank] = WorkerActor.options(
+            self._actors[rank] = _WorkerActor.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=further or None,

@@ -166,7 +166,7 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
     if sync is None:
         if weight is not None and operator._setting.world_size > 1 and operator._registered:
             _refuse_weight_without_sync(operator, weight)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return
     delivered = operator._delivered
     if weight is None:

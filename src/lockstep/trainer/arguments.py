@@ -61,7 +61,7 @@ def refuse_further(arguments: Mapping[str, Any]) -> None:
 
 def checked_operator(given: Any) -> type[TrainingOperator]:
     if inspect.isclass(given) and issubclass(given, TrainingOperator):
-        return cast("type[TrainingOperator]", given)
+        return given
     instance = isinstance(given, TrainingOperator)
     raise WrongTypeError(
         "training_operator_cls is not a TrainingOperator class",
