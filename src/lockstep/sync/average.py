@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average the gradients of a model once, by hand, with the right bookkeeping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.errors import WeightError
+from lockstep.group import resolve_group
+from lockstep.sync import guard
+from lockstep.sync.buckets import Slot
+from lockstep.sync.faults import raise_together
+from lockstep.sync.inventory import agree, as_modules, take_inventory
+from lockstep.sync.reducer import PLAIN, Contribution, Reducer
+from lockstep.sync.window import checked_weight
+
+_CAP_BYTES = 25 * 2**20
+
+
+def average_gradients(model: Any, weight: float | None = None, *, group: Any = None) -> None:
+    """Replace every gradient by its weighted mean over the ranks. Call it once, after backward.
+
+    Args:
+        model: a module or a sequence of modules without a `GradientSync`.
+        weight: what this rank's gradients count for (samples, tokens); None: one per rank.
+            Zero: takes part without contributing.
+        group: a `Group`, a process group, or None for the world group.
+
+    Gradient:
+        sum over ranks of weight * gradient / sum of weights, over all ranks: a rank without a
+        gradient where others have one counts as zero and receives it; where no rank has one,
+        it stays None.
+
+    Collective:
+        Every rank, the same calls whatever each one's gradients are: two small all-gathers and
+        one all-reduce per bucket of 25 MiB. Blocks.
+
+    Raises:
+        ConfigurationError: a GradientSync is attached already.
+        ReplicasDifferError: the ranks' models differ; raised before gradients move.
+        SparseGradientError: on every rank, if any rank has one.
+        WeightError: a bad weight, or weights that add up to zero.
+        PeerLostError: another rank went away.
+    """
+    ranks = resolve_group(group)
+    place = f"rank {ranks.rank} of {ranks.size}"
+    share = 1.0 if weight is None else checked_weight(weight, place)
+    found = take_inventory(as_modules(model))
+    guard.refuse_attached(found.parameters, "leave average_gradients out")
+    agree(ranks, found, [])
+    slots = [
+        Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
+    ]
+    reducer = Reducer(
+        [slot for slot in slots if slot.param.requires_grad], ranks, _CAP_BYTES
+    )
+    contribution = Contribution(PLAIN, share, share)
+    reducer.start(contribution)
+    sums = reducer.finish(must_read=True)
+    assert sums is not None
+    if sums.faults:
+        raise_together(ranks, contribution.faults)
+    if not sums.weight > 0.0:
+        raise WeightError(
+            "the weights of all ranks add up to zero",
+            where=place,
+            fix="skip a step for which no rank has a sample",
+        )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flat buckets: where every gradient lives, and what travels behind the last one.
+
+A bucket is one contiguous tensor per (device, dtype); ``parameter.grad`` is a view into it,
+so that a reduced bucket needs no copying back. Buckets are filled in reverse registration
+order, which is about the order in which backward finishes them.
+
+Behind the last bucket travels the *tail*: one used-flag per parameter and a few sums. Only
+the last bucket can carry it, because only when backward has ended is everything known that it
+says. It must hold weights exactly, so where the last bucket is of low precision the tail is a
+bucket of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lockstep.group import Pending
+
+_EXACT = (torch.float32, torch.float64)
+
+
+class Sums(NamedTuple):
+    """What the tail says after the flags; every field is a sum over ranks.
+
+    Attributes:
+        weight: the weights of all contributions, in units (see `window`).
+        plain: how many ranks bring gradients of plain backwards.
+        weighted: how many ranks bring gradients that were weighted at the root.
+        faults: how many ranks have to report something; nothing is delivered then.
+        thaws: how many ranks unfroze a parameter that is not in any bucket yet.
+        check: which model and which round each rank believes this to be; a small integer.
+    """
+
+    weight: float
+    plain: float
+    weighted: float
+    faults: float
+    thaws: float
+    check: float
+
+
+class Slot:
+    """One synchronised parameter."""
+
+    __slots__ = ("__weakref__", "bucket", "name", "number", "owner", "param", "passed", "view")
+
+    def __init__(self, number: int, name: str, param: torch.Tensor, owner: object = None) -> None:
+        self.number = number
+        self.name = name
+        self.param = param
+        self.owner = owner
+        self.bucket: Bucket | None = None
+        self.view: torch.Tensor | None = None
+        self.passed = 0  # the last round of its owner after which it had a gradient
+
+
+class Bucket:
+    """Some parameters' gradients, reduced by one collective."""
+
+    def __init__(
+        self, slots: Sequence[Slot], device: torch.device, dtype: torch.dtype, tail: int
+    ) -> None:
+        size = sum(_length(slot.param) for slot in slots)
+        self.slots = list(slots)
+        self.numbers = frozenset(slot.number for slot in slots)
+        self.flat = torch.zeros(size + tail, device=device, dtype=dtype)
+        self.payload = self.flat[:size]
+        self.tail = self.flat[size:]
+        self.views: list[torch.Tensor] = []
+        self.used: list[bool] = []
+        self.missing: set[int] = set()
+        self.pending: Pending | None = None
+        self.is_launched = False
+        self.may_leave_early = True
+        self._place_views()
+
+    def _place_views(self) -> None:
+        offset = 0
+        for slot in self.slots:
+            length = _length(slot.param)
+            slot.bucket = self
+            slot.view = _view_like(slot.param, self.flat[offset : offset + length])
+            self.views.append(slot.view)
+            offset += length
+
+    def expect(self) -> None:
+        """A new backward: nothing has arrived. What is frozen now is not waited for."""
+        self.missing = {slot.number for slot in self.slots if slot.param.requires_grad}
+        self.is_launched = False
+        self.pending = None
+
+    def pack(self) -> None:
+        """Bring every gradient into its view, and note which ones there are.
+
+        Raises:
+            RuntimeError: a gradient that cannot be copied into a strided tensor (sparse).
+        """
+        strays: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        absent: list[torch.Tensor] = []
+        owners: list[torch.Tensor] = []
+        used: list[bool] = []
+        for slot, view in zip(self.slots, self.views, strict=True):
+            param = slot.param
+            grad = param.grad
+            used.append(grad is not None)
+            if grad is None:
+                absent.append(view)
+            elif grad is not view:
+                strays.append(grad.detach() if grad.requires_grad else grad)
+                places.append(view)
+                owners.append(param)
+        self.used = used
+        if strays:
+            torch._foreach_copy_(places, strays)
+            for param, view in zip(owners, places, strict=True):
+                param.grad = view
+        if absent:
+            torch._foreach_zero_(absent)
+
+    def silence(self) -> None:
+        """Contribute nothing, whatever the gradients hold (they may be NaN)."""
+        self.payload.zero_()
+        self.used = [False] * len(self.slots)
+
+
+class Layout:
+    """The buckets of some parameters, in the order in which they are reduced."""
+
+    def __init__(self, slots: Sequence[Slot], cap_bytes: int) -> None:
+        groups = _by_device_and_dtype(reversed(slots))
+        # An exact dtype last, so that the tail travels with a bucket in all but pure
+        # low-precision models.
+        keys = sorted(groups, key=lambda key: key[1] in _EXACT)
+        pieces = [
+            (key, piece)
+            for key in keys
+            for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
+        ]
+        size = len(slots) + len(Sums._fields)
+        if not pieces or pieces[-1][0][1] not in _EXACT:
+            device = pieces[-1][0][0] if pieces else torch.device("cpu")
+            exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+            pieces.append(((device, exact), []))
+        self.buckets = [
+            Bucket(piece, device, dtype, tail=size if place == len(pieces) - 1 else 0)
+            for place, ((device, dtype), piece) in enumerate(pieces)
+        ]
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.tail = self.buckets[-1].tail
+        self._written: list[float] | None = None
+        self._image = self.tail
+
+    def write_tail(self, sums: Sums) -> None:
+        """Put this rank's flags and sums behind the last bucket."""
+        values = [float(used) for bucket in self.buckets for used in bucket.used]
+        values += sums
+        # Almost every step says the same as the one before: keep the tensor, not the list.
+        if values != self._written:
+            self._written = values
+            self._image = torch.tensor(values, dtype=self.tail.dtype, device=self.tail.device)
+        self.tail.copy_(self._image)
+
+    def read_sums(self) -> Sums:
+        """The sums over all ranks. On an accelerator this waits for the device."""
+        return Sums(*self.tail[len(self.slots) :].tolist())
+
+    def read_flags(self) -> list[bool]:
+        """Which parameters were used by any rank. On an accelerator this waits for the device."""
+        return [count > 0 for count in self.tail[: len(self.slots)].tolist()]
+
+    @property
+    def sums_on_device(self) -> torch.Tensor:
+        return self.tail[len(self.slots) :]
+
+
+def _by_device_and_dtype(
+    slots: Iterable[Slot],
+) -> dict[tuple[torch.device, torch.dtype], list[Slot]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
+    for slot in slots:
+        key = (slot.param.device, slot.param.dtype.to_real())
+        groups.setdefault(key, []).append(slot)
+    return groups
+
+
+def _cut(slots: list[Slot], cap_bytes: int, item_bytes: int) -> list[list[Slot]]:
+    pieces: list[list[Slot]] = [[]]
+    filled = 0
+    for slot in slots:
+        size = _length(slot.param) * item_bytes
+        if pieces[-1] and filled + size > cap_bytes:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append(slot)
+        filled += size
+    return pieces
+
+
+def _length(param: torch.Tensor) -> int:
+    return param.numel() * (2 if param.is_complex() else 1)
+
+
+def _view_like(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    if param.is_complex():
+        piece = torch.view_as_complex(piece.view(-1, 2))
+    # The strides that autograd gives to a fresh gradient: the parameter's, where it is dense
+    # (channels_last); others would make the optimizer's kernels slow.
+    strides = torch.empty_like(param, device="meta").stride()
+    return piece.as_strided(param.shape, strides, piece.storage_offset())

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which run of backward a hook is in, and how to be called when the outermost one ends.
+
+Autograd calls one run of the engine a graph task. Reentrant checkpointing starts a second one
+from inside a node of the first; callbacks belong to the task in which they are queued, and
+there is no way to queue one for the enclosing task while the inner one runs. But an inner task
+is destroyed before the engine returns to the node of the outer one, and its callbacks with it.
+So a callback that is queued in an inner task does nothing when called and, when destroyed,
+queues itself anew, which is then in the enclosing task.
+
+If a later torch should destroy tasks at another moment, no reduction would run, and the
+optimizer guard refuses the step: a clear failure.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType
+
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+# A backward inside a backward is always started by Python code of a node: this frame.
+_NODE: CodeType = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def nesting_depth() -> int:
+    """How many graph tasks enclose the current one (frames on the stack: some microseconds)."""
+    depth = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code is _NODE
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth
+
+
+def call_at_end(function: Callable[[], None]) -> None:
+    """Call `function` when the outermost backward that is running on this thread has ended.
+
+    Its exceptions reach the caller of that backward, with their own type.
+    """
+    if nesting_depth():
+        _queue(_Handover(function))
+    else:
+        _queue(function)
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _Handover:
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self) -> None:
+        """The inner task ended; its enclosing one did not."""
+
+    def __del__(self) -> None:
+        # One node is still on the stack: the one whose task is now the current one.
+        callback = _Handover(self._function) if nesting_depth() > 1 else self._function
+        try:
+            _queue(callback)
+        except RuntimeError:
+            # No task is running: the backward failed and is being taken down.
+            if isinstance(callback, _Handover):
+                callback.disarm()
+
+    def disarm(self) -> None:
+        self.__class__ = _Disarmed  # type: ignore[assignment]
+
+
+class _Disarmed(_Handover):
+    def __del__(self) -> None:
+        pass

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before an optimizer steps: has every gradient that it will use passed a reduction?
+
+One hook on all optimizers (torch's global step pre-hook), installed with the first
+`GradientSync` and removed with the last. It sees what no wrapper can: a gradient assigned by
+hand after ``autograd.grad``, a window of ``no_sync`` backwards that nobody closed, a parameter
+that nobody synchronises. What happens to a gradient *after* its reduction is the user's right.
+
+Fast path: one comparison per GradientSync. Only when the last round did not reduce everything
+are parameters looked at one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
+from lockstep.sync.local import is_local
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from lockstep.sync.buckets import Slot
+
+
+class Guarded(Protocol):
+    """What the guard has to know of a way to synchronise."""
+
+    rounds: int
+    full_round: int
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def needs_guard(self) -> bool: ...
+    @property
+    def has_open_window(self) -> bool: ...
+    def reduce_pending(self) -> None: ...
+
+
+class _Watch:
+    """What the guard remembers of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, version: int) -> None:
+        self.version = version
+        self.sizes = _sizes(optimizer)
+        self.slots: dict[Guarded, list[Slot]] = {}
+        self.unknown: list[tuple[str, torch.Tensor]] = []
+        self.rounds: weakref.WeakKeyDictionary[Guarded, int] = weakref.WeakKeyDictionary()
+        self.steps = 0
+        for group_number, group in enumerate(optimizer.param_groups):
+            for number, param in enumerate(group["params"]):
+                slot = _registry.find(param)
+                if slot is not None and slot.owner is not None:
+                    self.slots.setdefault(slot.owner, []).append(slot)  # type: ignore[arg-type]
+                elif not is_local(param):
+                    self.unknown.append((f"param_groups[{group_number}][{number}]", param))
+
+
+class _Registry:
+    """Who synchronises which parameter, in this process. Ranks may be threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        self._owners: weakref.WeakSet[Guarded] = weakref.WeakSet()
+        self._hook: RemovableHandle | None = None
+        self.version = 0
+        self.watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
+
+    def find(self, param: torch.Tensor) -> Slot | None:
+        slot = self._slots.get(id(param))
+        return slot if slot is not None and slot.param is param else None
+
+    def add(self, owner: Guarded, slots: list[Slot]) -> None:
+        with self._lock:
+            for slot in slots:
+                self._slots[id(slot.param)] = slot
+            self._owners.add(owner)
+            self.version += 1
+            if self._hook is None:
+                # Not traced: under torch.compile'd steps every counter would become a guard.
+                hook: Callable[..., Any] = torch.compiler.disable(_before_step)
+                self._hook = register_optimizer_step_pre_hook(hook)
+
+    def remove(self, owner: Guarded, slots: list[Slot]) -> None:
+        with self._lock:
+            for slot in slots:
+                if self.find(slot.param) is slot:
+                    del self._slots[id(slot.param)]
+            self._owners.discard(owner)
+            self.version += 1
+            if self._hook is not None and not len(self._owners):
+                self._hook.remove()
+                self._hook = None
+
+    def watch(self, optimizer: Optimizer) -> _Watch:
+        known = self.watches.get(optimizer)
+        if known is not None and known.version == self.version:
+            if known.sizes == _sizes(optimizer):
+                return known
+        with self._lock:
+            fresh = _Watch(optimizer, self.version)
+            if known is not None:
+                fresh.rounds, fresh.steps = known.rounds, known.steps
+            self.watches[optimizer] = fresh
+        return fresh
+
+
+_registry = _Registry()
+
+
+def protect(owner: Guarded, slots: list[Slot]) -> None:
+    """Guard the parameters of `slots` from now on."""
+    _registry.add(owner, slots)
+
+
+def release(owner: Guarded, slots: list[Slot]) -> None:
+    """Guard them no longer."""
+    _registry.remove(owner, slots)
+
+
+def refuse_attached(parameters: dict[str, torch.nn.Parameter], fix: str) -> None:
+    """Raise if a parameter already belongs to a GradientSync.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+    """
+    for name, param in parameters.items():
+        if _registry.find(param) is not None:
+            raise ConfigurationError(
+                f"`{name}` is synchronised already",
+                cause="a GradientSync is attached to it; its gradient would be reduced twice",
+                fix=fix,
+            )
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    watch = _registry.watch(optimizer)
+    if not watch.slots:
+        return None
+    # Bound methods of a patched `step` pass the optimizer itself as the first argument.
+    positional = args[1:] if args and args[0] is optimizer else args
+    closure = kwargs.get("closure") or (positional[0] if positional else None)
+    if closure is None:
+        _check(watch)
+        watch.steps += 1
+        return None
+    watch.steps += 1
+
+    def evaluate_and_check() -> Any:
+        loss = closure()
+        _check(watch)
+        return loss
+
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": evaluate_and_check}
+    head = args[: len(args) - len(positional)]
+    return (*head, evaluate_and_check, *positional[1:]), kwargs
+
+
+def _check(watch: _Watch) -> None:
+    for owner, slots in watch.slots.items():
+        if not owner.needs_guard:
+            continue
+        since = watch.rounds.get(owner, 0)
+        if owner.has_open_window:
+            raise _not_reduced(
+                owner,
+                watch,
+                [slot.name for slot in slots if slot.param.grad is not None],
+                cause="every backward since the last step ran under no_sync, or one failed midway",
+                fix="run the last backward of a window outside no_sync, or call reduce_pending()",
+            )
+        if owner.full_round <= since:
+            _check_each(owner, watch, slots, since)
+        watch.rounds[owner] = owner.rounds
+    for name, param in watch.unknown:
+        if param.grad is not None:
+            raise UnknownParameterError(
+                f"the optimizer holds {name} with a gradient that nobody synchronises",
+                where=next(iter(watch.slots)).place,
+                got=f"a parameter of shape {tuple(param.shape)}",
+                cause="it was added or replaced after replicate(), or belongs to another module",
+                fix="hand its module to replicate() too, or mark it: lockstep.local(parameter)",
+            )
+
+
+def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) -> None:
+    if not any(slot.passed > since for slot in slots) and not _by_hand(slots):
+        # Nothing to reduce here. Peers may have had something: without this they would wait.
+        owner.reduce_pending()
+        if owner.full_round > since:
+            return
+    stale = [
+        slot.name for slot in slots if slot.param.grad is not None and slot.passed <= since
+    ]
+    if stale:
+        raise _not_reduced(
+            owner,
+            watch,
+            stale,
+            cause="assigned by hand (after autograd.grad?), or no backward since the last step",
+            fix="use loss.backward(), or lockstep.average_gradients on a model without a sync",
+        )
+
+
+def _by_hand(slots: list[Slot]) -> bool:
+    return any(
+        slot.param.grad is not None and slot.param.grad is not slot.view for slot in slots
+    )
+
+
+def _not_reduced(
+    owner: Guarded, watch: _Watch, names: list[str], *, cause: str, fix: str
+) -> GradientNotReducedError:
+    shown = ", ".join(f"`{name}`" for name in names[:8])
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return GradientNotReducedError(
+        "the optimizer is about to use gradients of this rank alone",
+        where=f"{owner.place}, step {watch.steps}",
+        got=shown + more,
+        cause=cause,
+        fix=fix,
+    )

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to synchronise in some modules, and whether all ranks have the same."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.errors import ReplicasDifferError, WrongTypeError
+from lockstep.sync.local import is_local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lockstep.group import Group
+
+Entry = list[Any]  # [kind, name, shape, dtype, strides, requires_grad], JSON-able
+
+
+@dataclass
+class BufferPlace:
+    """Where a buffer hangs. The place and not the tensor: modules may replace their buffers."""
+
+    owner: torch.nn.Module
+    key: str
+
+    def tensor(self) -> torch.Tensor | None:
+        return self.owner._buffers.get(self.key)
+
+
+@dataclass
+class Inventory:
+    """The synchronised parameters and buffers of some modules, each tensor once.
+
+    Attributes:
+        parameters: name to parameter, in registration order.
+        buffers: name to place, in registration order.
+        refused: what cannot be synchronised at all, one sentence each.
+    """
+
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, BufferPlace] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    def structure(self) -> list[Entry]:
+        """What must be equal on all ranks. Strides too: views into a bucket follow them."""
+        named = [("parameter", name, param) for name, param in self.parameters.items()]
+        named += [
+            ("buffer", name, tensor)
+            for name, place in self.buffers.items()
+            if (tensor := place.tensor()) is not None
+        ]
+        return [
+            [
+                kind,
+                name,
+                list(tensor.shape),
+                str(tensor.dtype),
+                list(torch.empty_like(tensor, device="meta").stride()),
+                tensor.requires_grad,
+            ]
+            for kind, name, tensor in named
+        ]
+
+    def signature(self) -> int:
+        """A small number that is the same on all ranks and hardly the same for two models."""
+        return zlib.crc32(repr(self.structure()).encode()) % 64
+
+
+def as_modules(model: Any) -> list[torch.nn.Module]:
+    """One module or a sequence of modules, as a list.
+
+    Raises:
+        WrongTypeError: something else.
+    """
+    modules = [model] if isinstance(model, torch.nn.Module) else model
+    if (
+        isinstance(modules, (list, tuple))
+        and modules
+        and all(isinstance(module, torch.nn.Module) for module in modules)
+    ):
+        return list(modules)
+    raise WrongTypeError(
+        "gradients are synchronised for a module or a sequence of modules",
+        got=type(model).__name__,
+        fix="lockstep.replicate(model) or lockstep.replicate([generator, discriminator])",
+    )
+
+
+def take_inventory(modules: Sequence[torch.nn.Module]) -> Inventory:
+    """Walk the modules. Shared tensors count once, under their first name; local ones never."""
+    found = Inventory()
+    seen: set[int] = set()
+    for position, module in enumerate(modules):
+        prefix = "" if len(modules) == 1 else f"[{position}]."
+        for name, owner, marked in _walk(module, prefix, False, set()):
+            refusal = _refuse_module(owner, name)
+            if refusal:
+                found.refused.append(refusal)
+            if not marked:
+                _collect(found, owner, name, seen)
+    return found
+
+
+def _walk(
+    module: torch.nn.Module, prefix: str, marked: bool, visited: set[int]
+) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+    if id(module) in visited:
+        return
+    visited.add(id(module))
+    marked = marked or is_local(module)
+    yield prefix, module, marked
+    for key, child in module.named_children():
+        yield from _walk(child, f"{prefix}{key}.", marked, visited)
+
+
+def _collect(found: Inventory, owner: torch.nn.Module, prefix: str, seen: set[int]) -> None:
+    for key, param in owner._parameters.items():
+        if param is None or id(param) in seen or is_local(param):
+            continue
+        seen.add(id(param))
+        refusal = _refuse_parameter(param, prefix + key)
+        if refusal:
+            found.refused.append(refusal)
+        else:
+            found.parameters[prefix + key] = param
+    for key, buffer in owner._buffers.items():
+        if buffer is None or id(buffer) in seen or is_local(buffer):
+            continue
+        seen.add(id(buffer))
+        found.buffers[prefix + key] = BufferPlace(owner, key)
+
+
+def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
+    # Looked up and not imported: who has not imported DDP has no instance of it.
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is not None and isinstance(module, parallel.DistributedDataParallel):
+        where = name.rstrip(".") or "the model"
+        return f"{where} is wrapped in DistributedDataParallel, which reduces its gradients already"
+    return None
+
+
+def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
+    if torch.nn.parameter.is_lazy(param):
+        return f"`{name}` is a lazy parameter without a shape yet: run one forward first"
+    kind = type(param).__name__
+    if kind == "DTensor" or type(param.data).__name__ == "DTensor":
+        return f"`{name}` is a DTensor: its gradients belong to its own device mesh"
+    if kind == "FlatParameter":
+        return f"`{name}` belongs to FullyShardedDataParallel"
+    if not param.is_leaf:
+        return f"`{name}` is not a leaf of the autograd graph"
+    return None
+
+
+def agree(group: Group, found: Inventory, settings: list[Any]) -> None:
+    """Compare structure and settings of all ranks; raise on every rank or on none.
+
+    Collective:
+        Every rank. Two small all-gathers. No payload has moved yet.
+
+    Raises:
+        WrongTypeError: this rank's model holds something that cannot be synchronised.
+        ReplicasDifferError: the ranks differ; names the first difference and the ranks.
+    """
+    mine = {"refused": found.refused, "settings": settings, "structure": found.structure()}
+    everyone = group.exchange(mine)
+    if found.refused:
+        raise WrongTypeError(
+            "this model cannot be synchronised by replicate",
+            where=f"rank {group.rank} of {group.size}",
+            got="; ".join(found.refused[:5]),
+            fix="hand over the plain module, or mark what is each rank's own: lockstep.local(...)",
+        )
+    first = everyone[0]
+    ranks = [rank for rank, other in enumerate(everyone) if other != first]
+    if not ranks:
+        return
+    expected, got = _first_difference(first, everyone[ranks[0]])
+    raise ReplicasDifferError(
+        "the ranks did not build the same model",
+        where=f"rank {', '.join(map(str, ranks))} against rank 0",
+        expected=expected,
+        got=got,
+        cause="something in building the model depends on the rank",
+        fix="build the same model on every rank, or mark what differs: lockstep.local(...)",
+    )
+
+
+def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[str, str]:
+    for key in ("refused", "settings"):
+        if expected[key] != got[key]:
+            return f"{key} {expected[key]}", f"{key} {got[key]}"
+    ours, theirs = expected["structure"], got["structure"]
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            return _describe(one), _describe(other)
+    longer = ours if len(ours) > len(theirs) else theirs
+    extra = _describe(longer[min(len(ours), len(theirs))])
+    missing = "nothing more"
+    return (extra, missing) if longer is ours else (missing, extra)
+
+
+def _describe(entry: Entry) -> str:
+    kind, name, shape, dtype, strides, requires_grad = entry
+    grad = "" if requires_grad or kind == "buffer" else ", frozen"
+    return f"{kind} `{name}` {tuple(shape)} {dtype} strides {tuple(strides)}{grad}"

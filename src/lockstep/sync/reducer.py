@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One round of reduction: buckets leave in order, come back, are divided and delivered.
+
+Invariants:
+
+- Every rank starts the same collectives in the same order, whatever it used: bucket 0, 1, ...
+  Nothing decides *whether* a bucket is sent, only *when*, and the last one leaves only when
+  backward has ended.
+- After a round every rank holds the same gradients, bit for bit: it divides the same sum by
+  the same number.
+- What one rank has to refuse is reported in the tail and refused by all, so that nobody waits
+  for a rank that raised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.group import Group, Pending
+from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PLAIN: Final = "plain"
+WEIGHTED: Final = "weighted"
+
+
+@dataclass
+class Contribution:
+    """What this rank brings to a round.
+
+    Attributes:
+        kind: PLAIN, WEIGHTED, or None for a rank that brings nothing.
+        weight: what its gradients count for, in units.
+        scale: what its gradients are multiplied by in the bucket (1 if the root was weighted).
+        faults: what it has to refuse, JSON-able.
+        aside: gradients of earlier rounds, kept out of this one.
+        thaws: this rank unfroze a parameter that is not in any bucket yet.
+        check: which model and round this is meant for.
+    """
+
+    kind: str | None = None
+    weight: float = 0.0
+    scale: float = 1.0
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    aside: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    thaws: bool = False
+    check: int = 0
+
+    @property
+    def is_silent(self) -> bool:
+        return self.weight == 0.0
+
+    def sums(self) -> Sums:
+        return Sums(
+            weight=self.weight,
+            plain=float(self.kind == PLAIN),
+            weighted=float(self.kind == WEIGHTED),
+            faults=float(bool(self.faults)),
+            thaws=float(self.thaws),
+            check=float(self.check),
+        )
+
+
+def sum_over_ranks(group: Group, bucket: Bucket) -> Pending:
+    """The plain way to combine a full bucket: one all-reduce."""
+    return group.all_reduce(bucket.flat)
+
+
+class Reducer:
+    """The buckets of some parameters over one group.
+
+    Args:
+        slots: the parameters that take part; the same on every rank.
+        group: the ranks.
+        cap_bytes: how large a bucket may grow.
+        combine: from "bucket full" to "bucket summed"; replaceable, for other orders of
+            summation.
+        signature: tells the rounds of one model from those of another; below 64.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        group: Group,
+        cap_bytes: int,
+        combine: Callable[[Group, Bucket], Pending] = sum_over_ranks,
+        signature: int = 0,
+    ) -> None:
+        self.layout = Layout(slots, cap_bytes)
+        self._group: Group | None = group
+        self._combine = combine
+        self._next = 0
+        self._signature = signature
+        self._round = 0
+        self.contribution = Contribution()
+
+    @property
+    def has_launched(self) -> bool:
+        return self._next > 0
+
+    @property
+    def can_overlap(self) -> bool:
+        return len(self.layout.buckets) > 1
+
+    def start(self, contribution: Contribution) -> None:
+        """Begin a round. Nothing is communicated yet."""
+        self.contribution = contribution
+        # Small enough that sums over a thousand ranks are exact in float32.
+        contribution.check = self._signature * 256 + self._round % 256
+        self._round += 1
+        self._next = 0
+        for bucket in self.layout.buckets:
+            bucket.expect()
+
+    def arrive(self, slot: Slot) -> None:
+        """A gradient is there; send what is complete and in turn.
+
+        Gradient:
+            Packed, scaled and on its way when its bucket is complete.
+
+        Collective:
+            The next buckets' all-reduces, in order, not waited for. Never the last bucket.
+        """
+        bucket = slot.bucket
+        if bucket is None:
+            return
+        if bucket.is_launched:
+            self.contribution.faults.append({"kind": "late", "names": [slot.name]})
+            return
+        bucket.missing.discard(slot.number)
+        if not bucket.missing:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        buckets = self.layout.buckets
+        while self._next < len(buckets) - 1:
+            bucket = buckets[self._next]
+            if bucket.missing or not bucket.may_leave_early:
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        assert self._group is not None
+        with torch.no_grad():
+            self._pack(bucket)
+            if bucket is self.layout.buckets[-1]:
+                self.layout.write_tail(self.contribution.sums())
+            bucket.is_launched = True
+            self._next += 1
+            bucket.pending = self._combine(self._group, bucket)
+
+    def _pack(self, bucket: Bucket) -> None:
+        try:
+            bucket.pack()
+        except RuntimeError:
+            names = [
+                slot.name
+                for slot in bucket.slots
+                if slot.param.grad is not None and slot.param.grad.layout is not torch.strided
+            ]
+            if not names:
+                raise
+            self.contribution.faults.append({"kind": "sparse", "names": names})
+            bucket.silence()
+            return
+        if self.contribution.is_silent:
+            bucket.silence()
+        elif self.contribution.scale != 1.0:
+            bucket.payload.mul_(self.contribution.scale)
+
+    def finish(self, *, must_read: bool = False) -> Sums | None:
+        """Send the rest, wait for everything, divide and deliver.
+
+        Args:
+            must_read: return the sums even if the host has to wait for them.
+
+        Returns:
+            The sums over ranks, or None where reading them would have made the host wait for
+            an accelerator although this rank has no need to know them.
+
+        Gradient:
+            ``parameter.grad`` becomes sum over ranks / weight over ranks, for what any rank
+            used; the rest stays as it was. With faults nothing is delivered.
+
+        Collective:
+            The remaining buckets' all-reduces; blocks (on an accelerator: the stream).
+
+        Raises:
+            PeerLostError: another rank went away.
+        """
+        for bucket in self.layout.buckets[self._next :]:
+            self._launch(bucket)
+        for bucket in self.layout.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            bucket.pending = None
+        self._next = 0
+        with torch.no_grad():
+            return self._deliver(must_read or self._must_read())
+
+    def _deliver(self, read: bool) -> Sums | None:
+        sums = self.layout.read_sums() if read else None
+        if sums is not None and (sums.faults or not sums.weight > 0.0):
+            self._put_back()
+            return sums
+        self._divide(sums)
+        flags = self._flags()
+        earlier = self.contribution.aside
+        for slot, used in zip(self.layout.slots, flags, strict=True):
+            if used:
+                if slot.param.grad is not slot.view:
+                    slot.param.grad = slot.view
+            else:
+                slot.param.grad = earlier.get(slot)
+        # A rank that brings nothing cannot know whether its peers' sum already holds what was
+        # reduced before: that of plain backwards does, a weighted one does not.
+        if earlier and (sums is None or sums.weighted):
+            for slot, used in zip(self.layout.slots, flags, strict=True):
+                if used and slot in earlier and slot.view is not None:
+                    slot.view.add_(earlier[slot])
+        return sums
+
+    @property
+    def reads_are_free(self) -> bool:
+        """The sums can be read without waiting, so every rank reads them in every round."""
+        return not self.layout.tail.is_cuda
+
+    def _must_read(self) -> bool:
+        if self.reads_are_free:
+            return True
+        own = self.contribution
+        return own.is_silent or bool(own.faults) or own.thaws or not self.used_all()
+
+    def used_all(self) -> bool:
+        """Did this rank bring a gradient for every parameter?"""
+        return all(all(bucket.used) for bucket in self.layout.buckets)
+
+    def _divide(self, sums: Sums | None) -> None:
+        if sums is not None and sums.weight == 1.0:
+            return
+        for bucket in self.layout.buckets:
+            if sums is not None:
+                bucket.payload.div_(sums.weight)
+            else:
+                weight = self.layout.sums_on_device[0]
+                bucket.payload.div_(weight.to(bucket.payload.device, non_blocking=True))
+
+    def _flags(self) -> list[bool]:
+        if self.used_all():
+            return [True] * len(self.layout.slots)
+        return self.layout.read_flags()
+
+    def _put_back(self) -> None:
+        for slot in self.layout.slots:
+            slot.param.grad = self.contribution.aside.get(slot)
+
+    def set_aside(self) -> dict[Slot, torch.Tensor]:
+        """Take the gradients that earlier rounds left out of the buckets; they become None."""
+        aside: dict[Slot, torch.Tensor] = {}
+        for slot in self.layout.slots:
+            grad = slot.param.grad
+            if grad is not None:
+                aside[slot] = grad.clone() if grad is slot.view else grad
+                slot.param.grad = None
+        return aside
+
+    def abandon(self) -> None:
+        """Forget a round that failed, and every reference to collectives in flight."""
+        for bucket in self.layout.buckets:
+            if bucket.pending is not None:
+                bucket.pending.abandon()
+                bucket.pending = None
+        self._next = 0
+        self.contribution = Contribution()
+
+    def close(self) -> None:
+        """Abandon, and turn gradients that are views into tensors of their own."""
+        self.abandon()
+        self._group = None
+        for slot in self.layout.slots:
+            if slot.param.grad is slot.view and slot.view is not None:
+                slot.param.grad = slot.view.clone(memory_format=torch.preserve_format)
+            slot.view = None
+            slot.bucket = None

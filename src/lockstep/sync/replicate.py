@@ -1,0 +1,540 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient sync that hangs on the parameters: no wrapper, no way round.
+
+A hook on every parameter notes that a gradient has arrived. The first one of a backward asks
+for a call when that backward ends; there the round is finished, so that when ``backward``
+returns the gradients are the global ones. `GradientSync.backward` drives the round itself.
+
+Everything that a backward can reach goes through here, whichever method of the model, or none,
+computed the loss. Rejected: hooks on ``forward`` (custom methods and ``model.module`` go
+around them), and patching ``Tensor.backward`` (``torch.autograd.backward`` goes around it).
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep import reduction
+from lockstep.errors import (
+    ConfigurationError,
+    GradientNotReducedError,
+    NotAvailableError,
+    WeightError,
+)
+from lockstep.group import Group, resolve_group
+from lockstep.sync import guard
+from lockstep.sync.buckets import Slot, Sums
+from lockstep.sync.buffers import broadcast_tensors
+from lockstep.sync.faults import raise_alone, raise_together
+from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
+from lockstep.sync.inventory import agree, as_modules, take_inventory
+from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
+from lockstep.sync.window import Units, Window, checked_weight, mixed_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+_BUFFER_WAYS = ("after_backward", "manual")
+
+
+class GradientSync:
+    """The N gradients of some modules become one. Made by `replicate`.
+
+    Attributes:
+        rounds: how many reductions there have been.
+        full_round: the last one after which every parameter had a gradient.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        group: Group,
+        *,
+        bucket_cap_mb: float = 25,
+        broadcast: bool = True,
+        buffers: str = "after_backward",
+    ) -> None:
+        if buffers not in _BUFFER_WAYS or not bucket_cap_mb > 0:
+            raise ConfigurationError(
+                "buffers is 'after_backward' or 'manual', bucket_cap_mb is above zero",
+                got=f"buffers={buffers!r}, bucket_cap_mb={bucket_cap_mb!r}",
+            )
+        found = take_inventory(modules)
+        guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
+        self.place = f"rank {group.rank} of {group.size}"
+        self.rounds = 0
+        self.full_round = 0
+        self._cap_bytes = int(bucket_cap_mb * 2**20)
+        agree(group, found, [self._cap_bytes, buffers])
+        self._group: Group | None = group
+        self._buffers = list(found.buffers.values())
+        self._syncs_buffers = buffers == "after_backward"
+        self._slots = [
+            Slot(number, name, param, self)
+            for number, (name, param) in enumerate(found.parameters.items())
+        ]
+        if broadcast:
+            everything = [slot.param for slot in self._slots] + self._buffer_tensors()
+            broadcast_tensors(group, everything, cap_bytes=self._cap_bytes)
+        self._lock = threading.Lock()
+        self._tasks: set[int] = set()
+        self._is_open = False
+        self._is_driven = False
+        self._is_paused = False
+        self._arrive: Callable[[Slot], None] | None = None
+        self._arrivals: dict[int, int] | None = None
+        self._delivered: float | None = None
+        self._units = Units()
+        self._window = Window()
+        self._unread: _Unread | None = None
+        self._is_broken = False
+        self._signature = found.signature()
+        self._build([slot for slot in self._slots if slot.param.requires_grad])
+        self._handles = [self._hook(slot) for slot in self._slots]
+        guard.protect(self, self._slots)
+
+    # ------------------------------------------------------------------ for users
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | None = None, **backward_kwargs: Any
+    ) -> None:
+        """Run backward and reduce; on return the gradients are the global ones.
+
+        Args:
+            loss: what to differentiate; a scalar, or with ``gradient=`` of any shape.
+            weight: what the loss counts for (samples, tokens) if it is a mean over them.
+                Zero takes part without contributing, even if the loss is NaN. None: as a plain
+                ``loss.backward()``, one per rank or what `set_delivered_weight` said.
+            backward_kwargs: for ``Tensor.backward`` (``gradient``, ``retain_graph``, ...).
+
+        Gradient:
+            sum over ranks and window of weight * d loss / sum of weights, added to what
+            earlier rounds left. Under `no_sync`: nothing is reduced yet.
+
+        Collective:
+            Every rank. One all-reduce per bucket, overlapping backward, and a broadcast of the
+            buffers.
+
+        Raises:
+            WeightError: a bad weight (before anything else), or weights that add up to zero.
+            MixedWeightsError: weighted and plain backwards in one window.
+            SparseGradientError: on every rank, if any rank got one.
+            PeerLostError: another rank went away.
+        """
+        scale: float | None = None
+        if weight is not None:
+            weight = checked_weight(weight, self.place)
+        self._open_window(PLAIN if weight is None else WEIGHTED)
+        if weight is not None:
+            scale = self._scale_root(loss, weight, backward_kwargs)
+        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)  # type: ignore[no-untyped-call]
+
+    def set_delivered_weight(self, weight: float | None) -> None:
+        """Say what the batch counts for whose plain ``loss.backward()`` comes next.
+
+        Args:
+            weight: samples or tokens; None: one per rank (torch's mean over ranks).
+
+        Gradient:
+            Applied in the buckets, at the reduction.
+
+        Collective:
+            None.
+
+        Raises:
+            WeightError: negative, NaN or infinite.
+        """
+        self._delivered = None if weight is None else checked_weight(weight, self.place)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate on this rank; the next backward outside closes the window.
+
+        Gradient:
+            Weighted backwards of the window are divided once by all their weights; plain ones
+            add up, as in torch.
+
+        Collective:
+            None inside the block.
+        """
+        before = self._is_paused
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def reduce_pending(self) -> None:
+        """Take part in the round that the peers run, with what is there, or with nothing.
+
+        For a rank that has nothing (left) to run backward through, and to close a window of
+        `no_sync` backwards.
+
+        Gradient:
+            As after a backward. If no rank brings anything, gradients stay as they are.
+
+        Collective:
+            Every rank: the same calls as for one synchronised backward.
+
+        Raises:
+            PeerLostError: another rank went away.
+        """
+        self._settle()
+        if self._window.kind is None:
+            self._window.aside = self._reducer.set_aside()
+        self._begin_round()
+        self._end_round()
+
+    def broadcast_buffers(self) -> None:
+        """Overwrite every rank's buffers with rank 0's.
+
+        Collective:
+            Every rank. Blocks. One broadcast.
+        """
+        broadcast_tensors(self._attached(), self._buffer_tensors(), cap_bytes=self._cap_bytes)
+
+    def detach(self) -> None:
+        """Take the hooks off and forget the group. Gradients stay, as plain tensors.
+
+        Works after a failure as well. Idempotent; other calls raise afterwards.
+        """
+        if self._group is None:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._reducer.close()
+        self._reset()
+        self._group = None
+        self._unread = None
+        guard.release(self, self._slots)
+
+    # ------------------------------------------------------------------ for the guard
+
+    @property
+    def needs_guard(self) -> bool:
+        """A rank alone has whole gradients, however it got them."""
+        return self._group is not None and self._group.size > 1
+
+    @property
+    def has_open_window(self) -> bool:
+        """Gradients have arrived since the last round."""
+        return self._window.kind is not None
+
+    # ------------------------------------------------------------------ hooks
+
+    def _hook(self, slot: Slot) -> RemovableHandle:
+        tasks = self._tasks
+
+        def gradient_arrived(_: torch.Tensor) -> None:
+            if current_task() not in tasks:
+                self._enter_task()
+            if self._arrive is not None:
+                self._arrive(slot)
+
+        # A frozen parameter cannot take a hook, but keeps one: it may be unfrozen later.
+        param = slot.param
+        frozen = not param.requires_grad
+        if frozen:
+            param.requires_grad_(True)
+        handle = param.register_post_accumulate_grad_hook(gradient_arrived)
+        if frozen:
+            param.requires_grad_(False)
+        return handle
+
+    def _enter_task(self) -> None:
+        """The first gradient of a run of the engine: of a new backward, or of one inside it."""
+        with self._lock:
+            task = current_task()
+            if task in self._tasks:
+                return
+            if self._is_open and (self._is_driven or nesting_depth()):
+                self._tasks.add(task)
+                return
+            if self._is_driven:
+                self._tasks.add(task)
+                return
+            self._open_window(PLAIN)
+            self._tasks.add(task)
+            if not self._is_paused:
+                call_at_end(self._end_plain)
+                self._begin_round()
+
+    def _end_plain(self) -> None:
+        if self._is_open:
+            self._end_round()
+
+    def _learn(self, slot: Slot) -> None:
+        assert self._arrivals is not None
+        self._arrivals[slot.number] = self._arrivals.get(slot.number, 0) + 1
+
+    # ------------------------------------------------------------------ rounds
+
+    def _open_window(self, kind: str) -> None:
+        self._attached()
+        self._settle()
+        if self._is_open:
+            self._reset()  # an earlier backward raised and never ended
+            self._attached()
+        is_first = self._window.kind is None
+        if kind == PLAIN:
+            self._window.enter_plain(self._delivered, self.place)
+        else:
+            self._window.enter(kind, self.place)
+            if is_first:
+                self._window.aside = self._reducer.set_aside()
+
+
+    def _scale_root(self, loss: torch.Tensor, weight: float, kwargs: dict[str, Any]) -> float:
+        """Put the weight on the root; return what the root really carries, in its dtype."""
+        scale = torch.tensor(weight / self._units[WEIGHTED], dtype=loss.dtype).item()
+        given = kwargs.get("gradient")
+        if given is None and loss.numel() != 1:
+            raise ConfigurationError(
+                "the loss is not a scalar",
+                where=self.place,
+                got=f"shape {tuple(loss.shape)}",
+                fix="reduce it to its mean, or pass gradient=",
+            )
+        kwargs["gradient"] = torch.full_like(loss, scale) if given is None else given * scale
+        self._window.weight += scale
+        return float(scale)
+
+    def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
+        """Run a backward of our own; the round begins before it and ends after it."""
+        self._is_driven = True
+        kept: dict[Slot, torch.Tensor | None] = {}
+        try:
+            if muted:
+                # Weight zero: nothing of it may stay, and zero times NaN would.
+                kept = {slot: slot.param.grad for slot in self._slots}
+                self._take_grads(dict.fromkeys(kept))
+                self._arrive = None
+            elif not self._is_paused:
+                self._begin_round()
+            current = reduction.active() or reduction.Reduction(self._attached())
+            with reduction.activate(current):
+                run()
+        except BaseException:
+            self._reset()
+            raise
+        finally:
+            self._is_driven = False
+            if muted:
+                self._take_grads(kept)
+        if muted and not self._is_paused:
+            self._begin_round()
+        if not self._is_paused:
+            self._end_round()
+
+    def _take_grads(self, grads: dict[Slot, torch.Tensor | None]) -> None:
+        for slot, grad in grads.items():
+            slot.param.grad = grad
+
+    def _begin_round(self) -> None:
+        contribution = self._window.contribution(self._units)
+        contribution.thaws = any(slot.param.requires_grad for slot in self._dormant)
+        self._reducer.start(contribution)
+        self._is_open = True
+        self._arrive = None
+        if self._reducer.can_overlap:
+            self._arrive = self._reducer.arrive if self._arrivals is None else self._learn
+
+    def _end_round(self) -> None:
+        window, contribution = self._window, self._reducer.contribution
+        if window.kind == WEIGHTED:
+            contribution.weight = window.weight
+        self._arrive = None
+        try:
+            sums = self._reducer.finish()
+            used_all = self._reducer.used_all() and not self._dormant
+            if contribution.thaws or (sums is not None and sums.thaws):
+                self._thaw(contribution)
+            self._finish_learning()
+        except BaseException:
+            self._is_broken = True
+            raise
+        finally:
+            self._reset()
+        if self._syncs_buffers:
+            self.broadcast_buffers()
+        # Refusals last: every rank has made the same calls by now, and can go on.
+        if sums is None:
+            self._unread = _Unread(self._reducer.layout.sums_on_device, contribution)
+        else:
+            self._judge(sums, contribution)
+        if sums is None or sums.plain + sums.weighted:
+            self._note_round(used_all)
+
+    def _judge(self, sums: Sums, mine: Contribution) -> None:
+        if sums.check != mine.check * self._attached().size:
+            self._is_broken = True
+            raise GradientNotReducedError(
+                "the ranks reduced different rounds together",
+                where=self.place,
+                expected=f"every rank in round {mine.check}",
+                got=f"a mean of {sums.check / self._attached().size}",
+                cause="one rank ran more backwards than another, or models in another order",
+                fix="hand all models of a backward to one replicate([...]); a rank with nothing to "
+                "run calls reduce_pending()",
+            )
+        if sums.faults and self._reducer.reads_are_free:
+            raise_together(self._attached(), mine.faults)
+        if sums.faults:
+            raise_alone(self.place, mine.faults)
+        if sums.plain and sums.weighted:
+            raise mixed_weights(
+                self.place, f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
+            )
+        if sums.plain + sums.weighted and not sums.weight > 0.0:
+            raise WeightError(
+                "the weights of all ranks add up to zero",
+                where=self.place,
+                got=f"{sums.weight}",
+                fix="skip a step for which no rank has a sample",
+            )
+        self._units.learn(sums)
+
+    def _note_round(self, used_all: bool) -> None:
+        self.rounds += 1
+        if used_all:
+            self.full_round = self.rounds
+            return
+        for slot in self._slots:
+            if slot.param.grad is not None:
+                slot.passed = self.rounds
+
+    def _thaw(self, first: Contribution) -> None:
+        """A second round for what was unfrozen; from the next backward on it has its bucket."""
+        mine = [slot.number for slot in self._dormant if slot.param.requires_grad]
+        numbers = set().union(*self._attached().exchange(mine))
+        second = Reducer(
+            [slot for slot in self._slots if slot.number in numbers],
+            self._attached(),
+            self._cap_bytes,
+        )
+        second.start(replace(first, aside={}, thaws=False))
+        second.finish()
+        active = numbers | {slot.number for slot in self._reducer.layout.slots}
+        self._build([slot for slot in self._slots if slot.number in active])
+
+    def _build(self, active: list[Slot]) -> None:
+        self._reducer = Reducer(
+            active, self._attached(), self._cap_bytes, signature=self._signature
+        )
+        members = {slot.number for slot in active}
+        self._dormant = [slot for slot in self._slots if slot.number not in members]
+        # No overlap in the first backward: what arrives twice in one backward (a parameter in
+        # two reentrant checkpoints) must not leave after the first time, so look first.
+        self._arrivals = {} if self._reducer.can_overlap else None
+
+    def _finish_learning(self) -> None:
+        if self._arrivals:
+            for bucket in self._reducer.layout.buckets:
+                often = any(self._arrivals.get(number, 0) > 1 for number in bucket.numbers)
+                bucket.may_leave_early = not often
+            self._arrivals = None
+
+    def _settle(self) -> None:
+        """Look at sums that were left on the accelerator so that the host need not wait."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._judge(unread.read(), unread.contribution)
+
+    def _reset(self) -> None:
+        # Peers wait for the buckets that did not follow, or have taken them for others.
+        self._is_broken = self._is_broken or self._reducer.has_launched
+        self._reducer.abandon()
+        self._window = Window()
+        self._tasks.clear()
+        self._is_open = False
+        self._is_driven = False
+        self._arrive = None
+
+    def _attached(self) -> Group:
+        if self._group is None:
+            raise NotAvailableError(
+                "this GradientSync was detached",
+                where=self.place,
+                fix="lockstep.replicate(model) makes a new one",
+            )
+        if self._is_broken:
+            raise GradientNotReducedError(
+                "an earlier backward failed after part of its gradients had been sent",
+                where=self.place,
+                cause="an exception inside backward was caught and training went on",
+                fix="detach(), form a new group, and replicate() again on every rank",
+            )
+        return self._group
+
+    def _buffer_tensors(self) -> list[torch.Tensor]:
+        tensors = [place.tensor() for place in self._buffers]
+        return [tensor for tensor in tensors if tensor is not None]
+
+
+class _Unread:
+    """Sums on their way to the host. Reading them later costs no wait in the normal case."""
+
+    def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
+        self.contribution = contribution
+        self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        self._host.copy_(sums, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(sums.device))
+
+    def read(self) -> Sums:
+        self._arrived.synchronize()
+        return Sums(*self._host.tolist())
+
+
+def replicate(
+    model: Any,
+    *,
+    group: Any = None,
+    bucket_cap_mb: float = 25,
+    broadcast: bool = True,
+    buffers: str = "after_backward",
+) -> GradientSync:
+    """Synchronise the gradients of a model on every rank. The model is not wrapped.
+
+    Args:
+        model: a module, or a sequence of modules that are trained together (several models, a
+            criterion with parameters). Modules that one backward goes through belong in one call.
+        group: a `Group`, a process group, or None for the world group (a rank alone, where
+            none is initialised).
+        bucket_cap_mb: the most that travels in one all-reduce, in MiB.
+        broadcast: start from rank 0's parameters and buffers. False: the ranks' values are
+            left as they are; structures are compared all the same.
+        buffers: "after_backward": rank 0's buffers are broadcast after each synchronised
+            backward; "manual": when `GradientSync.broadcast_buffers` is called.
+
+    Returns:
+        What to call ``backward``, ``no_sync``, ``detach`` on. It need not be kept: the hooks
+        on the parameters hold it.
+
+    Gradient:
+        After each backward outside ``no_sync``: the mean over ranks, or by weights.
+
+    Collective:
+        Every rank. Blocks. Two small all-gathers, then broadcasts.
+
+    Raises:
+        ReplicasDifferError: the ranks' models differ; raised on all before any payload moves.
+        WrongTypeError: not a module, or one with parameters that belong to DDP, FSDP, DTensor.
+        ConfigurationError: a parameter is synchronised already.
+        PeerLostError: another rank went away.
+    """
+    return GradientSync(
+        as_modules(model),
+        resolve_group(group),
+        bucket_cap_mb=bucket_cap_mb,
+        broadcast=broadcast,
+        buffers=buffers,
+    )

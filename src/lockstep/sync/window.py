@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of one accumulation window: what was put on the roots, what is divided by.
+
+A weighted backward multiplies its root by weight / unit, and the reduced sum is divided by the
+sum of weight / unit. The unit cancels, but keeps what flows backward near 1: a root times
+100 000 tokens would overflow float16. It is a power of two, so that nothing is rounded, and
+all ranks take it from the same sums of the same earlier round: where a gather sends gradients
+across ranks, roots of different units would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.errors import MixedWeightsError, WeightError
+from lockstep.sync.buckets import Slot, Sums
+from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution
+
+
+def checked_weight(weight: Any, where: str) -> float:
+    """A weight as a float.
+
+    Raises:
+        WeightError: it is not a number, or negative, NaN or infinite.
+    """
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        value = math.nan
+    if math.isfinite(value) and value >= 0.0:
+        return value
+    raise WeightError(
+        "a batch's weight must be a finite number, zero or more",
+        where=where,
+        got=repr(weight),
+        fix="gradients.backward(loss, weight=len(batch)), or the number of tokens",
+    )
+
+
+class Units:
+    """The power of two near the mean weight of the last round, for each kind of backward."""
+
+    def __init__(self) -> None:
+        self._of = {PLAIN: 1.0, WEIGHTED: 1.0}
+
+    def __getitem__(self, kind: str) -> float:
+        return self._of[kind]
+
+    def learn(self, sums: Sums) -> None:
+        """Take the next unit from a round's sums; they are the same on every rank."""
+        for kind, ranks in ((PLAIN, sums.plain), (WEIGHTED, sums.weighted)):
+            if ranks and math.isfinite(sums.weight) and sums.weight > 0.0:
+                mean = sums.weight / ranks * self._of[kind]
+                self._of[kind] = 2.0 ** round(math.log2(mean))
+
+
+@dataclass
+class Window:
+    """The backwards since the last round, on this rank.
+
+    Attributes:
+        kind: PLAIN, WEIGHTED, or None before the first.
+        weight: of the weighted backwards so far, in units.
+        delivered: the weight that the first plain backward carried (None: one per rank).
+        faults: what the round has to refuse.
+        aside: gradients that earlier rounds left, kept out of this one.
+    """
+
+    kind: str | None = None
+    weight: float = 0.0
+    delivered: float | None = None
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    aside: dict[Slot, Any] = field(default_factory=dict)
+
+    def enter(self, kind: str, where: str) -> bool:
+        """Note a backward of `kind`. True if it is the first of the window.
+
+        Raises:
+            MixedWeightsError: the window holds backwards of the other kind.
+        """
+        if self.kind is None:
+            self.kind = kind
+            return True
+        if self.kind != kind:
+            raise mixed_weights(where, f"a {self.kind} backward, then a {kind} one")
+        return False
+
+    def enter_plain(self, delivered: float | None, where: str) -> None:
+        """Note a plain backward of a batch that counts `delivered`."""
+        if self.enter(PLAIN, where):
+            self.delivered = delivered
+        elif self.delivered != delivered:
+            # The sum of local gradients cannot be taken apart any more. Reported and not
+            # raised: on the other ranks the weights may have stayed the same.
+            self.faults.append({"kind": "changed", "names": [f"{self.delivered} to {delivered}"]})
+
+    def contribution(self, units: Units) -> Contribution:
+        """What this rank brings to the round that closes the window."""
+        if self.kind == WEIGHTED:
+            return Contribution(WEIGHTED, self.weight, 1.0, self.faults, self.aside)
+        if self.kind == PLAIN:
+            weight = (1.0 if self.delivered is None else self.delivered) / units[PLAIN]
+            return Contribution(PLAIN, weight, weight, self.faults, self.aside)
+        return Contribution(None, faults=self.faults, aside=self.aside)
+
+
+def mixed_weights(where: str, got: str) -> MixedWeightsError:
+    return MixedWeightsError(
+        "weighted and plain backwards in one accumulation window",
+        where=where,
+        got=got,
+        cause="loss.backward() and gradients.backward(loss, weight=...) were both used",
+        fix="use gradients.backward(loss, weight=...) for every backward of the window",
+    )
