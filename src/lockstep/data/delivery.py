@@ -80,6 +80,16 @@ class _Run:
             self.num_requested += 1
             yield self._requests.popleft()
 
+    def end(self) -> None:
+        """Let go of the plans: a persistent loader holds on to the run it read last.
+
+        Through the plans it would hold its own owner, and then only the cycle collector, in
+        an order that torch's worker processes take seconds to get over, would end it.
+        """
+        self._plans = iter(())
+        self._steps.clear()
+        self._requests.clear()
+
 
 class DirectDelivery:
     """Batches without a loader: the items are the batches."""
@@ -146,6 +156,7 @@ class LoaderDelivery:
             if iterator is not None and next(iterator, _END) is not _END:
                 raise self._miscount()
         finally:
+            run.end()
             self._end(iterator)
 
     def close(self) -> None:
