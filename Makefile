@@ -32,7 +32,7 @@ check: $(VENV)/.installed ## lint, format, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --cache-dir .import_linter_cache
+	$(BIN)/lint-imports --no-logo --cache-dir .import_linter_cache
 
 fix: $(VENV)/.installed ## repair what lint and format can repair
 	$(BIN)/ruff check --fix .

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray head of our own, on loopback, running before the measured programs and ended after.
+"""A Ray head of our own, running before the measured programs and ended after.
 
-`ray stop` ends every Ray process of the user, other people's clusters included, so it is not used:
-the head runs in the foreground of its own process group, and that group is ended.
+`ray stop` ends every Ray process of the user, other clusters included, so it is not used: the head
+runs in the foreground of its own process group, and that group is ended.
+
+Ray 2.60 listens on all interfaces whatever `--node-ip-address` says (a loopback address is replaced
+by the machine's). So the head asks for a token, made here for this one run. It is said explicitly:
+with the mode left open, `ray start` asks for the user's own token where there is one, and
+`ray.init()` to a running head does not send it.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -31,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def running_ray() -> Iterator[str]:
-    """Yield the address of a running head; RAY_ADDRESS names it while it runs.
+    """Yield the address of a running head; inside, `ray.init()` in a program we start finds it.
 
     Raises:
         RuntimeError: the head ended or did not answer within START_LIMIT_S; its output is shown.
@@ -39,36 +45,52 @@ def running_ray() -> Iterator[str]:
     address = f"{LOOPBACK}:{_free_port()}"
     # Short on purpose: Ray puts sockets below it, whose paths may not exceed about 100 characters.
     folder = Path(tempfile.mkdtemp(prefix="lsb"))
+    ours = {
+        "RAY_ADDRESS": address,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    with _environment(ours):
+        head = _start(address, folder)
+        try:
+            _wait_until_it_answers(head, address, folder / "head.log")
+            yield address
+        finally:
+            _end(head)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _start(address: str, folder: Path) -> subprocess.Popen[bytes]:
     with (folder / "head.log").open("wb") as log:
-        head = subprocess.Popen(
+        return subprocess.Popen(
             _command(address, folder / "ray"),
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    before = os.environ.get("RAY_ADDRESS")
-    try:
-        _wait_until_it_answers(head, address, folder / "head.log")
-        os.environ["RAY_ADDRESS"] = address
-        yield address
-    finally:
-        if before is None:
-            os.environ.pop("RAY_ADDRESS", None)
-        else:
-            os.environ["RAY_ADDRESS"] = before
-        _end(head)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _command(address: str, folder: Path) -> list[str]:
-    host, port = address.split(":")
     return [
         str(Path(sys.executable).with_name("ray")),
         *("start", "--head", "--block", "--disable-usage-stats"),
-        f"--node-ip-address={host}",
-        f"--port={port}",
+        f"--port={address.split(':')[1]}",
         f"--num-cpus={NUM_CPUS}",
         "--include-dashboard=false",
         f"--temp-dir={folder}",
