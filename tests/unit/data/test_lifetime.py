@@ -94,6 +94,17 @@ def test_persistent_workers_serve_epoch_after_epoch() -> None:
     sharded.close()
 
 
+def test_the_users_own_iteration_goes_on_beside_ours() -> None:
+    loader = DataLoader(range(8), batch_size=2, num_workers=1, persistent_workers=True)
+    own = iter(loader)
+    first = plain(next(own))
+    sharded = ShardedLoader(loader, PLACEMENT, joint=True, borrow=True)
+    assert _rows(sharded.batches(0)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    sharded.close()
+    assert [first, *map(plain, own)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    own._shutdown_workers()
+
+
 def test_a_loader_that_is_forgotten_takes_its_workers_along() -> None:
     sharded = _sharded(persistent_workers=True)
     next(sharded.batches(0))

@@ -102,12 +102,21 @@ def test_a_random_sampler_keeps_replacement_and_num_samples() -> None:
 
     with_repeats = samples(share_out(lambda: make(replacement=True, num_samples=200), 2, 1))
     assert len(with_repeats) == 200
-    assert len(set(with_repeats)) < 51
+    assert len(set(np.bincount(with_repeats, minlength=50))) > 1  # not laps of permutations
     fewer = samples(share_out(lambda: make(num_samples=20), 2, 2))
     assert len(set(fewer)) == 20
     more = samples(share_out(lambda: make(num_samples=120), 2, 2))
     assert sorted(more[:50] + more[50:]) == sorted(more)
     assert set(np.bincount(more)) == {2, 3}
+
+
+def test_a_subclass_of_a_known_sampler_keeps_its_own_order() -> None:
+    class Backwards(RandomSampler):
+        def __iter__(self) -> object:
+            return iter(range(len(self) - 1, -1, -1))
+
+    loader = DataLoader(range(9), batch_size=2, sampler=Backwards(range(9)))
+    assert samples(share_out(lambda: loader, 2, 1)) == list(range(8, -1, -1))
 
 
 class _LazySampler(Sampler):
