@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.sync.average import average_gradients as average_gradients
@@ -13,6 +12,8 @@ from lockstep.sync.replicate import GradientSync as GradientSync
 from lockstep.sync.replicate import replicate as replicate
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
 __all__ = [

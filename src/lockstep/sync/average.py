@@ -51,9 +51,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     slots = [
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
     ]
-    reducer = Reducer(
-        [slot for slot in slots if slot.param.requires_grad], ranks, _CAP_BYTES
-    )
+    reducer = Reducer([slot for slot in slots if slot.param.requires_grad], ranks, _CAP_BYTES)
     contribution = Contribution(PLAIN, share, share)
     reducer.start(contribution)
     sums = reducer.finish(must_read=True)

@@ -139,9 +139,7 @@ class Layout:
         # low-precision models.
         keys = sorted(groups, key=lambda key: key[1] in _EXACT)
         pieces = [
-            (key, piece)
-            for key in keys
-            for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
+            (key, piece) for key in keys for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
         ]
         size = len(slots) + len(Sums._fields)
         if not pieces or pieces[-1][0][1] not in _EXACT:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,6 +23,8 @@ from lockstep.errors import ConfigurationError, GradientNotReducedError, Unknown
 from lockstep.sync.local import is_local
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -205,9 +206,7 @@ def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) ->
         owner.reduce_pending()
         if owner.full_round > since:
             return
-    stale = [
-        slot.name for slot in slots if slot.param.grad is not None and slot.passed <= since
-    ]
+    stale = [slot.name for slot in slots if slot.param.grad is not None and slot.passed <= since]
     if stale:
         raise _not_reduced(
             owner,
@@ -219,9 +218,7 @@ def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) ->
 
 
 def _by_hand(slots: list[Slot]) -> bool:
-    return any(
-        slot.param.grad is not None and slot.param.grad is not slot.view for slot in slots
-    )
+    return any(slot.param.grad is not None and slot.param.grad is not slot.view for slot in slots)
 
 
 def _not_reduced(

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.group import Group, Pending
 from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from lockstep.group import Group, Pending
 
 PLAIN: Final = "plain"
 WEIGHTED: Final = "weighted"

@@ -291,7 +291,6 @@ class GradientSync:
             if is_first:
                 self._window.aside = self._reducer.set_aside()
 
-
     def _scale_root(self, loss: torch.Tensor, weight: float, kwargs: dict[str, Any]) -> float:
         """Put the weight on the root; return what the root really carries, in its dtype."""
         scale = torch.tensor(weight / self._units[WEIGHTED], dtype=loss.dtype).item()

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import MixedWeightsError, WeightError
-from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution
+
+if TYPE_CHECKING:
+    from lockstep.sync.buckets import Slot, Sums
 
 
 def checked_weight(weight: Any, where: str) -> float:

@@ -36,9 +36,7 @@ class Rendezvous:
     timeout_s: float
 
 
-def form_group(
-    rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device
-) -> Any:
+def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
     """Meet the other ranks; also torch's default group, unless the process has one already.
 
     Users' own code in a worker (`SyncBatchNorm`, `dist.get_rank()`) expects a default group.
