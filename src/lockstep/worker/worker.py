@@ -118,6 +118,8 @@ class Worker:
         )
         for purpose, loader in operator._loaders.items():
             if loader is not None:
+                if purpose in self._cursors:
+                    self._cursors[purpose].close()
                 source = open_source(operator, loader, placement, purpose)
                 self._cursors[purpose] = Cursor(source)
 
@@ -134,7 +136,7 @@ class Worker:
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
         for cursor in self._cursors.values():
-            cursor.move_to(cursor.epoch, cursor.step)
+            cursor.close()
         self._cursors.clear()
         self.leave()
         self._operator = None
