@@ -104,9 +104,8 @@ class _Registry:
 
     def watch(self, optimizer: Optimizer) -> _Watch:
         known = self.watches.get(optimizer)
-        if known is not None and known.version == self.version:
-            if known.sizes == _sizes(optimizer):
-                return known
+        if known and known.version == self.version and known.sizes == _sizes(optimizer):
+            return known
         with self._lock:
             fresh = _Watch(optimizer, self.version)
             if known is not None:
@@ -163,7 +162,13 @@ def _before_step(
     watch.steps += 1
 
     def evaluate_and_check() -> Any:
+        before = {owner: (owner.rounds, _held(slots)) for owner, slots in watch.slots.items()}
         loss = closure()
+        for owner, slots in watch.slots.items():
+            rounds, held = before[owner]
+            if owner.rounds == rounds and _held(slots) != held:
+                # New gradients without a reduction: earlier rounds do not vouch for them.
+                watch.rounds[owner] = rounds
         _check(watch)
         return loss
 
@@ -171,6 +176,10 @@ def _before_step(
         return args, {**kwargs, "closure": evaluate_and_check}
     head = args[: len(args) - len(positional)]
     return (*head, evaluate_and_check, *positional[1:]), kwargs
+
+
+def _held(slots: list[Slot]) -> list[int]:
+    return [id(slot.param.grad) for slot in slots]
 
 
 def _check(watch: _Watch) -> None:
