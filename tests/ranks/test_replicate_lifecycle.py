@@ -94,12 +94,12 @@ def test_different_models_are_refused_on_every_rank_before_any_payload(case):
 def test_refusals_at_attach():
     model = mlp()
     sync = replicate(model)
-    with pytest.raises(ConfigurationError, match="`0.weight` is synchronised already"):
+    with pytest.raises(ConfigurationError, match=r"`0.weight` is synchronised already"):
         replicate(model)
     with pytest.raises(ConfigurationError, match="synchronised already"):
         replicate([nn.Linear(2, 2), model[2]])
     sync.detach()
-    with pytest.raises(WrongTypeError, match="got +int"):
+    with pytest.raises(WrongTypeError, match=r"got +int"):
         replicate(3)
     with pytest.raises(WrongTypeError, match=r"`0\.weight` is a lazy parameter"):
         replicate(nn.Sequential(nn.LazyLinear(3)))
