@@ -37,7 +37,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     # torch 2.13 over gloo can abort while the interpreter shuts down this soon after the last
-    # collective (4 runs of 51; 1 of 100 with the barrier). What is measured is over by then.
+    # collective (4 runs of 32; 1 of 90 with the barrier). What is measured is over by then.
     os._exit(0)
 
 
