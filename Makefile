@@ -32,7 +32,7 @@ check: $(VENV)/.installed ## lint, format, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --cache-dir .import_linter_cache
+	$(BIN)/lint-imports --no-logo --cache-dir .import_linter_cache
 
 fix: $(VENV)/.installed ## repair what lint and format can repair
 	$(BIN)/ruff check --fix .
@@ -45,8 +45,7 @@ test-all: $(VENV)/.installed ## all tests
 	$(BIN)/python -m pytest -q
 
 bench: $(VENV)/.installed ## measure against a hand-written torchrun script; fails when a goal is missed
-	$(BIN)/python -m benchmarks.startup
-	$(BIN)/python -m benchmarks.second_call
+	$(BIN)/python -m benchmarks
 
 # A local suffix (+cpu) names one builder's wheel, and the CUDA packages come with another's.
 constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything
@@ -54,7 +53,7 @@ constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installa
 	$(BIN)/python -m venv build/constraints
 	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,dev]'
 	{ echo "# Made by 'make constraints': .[all,dev] with torch $(TORCH), Python 3.11, Linux."; \
-	  build/constraints/bin/pip freeze --exclude-editable \
+	  build/constraints/bin/pip freeze --all --exclude pip --exclude-editable \
 	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 	rm -rf build/constraints
@@ -66,7 +65,7 @@ clean: ## remove .venv, caches and results
 # The stamp is written last, so an interrupted installation is resumed by the next call.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
 	@echo "installing into $(VENV) (torch and Ray are large: minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,dev]'
 	@touch $@
 
 $(VENV)/bin/python:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 THREADS_END_WITHIN_S = 2.0
 """A thread that was told to stop may need a moment; one that was not stays for ever."""
 
-_SET_BY_THE_RUNNER = frozenset({"PYTEST_CURRENT_TEST"})
+# The second is set by torch when its compiler is first imported, by an optimizer say.
+_SET_BY_THE_RUNNER = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
 
 
 @dataclass(frozen=True)

@@ -93,4 +93,4 @@ def one_process(forward: str = "forward") -> Net:
 def farthest(model: nn.Module, other: nn.Module) -> float:
     """The largest difference between two models' weights."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return max((a - b).abs().max().item() for a, b in pairs)

@@ -58,6 +58,7 @@ class _Run:
         self._plans = plans
         self._steps: deque[StepPlan] = deque()
         self._requests: deque[Request] = deque()
+        self.num_requested = 0
 
     def _advance(self) -> bool:
         plan = next(self._plans, None)
@@ -76,7 +77,18 @@ class _Run:
             while not self._requests:
                 if not self._advance():
                     return
+            self.num_requested += 1
             yield self._requests.popleft()
+
+    def end(self) -> None:
+        """Let go of the plans: a persistent loader holds on to the run it read last.
+
+        Through the plans it would hold its own owner, and then only the cycle collector, in
+        an order that torch's worker processes take seconds to get over, would end it.
+        """
+        self._plans = iter(())
+        self._steps.clear()
+        self._requests.clear()
 
 
 class DirectDelivery:
@@ -122,6 +134,7 @@ class LoaderDelivery:
     def run(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
         run = _Run(plans)
         iterator: Any = None
+        num_delivered = 0
         try:
             for plan in run.steps():
                 batches = []
@@ -133,12 +146,17 @@ class LoaderDelivery:
                     else:
                         self._check_still_ours(run)
                         batch = next(iterator, _END)
-                    batches.append(self._delivered(batch))
+                    num_delivered += 1
+                    # A subclass that keeps an iterator of its own never asks for our requests.
+                    if batch is _END or run.num_requested < num_delivered:
+                        raise self._miscount()
+                    batches.append(batch)
                 yield plan, batches
             # Reaching the end is also what ends the loader's worker processes.
             if iterator is not None and next(iterator, _END) is not _END:
-                raise self._miscount("more")
+                raise self._miscount()
         finally:
+            run.end()
             self._end(iterator)
 
     def close(self) -> None:
@@ -170,17 +188,12 @@ class LoaderDelivery:
                 fix="finish the first iteration, or DataLoader(..., persistent_workers=False)",
             )
 
-    def _delivered(self, batch: Any) -> Any:
-        if batch is _END:
-            raise self._miscount("fewer")
-        return batch
-
-    def _miscount(self, comparison: str) -> NotShardableError:
+    def _miscount(self) -> NotShardableError:
         return NotShardableError(
-            f"the loader returned {comparison} batches than it was asked for",
+            "the loader returned other batches than it was asked for",
             expected="one batch for each batch of indices, in order",
             got=f"{type(self._loader).__module__}.{type(self._loader).__qualname__}",
-            cause="its __iter__ leaves out, splits or repeats batches",
+            cause="its __iter__ leaves out, splits or repeats batches, or keeps an iterator",
             fix="do that in the dataset, the collate_fn or the batch_sampler",
         )
 

@@ -169,6 +169,7 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, RequestedDataset):
-            vars(info)["dataset"] = info.dataset.dataset  # WorkerInfo forbids assignment
+            # WorkerInfo forbids plain assignment.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._user_function is not None:
             self._user_function(worker_id)

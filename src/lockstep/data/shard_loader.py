@@ -77,7 +77,7 @@ class RankLoader:
         self._epoch = 0  # of the position below: the epoch being read, or read next
         self._step = 0
         self._offset = 0  # the first item that has not been handed out
-        self._is_fresh = True  # the position has not been taken up by an iteration yet
+        self._reader: object = None  # the iteration that moves the position; None before one
 
     @property
     def dataset(self) -> Any:
@@ -91,9 +91,8 @@ class RankLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration read `epoch`: from its start, or from a loaded position."""
-        if epoch == self._epoch and self._is_fresh:
-            return
-        self._move_to(epoch)
+        if epoch != self._epoch or self._reader is not None:
+            self._move_to(epoch)
 
     def __len__(self) -> int:
         """Batches of the epoch, on every rank; one that was resumed counts from its start."""
@@ -103,10 +102,10 @@ class RankLoader:
         return self._step + rest
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._is_fresh:
+        if self._reader is not None:
             self._move_to(self._epoch + 1)
-        self._is_fresh = False
-        return self._read(self._epoch, self._step, self._offset)
+        self._reader = reader = object()
+        return self._read(reader, self._epoch, self._step, self._offset)
 
     def fingerprint(self) -> dict[str, Any]:
         """What all ranks must agree on, as plain JSON."""
@@ -159,13 +158,16 @@ class RankLoader:
 
     def _move_to(self, epoch: int, step: int = 0, offset: int = 0) -> None:
         self._epoch, self._step, self._offset = epoch, step, offset
-        self._is_fresh = True
+        self._reader = None
 
-    def _read(self, epoch: int, start_step: int, offset: int) -> Iterator[Any]:
+    def _read(self, reader: object, epoch: int, start_step: int, offset: int) -> Iterator[Any]:
         per_step = self._sharded.items_per_step
         for step in self._sharded.batches(epoch, start_step, offset=offset):
             (part,) = step.parts
             batch = part.batch if part.num_samples else no_rows(part.batch)
-            self._step = step.index + 1
-            self._offset = offset + (self._step - start_step) * per_step
+            if self._reader is reader:  # an earlier iteration may still be alive
+                self._step = step.index + 1
+                self._offset = offset + (self._step - start_step) * per_step
             yield batch
+        if self._reader is reader:
+            self._move_to(epoch + 1)

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import NotShardableError
 
-_PLAIN: Final = (str, bytes, int, float, complex, bool, type(None))
+_PLAIN: Final = (str, bytes, int, float, complex, bool, np.generic, type(None))
 
 
 def leading_length(batch: Any) -> int:
@@ -132,7 +132,8 @@ def content_digest(value: Any) -> str:
 
 
 def _absorb(value: Any, update: Callable[[bytes], None]) -> None:
-    update(type(value).__name__.encode())
+    shape = (getattr(value, "dtype", None), tuple(getattr(value, "shape", ())))
+    update(f"{type(value).__name__} {shape}".encode())
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         value = value.detach().cpu().contiguous().view(-1)
         update(value.view(torch.uint8).numpy().tobytes() if value.numel() else b"")

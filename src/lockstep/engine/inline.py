@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.base import COLLECTIVE_METHODS
 from lockstep.worker import Worker, add_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
 

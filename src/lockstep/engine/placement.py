@@ -57,7 +57,7 @@ def find_room(bundles: Sequence[dict[str, float]], own_cluster: bool) -> Placeme
     asked = _sum(bundles)
     if own_cluster and _lacking(asked, ray.cluster_resources()):
         raise _no_room(bundles, asked, 0.0)
-    group = placement_group(list(bundles), strategy="SPREAD")
+    group: PlacementGroup = placement_group(list(bundles), strategy="SPREAD")
     deadline = time.monotonic() + timeout_s
     try:
         if group.wait(timeout_seconds=max(1, round(timeout_s))):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 
@@ -24,7 +24,7 @@ class RendezvousStore:
         self.host = host
         self.port: int = listener.getsockname()[1]
         # The store owns the descriptor from here on and closes it with itself.
-        self._store: dist.TCPStore | None = dist.TCPStore(
+        self._store: TCPStore | None = TCPStore(
             host,
             self.port,
             is_master=True,

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 def class_accuracy(output: Any, target: Any) -> dict[str, torch.Tensor]:

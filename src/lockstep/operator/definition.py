@@ -6,9 +6,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
 from lockstep.errors import ConfigurationError
 from lockstep.metrics import AverageMeterCollection, TimerCollection
 from lockstep.operator import loops
@@ -19,6 +16,9 @@ from lockstep.operator.staging import Part, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+    from torch import nn
 
     from lockstep.sync import GradientSync
 

@@ -16,7 +16,6 @@ import torch
 from lockstep.data.structure import leading_length
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
-from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, weighted_mean
 from lockstep.operator.committed import CommittedBuffers
 from lockstep.operator.registration import Registered, step_schedulers
@@ -25,6 +24,7 @@ from lockstep.operator.staging import Part, ShardedBatch, to_device
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from lockstep.metrics import AverageMeterCollection
     from lockstep.operator import TrainingOperator
 
 
@@ -166,7 +166,7 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
     if sync is None:
         if weight is not None and operator._setting.world_size > 1 and operator._registered:
             _refuse_weight_without_sync(operator, weight)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return
     delivered = operator._delivered
     if weight is None:

@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
-from lockstep.sync.local import is_local
+from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable

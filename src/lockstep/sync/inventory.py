@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.errors import ReplicasDifferError, WrongTypeError
-from lockstep.sync.local import is_local
+from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

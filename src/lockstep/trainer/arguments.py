@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
 
@@ -14,22 +13,16 @@ from lockstep.keys import BATCH_SIZE
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _NOT_YET: Final = frozenset(
-    [
-        "sync",
-        "reproducible",
-        "min_workers",
-        "spare_workers",
-        "hang_timeout_s",
-        "checkpoint_dir",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "resume",
-        "audit",
-        "accumulate",
-        "clip_grad_norm",
-    ]
-)
+    {
+        "sync", "reproducible", "accumulate", "clip_grad_norm", "audit",
+        "min_workers", "spare_workers", "hang_timeout_s",
+        "checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume",
+    }
+)  # fmt: skip
 
 _GONE: Final = {
     "apex_args": "apex is not used any more; write precision='bf16' or precision='fp16'",
@@ -68,7 +61,7 @@ def refuse_further(arguments: Mapping[str, Any]) -> None:
 
 def checked_operator(given: Any) -> type[TrainingOperator]:
     if inspect.isclass(given) and issubclass(given, TrainingOperator):
-        return cast("type[TrainingOperator]", given)
+        return given
     instance = isinstance(given, TrainingOperator)
     raise WrongTypeError(
         "training_operator_cls is not a TrainingOperator class",

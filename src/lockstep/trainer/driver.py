@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
@@ -27,6 +26,7 @@ from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from torch import nn
@@ -361,8 +361,9 @@ class TorchTrainer:
             )
         if self._engine.ended is not None:
             reason = self._engine.ended
+            first_line = next(iter(str(reason).splitlines()), "")
             raise TrainerClosedError(
                 "this trainer's workers have ended",
-                cause=f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}",
+                cause=f"{type(reason).__name__}: {first_line}",
                 fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
             ) from reason

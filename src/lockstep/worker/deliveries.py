@@ -15,7 +15,7 @@ from lockstep.operator.staging import Part, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
     from lockstep.data import Step
     from lockstep.operator import TrainingOperator
@@ -33,7 +33,9 @@ class StepSource(Protocol):
     @property
     def steps_per_epoch(self) -> int | None: ...
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]: ...
+    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
+
+    def close(self) -> None: ...
 
 
 class Cursor:
@@ -48,10 +50,22 @@ class Cursor:
         self.source = source
         self.epoch = 0
         self.step = 0
-        self._steps: Iterator[Step] | None = None
+        self._steps: Generator[Step, None, None] | None = None
 
     def move_to(self, epoch: int, step: int) -> None:
-        self.epoch, self.step, self._steps = epoch, step, None
+        self._abandon()
+        self.epoch, self.step = epoch, step
+
+    def close(self) -> None:
+        """End the loader's worker processes."""
+        self._abandon()
+        self.source.close()
+
+    def _abandon(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            # Closing the generator ends the loader's processes now, not at some collection.
+            steps.close()
 
     def take(self) -> Step | None:
         """The step at the position; None at the end of the epoch."""

@@ -23,19 +23,23 @@ class Outcome:
 
     Attributes:
         value: the result, if `error` is None.
-        error: the pickled exception, its rank and worker traceback attached as a note.
+        error: the pickled exception.
+        notes: its notes; the last one says its rank and its traceback there. They travel
+            beside it, because a `__reduce__` of the user's own leaves them out.
         peer_lost: the error only says that some other rank went away.
     """
 
     rank: int
     value: Any = None
     error: bytes | None = None
+    notes: tuple[str, ...] = ()
     peer_lost: bool = False
 
     def exception(self) -> BaseException | None:
         if self.error is None:
             return None
         exception: BaseException = pickle.loads(self.error)
+        exception.__notes__ = list(self.notes)
         return exception
 
 
@@ -48,7 +52,8 @@ def failure(rank: int, error: BaseException) -> Outcome:
             traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
     add_rank(error, rank, trace)
-    return Outcome(rank=rank, error=_portable(error, rank, trace), peer_lost=peer_lost)
+    notes = tuple(error.__notes__)
+    return Outcome(rank=rank, error=_portable(error, rank), notes=notes, peer_lost=peer_lost)
 
 
 def add_rank(error: BaseException, rank: int, trace: str | None = None) -> None:
@@ -72,7 +77,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _portable(error: BaseException, rank: int, trace: str) -> bytes:
+def _portable(error: BaseException, rank: int) -> bytes:
     # SystemExit and KeyboardInterrupt must not end the driver when they arrive there.
     if isinstance(error, Exception):
         try:
@@ -87,5 +92,4 @@ def _portable(error: BaseException, rank: int, trace: str) -> bytes:
         where=f"rank {rank}",
         got=str(error) or repr(error),
     )
-    add_rank(shown, rank, trace)
     return cloudpickle.dumps(shown)  # type: ignore[no-any-return]

@@ -7,9 +7,10 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +36,7 @@ class Rendezvous:
     timeout_s: float
 
 
-def form_group(
-    rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device
-) -> dist.ProcessGroup:
+def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
     """Meet the other ranks; also torch's default group, unless the process has one already.
 
     Users' own code in a worker (`SyncBatchNorm`, `dist.get_rank()`) expects a default group.
@@ -49,10 +48,10 @@ def form_group(
     timeout = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.one_node and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    tcp_store = dist.TCPStore(
+    tcp_store = TCPStore(
         rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
-    store = dist.PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
+    store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
     if dist.is_initialized():
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     dist.init_process_group(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,8 @@ from lockstep.data import ShardBatchSize, split_batch_size
 from lockstep.keys import BATCH_SIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from lockstep.operator import TrainingOperator
     from lockstep.operator.precision import PrecisionName
 

@@ -13,7 +13,6 @@ from lockstep.data import Placement
 from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
-from lockstep.operator import TrainingOperator
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting, shards_of
 from lockstep.randomness import derive_seed, preserved
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
 
@@ -118,6 +118,8 @@ class Worker:
         )
         for purpose, loader in operator._loaders.items():
             if loader is not None:
+                if purpose in self._cursors:
+                    self._cursors[purpose].close()
                 source = open_source(operator, loader, placement, purpose)
                 self._cursors[purpose] = Cursor(source)
 
@@ -134,7 +136,7 @@ class Worker:
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
         for cursor in self._cursors.values():
-            cursor.move_to(cursor.epoch, cursor.step)
+            cursor.close()
         self._cursors.clear()
         self.leave()
         self._operator = None

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run contenders side by side: each its own process group, interleaved, on a quiet machine.
+
+A contender is a program. It learns from the environment when it was launched and where to leave
+its result (`benchmarks/contenders/reporting.py`), so nothing of the harness runs inside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.verdict import Measured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+STARTED_VARIABLE = "BENCHMARK_STARTED"
+RESULT_VARIABLE = "BENCHMARK_RESULT"
+
+BUSY_LIMIT = 0.15
+"""How much of the machine may be in use by something else; the rest of the pair cancels."""
+PATIENCE_S = 30.0
+RUN_LIMIT_S = 300.0
+TAIL_LINES = 40
+
+
+class ContenderFailedError(RuntimeError):
+    """A contender ended with an error, ran out of time, or left no result."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A program that measures itself.
+
+    Attributes:
+        name: as the table shows it.
+        command: what to run, from the current directory.
+        environment: variables on top of ours.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        value: the key of the result that is compared; smaller is better.
+        goal: for ours / theirs, or with `theirs` None for our value itself, in `unit`.
+    """
+
+    name: str
+    ours: Contender
+    theirs: Contender | None
+    value: str
+    unit: str
+    goal: float
+    rounds: int
+
+
+def measure(
+    row: Row, *, rounds: int | None = None, settle: Callable[[], float] | None = None
+) -> Measured:
+    """Run the row's contenders in turns.
+
+    The order turns around every round (A B, B A, A B ...): whoever always went second would
+    always find warm caches.
+
+    Args:
+        rounds: instead of the row's own number.
+        settle: called before each round, returns how busy the machine is; by default
+            `wait_until_quiet`.
+
+    Raises:
+        ContenderFailedError: a contender gave no result; its last output is in the message.
+    """
+    ours: list[float] = []
+    theirs: list[float] = []
+    busiest = 0.0
+    for number in range(rounds or row.rounds):
+        turn = [(row.ours, ours)]
+        if row.theirs is not None:
+            turn.append((row.theirs, theirs))
+        busiest = max(busiest, (settle or wait_until_quiet)())
+        for contender, values in turn if number % 2 == 0 else reversed(turn):
+            values.append(run_once(contender)[row.value])
+            print(f"  {row.name}: {contender.name} {values[-1]:.4g} {row.unit}", file=sys.stderr)
+    return Measured(
+        name=row.name,
+        against=row.theirs.name if row.theirs else "-",
+        unit=row.unit,
+        goal=row.goal,
+        ours=tuple(ours),
+        theirs=tuple(theirs),
+        busiest=busiest,
+        quiet=busiest <= BUSY_LIMIT,
+    )
+
+
+def run_once(contender: Contender, *, limit_s: float = RUN_LIMIT_S) -> dict[str, float]:
+    """Run one contender to its end, and leave no process of it behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, output = Path(folder, "result.json"), Path(folder, "output.txt")
+        environment = {**os.environ, **contender.environment, RESULT_VARIABLE: str(result)}
+        with output.open("wb") as stream:
+            environment[STARTED_VARIABLE] = repr(time.monotonic())
+            process = subprocess.Popen(
+                contender.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            code = _wait_and_clear(process, limit_s)
+        if code != 0 or not result.is_file():
+            reason = f"no end within {limit_s:g} s" if code is None else f"exit code {code}"
+            tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            raise ContenderFailedError(f"{contender.name}: {reason}, last output:\n{tail}")
+        values: dict[str, float] = json.loads(result.read_text())
+        return values
+
+
+def _wait_and_clear(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit code, or None where the limit was reached; the whole group is gone after this."""
+    try:
+        return process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_process_group(process)
+
+
+def end_process_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a process that was started in a session of its own."""
+    # The group keeps the id of its first process, also after that one has ended.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_until_quiet(*, limit: float = BUSY_LIMIT, patience_s: float = PATIENCE_S) -> float:
+    """Wait for a quiet machine, not for ever.
+
+    Returns:
+        How much of it was in use in the end, 0 to 1. A machine that is never quiet is measured
+        all the same, and the table says so: neighbouring runs are disturbed alike.
+    """
+    deadline = time.monotonic() + patience_s
+    busy = busy_fraction()
+    while busy > limit and time.monotonic() < deadline:
+        busy = busy_fraction()
+    return busy
+
+
+def busy_fraction(over_s: float = 1.0) -> float:
+    """The part of all processors that was in use over the next `over_s` seconds."""
+    if not Path("/proc/stat").is_file():
+        return min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    idle_before, total_before = _processor_ticks()
+    time.sleep(over_s)
+    idle, total = _processor_ticks()
+    return 1.0 - (idle - idle_before) / max(1, total - total_before)
+
+
+def _processor_ticks() -> tuple[int, int]:
+    first = Path("/proc/stat").read_text().split("\n", 1)[0]
+    ticks = [int(field) for field in first.split()[1:9]]  # guest time is counted in user already
+    return ticks[3] + ticks[4], sum(ticks)

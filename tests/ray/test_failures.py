@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong arrives as itself, at once, and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from tests.ray.operators import DefaultLoop
+from torch import nn
+
+import ray
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import (
+    NotEnoughResourcesError,
+    NotPicklableError,
+    TrainerClosedError,
+    WorkerDiedError,
+    WorkerFailedError,
+)
+from lockstep.keys import BATCH_SIZE
+
+CONFIG = {BATCH_SIZE: 12}
+
+
+class OwnError(Exception):
+    """With a constructor of its own, as users' exceptions have."""
+
+    def __init__(self, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+    def __reduce__(self):
+        return OwnError, (self.code,)
+
+
+class Unpicklable(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Misbehaving(DefaultLoop):
+    """Does what `config` says when rank 1 computes its loss."""
+
+    def compute_loss(self, batch, batch_info):
+        if self.world_rank == 1 and batch_info["global_step"] == self.config.get("at", 2):
+            self.config["what"]()
+        return super().compute_loss(batch, batch_info)
+
+
+def raise_own():
+    raise OwnError(7)
+
+
+def raise_unpicklable():
+    raise Unpicklable("mutex inside")
+
+
+def exit_process():
+    os._exit(3)
+
+
+def start(operator=DefaultLoop, num_workers=3, **config):
+    return TorchTrainer(
+        training_operator_cls=operator, num_workers=num_workers, config={**CONFIG, **config}
+    )
+
+
+def test_a_users_exception_arrives_as_itself_with_rank_and_traceback():
+    trainer = start(Misbehaving, what=raise_own)
+    pids = trainer.apply_all_workers(os.getpid)
+    begin = time.monotonic()
+    with pytest.raises(OwnError) as caught:
+        trainer.train()
+    assert time.monotonic() - begin < 10  # nobody waited for the 1800 s of the group
+    assert type(caught.value) is OwnError
+    assert caught.value.code == 7
+    notes = "\n".join(caught.value.__notes__)
+    assert "rank 1" in notes
+    assert "raise_own" in notes
+    assert not any(map(_alive, pids))
+
+
+def test_a_second_call_after_a_failure_says_what_happened():
+    trainer = start(Misbehaving, num_workers=2, what=raise_own)
+    with pytest.raises(OwnError):
+        trainer.train()
+    for call in (trainer.train, trainer.validate, trainer.get_model, trainer.state_dict):
+        with pytest.raises(TrainerClosedError, match="OwnError: code 7"):
+            call()
+    trainer.shutdown()
+
+
+def test_an_exception_that_cannot_travel_is_shown():
+    trainer = start(Misbehaving, num_workers=2, what=raise_unpicklable)
+    with pytest.raises(WorkerFailedError, match="Unpicklable") as caught:
+        trainer.train()
+    assert "mutex inside" in str(caught.value)
+    assert "raise_unpicklable" in "\n".join(caught.value.__notes__)
+
+
+def test_the_death_of_a_worker_is_named():
+    trainer = start(Misbehaving, what=exit_process)
+    pids = trainer.apply_all_workers(os.getpid)
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        trainer.train()
+    assert not any(map(_alive, pids))
+
+
+class SetupFails(TrainingOperator):
+    def setup(self, config):
+        if self.world_rank == 1:
+            raise OwnError(1)
+        model = nn.Linear(2, 2)
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1))
+
+
+def test_an_exception_in_setup_arrives_and_frees_the_others():
+    begin = time.monotonic()
+    with pytest.raises(OwnError) as caught:
+        start(SetupFails)
+    assert time.monotonic() - begin < 40
+    assert "rank 1" in "\n".join(caught.value.__notes__)
+
+
+def test_an_exception_of_an_applied_function_leaves_the_trainer_usable():
+    with start(num_workers=2) as trainer:
+        with pytest.raises(OwnError):
+            trainer.apply_all_operators(_fail_on_rank_0)
+        with pytest.raises(NotPicklableError, match="returned"):
+            trainer.apply_all_workers(threading.Lock)
+        assert trainer.train()["num_samples"] == 37
+
+
+def _fail_on_rank_0(operator):
+    if operator.world_rank == 0:
+        raise OwnError(0)
+
+
+def test_what_cannot_travel_is_named_before_anything_starts():
+    with pytest.raises(NotPicklableError, match="config\\['lock'\\]"):
+        start(num_workers=2, lock=threading.Lock())
+    lock = threading.Lock()
+    with pytest.raises(NotPicklableError, match="initialization_hook"):
+        TorchTrainer(
+            training_operator_cls=DefaultLoop,
+            num_workers=2,
+            config=CONFIG,
+            initialization_hook=lambda: lock.acquire(),
+        )
+
+
+def test_not_enough_resources_says_what_there_is(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_START_TIMEOUT_S", "1")
+    with pytest.raises(NotEnoughResourcesError) as caught:
+        start(num_workers=5)
+    message = str(caught.value)
+    assert "5 CPU" in message
+    assert "4 of 4 CPU" in message
+    groups = ray.util.placement_group_table().values()
+    assert all(group["state"] == "REMOVED" for group in groups)
+
+
+def test_shutdown_ends_everything_and_later_calls_say_so():
+    trainer = start(num_workers=2)
+    pids = trainer.apply_all_workers(os.getpid)
+    trainer.shutdown()
+    assert not any(map(_alive, pids))
+    for call in (trainer.train, trainer.validate, trainer.get_model, trainer.get_local_operator):
+        with pytest.raises(RuntimeError, match="shut down"):
+            call()
+    trainer.shutdown()  # harmless
+
+
+INTERRUPTED = """
+    import os, sys, time
+    from lockstep import TorchTrainer
+    from tests.ray.test_failures import Slow, CONFIG
+    trainer = TorchTrainer(
+        training_operator_cls=Slow, num_workers=2, config={**CONFIG, "inside": sys.argv[1]}
+    )
+    print(*trainer.apply_all_workers(os.getpid), flush=True)
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        print("closed" if "KeyboardInterrupt" in str(error) else error, flush=True)
+"""
+
+
+class Slow(DefaultLoop):
+    def compute_loss(self, batch, batch_info):
+        with open(self.config["inside"], "w") as pipe:
+            pipe.write(".")
+        threading.Event().wait(600)
+
+
+def test_ctrl_c_in_an_epoch_comes_back_without_orphans(tmp_path):
+    inside = tmp_path / "inside"
+    os.mkfifo(inside)
+    address = ray.get_runtime_context().gcs_address
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(inside)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    pids = [int(word) for word in program.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(_alive, pids))
+    with inside.open() as pipe:
+        assert pipe.read(1) == "."
+    program.send_signal(signal.SIGINT)
+    rest, _ = program.communicate(timeout=30)
+    assert rest.split() == ["interrupted", "closed"]
+    assert program.returncode == 0
+    assert not any(map(_alive, pids))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
