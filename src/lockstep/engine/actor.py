@@ -65,7 +65,7 @@ def _perform(actor: Any, method: str, arguments: bytes) -> Outcome:
 
     try:
         if actor._worker is None:
-            actor._worker = Worker(cloudpickle.loads(actor._spec), actor._rank, actor._local_rank)
+            actor._worker = Worker(_loaded(actor._spec), actor._rank, actor._local_rank)
         value = getattr(actor._worker, method)(*cloudpickle.loads(arguments))
         # Pickled here, so that a result that cannot travel is an error of this call.
         return Outcome(actor._rank, pickled(value, "what the worker returned"))
@@ -74,6 +74,18 @@ def _perform(actor: Any, method: str, arguments: bytes) -> Outcome:
         if method in COLLECTIVE_METHODS and actor._worker is not None:
             actor._worker.leave()
         return failure(actor._rank, error)
+
+
+def _loaded(spec: bytes) -> Any:
+    try:
+        return cloudpickle.loads(spec)
+    except ModuleNotFoundError as error:
+        error.add_note(
+            f"the operator comes from a module that the workers cannot import ({error.name}): put"
+            " it beside the program, install it, set PYTHONPATH, or send it along with"
+            " ray.init(runtime_env={'working_dir': '.'}) before the trainer"
+        )
+        raise
 
 
 # Any: Ray's annotations do not know concurrency groups.

@@ -296,7 +296,14 @@ def _connect() -> bool:
         return False
     if os.environ.get("RAY_ADDRESS"):
         # The user names a cluster: one that cannot be reached is an error, not a new cluster.
-        ray.init(logging_level=logging.ERROR)
+        try:
+            ray.init(logging_level=logging.ERROR)
+        except ConnectionError as error:
+            error.add_note(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} names a cluster that does not answer; if"
+                " it was started with a token, RAY_AUTH_MODE=token is needed here too"
+            )
+            raise
         return False
     try:
         ray.init(address="auto", logging_level=logging.ERROR)

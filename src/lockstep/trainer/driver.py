@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep import checkpoint
 from lockstep.engine import Resources, open_engine
-from lockstep.errors import CheckpointError, ConfigurationError, TrainerClosedError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NotAvailableError,
+    TrainerClosedError,
+)
 from lockstep.keys import VALID_SCHEDULER_STEP
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
@@ -33,6 +38,9 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.trainer.callbacks import Callback
+
+
+_NOT_YET: Final = frozenset({"as_trainable", "predict", "status", "verify"})
 
 
 class TorchTrainer:
@@ -155,6 +163,7 @@ class TorchTrainer:
         reduce_results: bool = True,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
+        dataset: Any = None,
     ) -> Any:
         """One pass over the training data, or `num_steps` global batches.
 
@@ -166,11 +175,17 @@ class TorchTrainer:
             reduce_results: False for a list with each worker's own results, by rank.
             max_retries: accepted for RaySGD's sake; a worker's death is an error as yet.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
+            dataset: a Ray dataset; not in this version.
 
         Returns:
             ``num_samples``, ``epoch`` (passes begun), ``batch_count`` (global batches), and
             for each metric its mean over all samples and ``last_<metric>`` of the last batch.
         """
+        if dataset is not None:
+            raise NotAvailableError(
+                "train(dataset=...) is not in this version",
+                fix="register a loader in setup: self.register_data(train_loader=...)",
+            )
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
         reduced = results.merged(reports, with_epoch=True, profile=profile)
@@ -339,6 +354,11 @@ class TorchTrainer:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown(force=error is not None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_YET:
+            raise AttributeError(f"TorchTrainer has no {name} in this version of lockstep")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _tell(self, event: str, *args: Any) -> None:
         for callback in self._callbacks:

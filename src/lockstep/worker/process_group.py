@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
+
+_GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -46,25 +51,40 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
         Blocks until all `world_size` ranks have come, at most `timeout_s`.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
-    if rendezvous.one_node and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     tcp_store = TCPStore(
         rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
     if dist.is_initialized():
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    dist.init_process_group(
-        rendezvous.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+        with _gloo_on_loopback(rendezvous.one_node):
+            return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    with _gloo_on_loopback(rendezvous.one_node):
+        dist.init_process_group(
+            rendezvous.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return dist.group.WORLD
+
+
+@contextmanager
+def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
+    """Gloo would look up the host's name and listen on whatever address it finds.
+
+    The variable is put back: rank 0 may live in the user's own process.
+    """
+    before = os.environ.get(_GLOO_INTERFACE)
+    if not one_node or before is not None or sys.platform != "linux":
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
