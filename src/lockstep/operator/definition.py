@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.metrics import AverageMeterCollection, TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.precision import Precision
@@ -49,7 +49,7 @@ class TrainingOperator:
     """
 
     joint_loss: ClassVar[bool] = False
-    loss_reduction: ClassVar[str] = "mean"
+    loss_reduction: str = "mean"
 
     def __init__(self, config: Mapping[str, Any], setting: Setting | None = None) -> None:
         self._config = dict(config) if type(config) is dict else config
@@ -62,11 +62,13 @@ class TrainingOperator:
         self.timers.disable()
         self.global_step = 0
         self._committed = 0
+        self._ran_our_epoch = False
         self._begin_call()
 
     def _begin_call(self) -> None:
         """A new `train` or `validate`: its metrics start from nothing."""
         self._meters = AverageMeterCollection()
+        self._summary: dict[str, Any] | None = None
         self._latest: dict[str, Any] = {}
 
     # ---------------------------------------------------------------- what the user overrides
@@ -141,6 +143,7 @@ class TrainingOperator:
         criterion: Any = None,
         schedulers: Any = None,
         ddp_args: dict[str, Any] | None = None,
+        loss_reduction: str | None = None,
     ) -> tuple[Any, ...]:
         """Hand over models, optimizers, criterion and schedulers; call it once, in `setup`.
 
@@ -155,6 +158,7 @@ class TrainingOperator:
             schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
                 `scheduler_step_freq`.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
+            loss_reduction: "mean" or "sum"; the class's `loss_reduction` if None.
 
         Returns:
             ``(models, optimizers[, criterion][, schedulers])``, each in the shape given.
@@ -181,6 +185,12 @@ class TrainingOperator:
                 "ddp_args were given, but the gradients are not synchronised by torch's DDP",
                 got=f"ddp_args={ddp_args!r}",
                 fix="leave them out",
+            )
+        if loss_reduction is not None:
+            self.loss_reduction = loss_reduction
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ConfigurationError(
+                "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
             )
         own_loop = self._brings("train_batch") or self._brings("train_epoch")
         self._registered = assemble(
@@ -291,6 +301,16 @@ class TrainingOperator:
         return creators.from_creators(
             cls, model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator
         )
+
+    @classmethod
+    def from_ptl(cls, *args: Any, **kwargs: Any) -> type[TrainingOperator]:
+        """Not in this version: an operator class around a LightningModule."""
+        raise NotAvailableError(
+            "operators from LightningModules are not in this version",
+            fix="write a TrainingOperator: compute_loss is your training_step",
+        )
+
+    from_lightning = from_ptl
 
     @classmethod
     def from_model(

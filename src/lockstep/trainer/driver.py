@@ -5,17 +5,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
 from lockstep.engine import Resources, open_engine
-from lockstep.errors import CheckpointError, ConfigurationError, TrainerClosedError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NotAvailableError,
+    TrainerClosedError,
+    WrongTypeError,
+)
 from lockstep.keys import VALID_SCHEDULER_STEP
+from lockstep.operator import TrainingOperator
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
+    UNSAID_SEED,
     checked_config,
+    checked_functions,
+    checked_numbers,
     checked_operator,
     checked_workers,
+    is_int,
+    is_positive_int,
     pick_backend,
     pick_gpu,
     pick_precision,
@@ -26,12 +39,11 @@ from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from torch import nn
 
-    from lockstep.operator import TrainingOperator
     from lockstep.trainer.callbacks import Callback
 
 
@@ -96,12 +108,11 @@ class TorchTrainer:
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
-        seed: int = 0,
+        seed: int = UNSAID_SEED,
         bucket_cap_mb: float = 25,
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
-        self._ended: BaseException | None = None
         self._engine: Any = None
         refuse_further(further)
         self._operator_cls = checked_operator(training_operator_cls)
@@ -113,18 +124,23 @@ class TorchTrainer:
             scheduler_step_freq,
             '"batch", "epoch", "manual" or None',
         )
-        require(timeout_s > 0, "timeout_s", timeout_s, "a positive number of seconds")
+        checked_numbers(timeout_s=timeout_s, bucket_cap_mb=bucket_cap_mb)
+        require(is_int(seed), "seed", seed, "an int")
+        checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
         name = pick_precision(precision, use_fp16, self._operator_cls)
         self._use_tqdm = use_tqdm
         self._callbacks = tuple(callbacks)
-        self._explicit = {"num_shards": num_shards, "seed": seed or None}
+        self._explicit = {
+            "num_shards": num_shards,
+            "seed": None if seed is UNSAID_SEED else seed,
+        }
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
             num_workers=num_workers,
             num_shards=num_shards or num_workers,
-            seed=seed,
+            seed=int(seed),
             initialization_hook=initialization_hook,
             threads=num_cpus_per_worker if num_workers > 1 else None,
             use_gpu=gpu,
@@ -144,7 +160,12 @@ class TorchTrainer:
         )
         self._use_local = use_local
         self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
-        self._tell("on_start")
+        try:
+            self._tell("on_start")
+        except BaseException:
+            # Nobody gets hold of a trainer whose construction failed.
+            self._engine.close(force=True)
+            raise
 
     # ------------------------------------------------------------------- training, validation
 
@@ -155,6 +176,7 @@ class TorchTrainer:
         reduce_results: bool = True,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
+        dataset: None = None,
     ) -> Any:
         """One pass over the training data, or `num_steps` global batches.
 
@@ -166,11 +188,17 @@ class TorchTrainer:
             reduce_results: False for a list with each worker's own results, by rank.
             max_retries: accepted for RaySGD's sake; a worker's death is an error as yet.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
+            dataset: not in this version; register loaders in `setup`.
 
         Returns:
             ``num_samples``, ``epoch`` (passes begun), ``batch_count`` (global batches), and
             for each metric its mean over all samples and ``last_<metric>`` of the last batch.
         """
+        if dataset is not None:
+            raise NotAvailableError(
+                "train(dataset=...) is not in this version",
+                fix="self.register_data(train_loader=...) inside setup",
+            )
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
         reduced = results.merged(reports, with_epoch=True, profile=profile)
@@ -201,15 +229,37 @@ class TorchTrainer:
     def _loop(
         self, purpose: str, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None
     ) -> list[Any]:
+        self._check_open()
         require(
-            num_steps is None or (isinstance(num_steps, int) and num_steps > 0),
+            num_steps is None or is_positive_int(num_steps),
             "num_steps",
             num_steps,
             "a positive number of global batches, or None",
         )
+        if not isinstance(info, dict | None):
+            raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
+        self._check_loader(purpose)
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
             return self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+
+    def _check_loader(self, purpose: str) -> None:
+        # Asked here and not of the workers: a failed step ends them, a forgotten loader
+        # should not.
+        cls = self._operator_cls.__name__
+        for rank, worker in enumerate(self._engine.started):
+            if purpose not in worker["loaders"]:
+                raise ConfigurationError(
+                    f"{cls} registered no {purpose} loader",
+                    where=f"rank {rank}",
+                    fix=f"call self.register_data({purpose}_loader=...) inside setup",
+                )
+        if all(worker["loaders"][purpose] == 0 for worker in self._engine.started):
+            raise ConfigurationError(
+                f"the {purpose} loader of {cls} has not one batch",
+                cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
+                fix="drop_last=False, or a smaller batch size",
+            )
 
     @contextlib.contextmanager
     def _bar(
@@ -251,7 +301,8 @@ class TorchTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
         state: dict[str, Any] = self._call_rank(0, "state_dict")
-        if self._spec.num_workers > 1 and state["operator"] is not None:
+        own_state = self._operator_cls.state_dict is not TrainingOperator.state_dict
+        if self._spec.num_workers > 1 and own_state:
             state["operator_by_rank"] = self._call("operator_state")
         return state
 
@@ -266,6 +317,13 @@ class TorchTrainer:
                 than the trainer was explicitly given.
         """
         require(blocking is True, "blocking", blocking, "True")
+        self._check_open()
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                "this is not the state of a trainer",
+                expected="what trainer.state_dict() returned",
+                got=f"{type(state).__name__}: {state!r:.60}",
+            )
         for name, explicit in self._explicit.items():
             if explicit is not None and state.get(name, explicit) != explicit:
                 raise CheckpointError(
@@ -314,6 +372,14 @@ class TorchTrainer:
         """Call ``fn(operator)`` in every worker; results by rank."""
         return self._call("call_with_operator", fn)
 
+    @classmethod
+    def as_trainable(cls, *args: Any, **kwargs: Any) -> Any:
+        """Not in this version: a Ray Tune trainable around a trainer."""
+        raise NotAvailableError(
+            "TorchTrainer.as_trainable is not in this version",
+            fix="give Tune a function that builds a TorchTrainer and reports train()'s result",
+        )
+
     # ---------------------------------------------------------------------------------- ending
 
     def shutdown(self, force: bool = False) -> None:
@@ -322,12 +388,16 @@ class TorchTrainer:
         Args:
             force: kill them instead of letting them close loaders and connections first.
         """
-        engine, self._engine = self._engine, None
+        engine = self._engine
         if engine is None or engine.ended is not None:
+            self._engine = None
             return
-        for callback in self._callbacks:
-            callback.on_shutdown(self)
-        engine.close(force=force)
+        try:
+            # While calls still work: a callback may save.
+            self._tell("on_shutdown")
+        finally:
+            self._engine = None
+            engine.close(force=force)
 
     def __enter__(self) -> TorchTrainer:
         return self

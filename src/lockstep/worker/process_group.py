@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
+
+_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,7 @@ class Rendezvous:
     timeout_s: float
 
 
-def form_group(
-    rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device
-) -> Any:
+def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
     """Meet the other ranks; also torch's default group, unless the process has one already.
 
     Users' own code in a worker (`SyncBatchNorm`, `dist.get_rank()`) expects a default group.
@@ -48,25 +51,37 @@ def form_group(
         Blocks until all `world_size` ranks have come, at most `timeout_s`.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
-    if rendezvous.one_node and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     tcp_store = TCPStore(
         rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
-    if dist.is_initialized():
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    dist.init_process_group(
-        rendezvous.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with _on_loopback(rendezvous.one_node):
+        if dist.is_initialized():
+            return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        dist.init_process_group(
+            rendezvous.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+@contextmanager
+def _on_loopback(wanted: bool) -> Iterator[None]:
+    """gloo reads its interface from the environment; rank 0 may live in the user's process."""
+    if not wanted or sys.platform != "linux" or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
 
 
 def leave_group(group: dist.ProcessGroup) -> None:

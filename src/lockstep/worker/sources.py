@@ -30,6 +30,9 @@ class AgreedSource:
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
         return self._loader.batches(epoch, start_step)
 
+    def close(self) -> None:
+        self._loader.close()
+
     def agree(self, group: Group, epoch: int) -> None:
         """Collective: every rank of `group`; one small exchange."""
         if group.size > 1:
@@ -55,6 +58,9 @@ class OwnSource:
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
         return self._loader.batches(epoch, start_step, num_steps=self._steps)
+
+    def close(self) -> None:
+        self._loader.close()
 
     def agree(self, group: Group, epoch: int) -> None:
         """Collective: every rank of `group`; one small exchange."""
