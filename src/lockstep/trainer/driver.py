@@ -164,7 +164,8 @@ class TorchTrainer:
             self._tell("on_start")
         except BaseException:
             # Nobody gets hold of a trainer whose construction failed.
-            self._engine.close(force=True)
+            engine, self._engine = self._engine, None
+            engine.close(force=True)
             raise
 
     # ------------------------------------------------------------------- training, validation
@@ -202,7 +203,7 @@ class TorchTrainer:
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
         reduced = results.merged(reports, with_epoch=True, profile=profile)
-        self._tell("on_train_end", dict(reduced))
+        self._tell("on_train_end", reduced)
         if reduce_results:
             return reduced
         return results.one_by_one(reports, with_epoch=True, profile=profile)
@@ -221,7 +222,7 @@ class TorchTrainer:
         """
         reports = self._loop("validation", num_steps, profile, info)
         reduced = results.merged(reports, with_epoch=False, profile=profile)
-        self._tell("on_validate_end", dict(reduced))
+        self._tell("on_validate_end", reduced)
         if reduce_results:
             return reduced
         return results.one_by_one(reports, with_epoch=False, profile=profile)
@@ -410,9 +411,10 @@ class TorchTrainer:
     ) -> None:
         self.shutdown(force=error is not None)
 
-    def _tell(self, event: str, *args: Any) -> None:
+    def _tell(self, event: str, *results: dict[str, Any]) -> None:
         for callback in self._callbacks:
-            getattr(callback, event)(self, *args)
+            # A copy for each: what one takes out of it the next, and the caller, still get.
+            getattr(callback, event)(self, *map(dict, results))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         self._check_open()

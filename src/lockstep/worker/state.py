@@ -64,7 +64,11 @@ def problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
         ("schedulers", run.schedulers),
     ):
         theirs = state.get(what) or []
-        if len(theirs) != len(mine):
+        if not isinstance(theirs, list | tuple) or any(
+            not isinstance(each, Mapping) for each in theirs
+        ):
+            found.append(f"its {what} are no list of state_dicts")
+        elif len(theirs) != len(mine):
             found.append(f"it holds {len(theirs)} {what}, the operator registered {len(mine)}")
     if found:
         return found
@@ -77,7 +81,7 @@ def problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
         zip(run.optimizers, state["optimizers"], strict=True)
     ):
         mine_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+        saved_sizes = [len(group["params"]) for group in saved.get("param_groups", [])]
         if mine_sizes != saved_sizes:
             found.append(
                 f"optimizer {index} holds parameter groups of sizes {saved_sizes} there,"

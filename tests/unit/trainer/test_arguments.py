@@ -41,8 +41,35 @@ RAYSGD_METHODS = {
     "apply_all_operators": {"fn": inspect.Parameter.empty},
     "shutdown": {"force": False},
 }  # fmt: skip
-OPERATOR_METHODS = ["setup", "register", "register_data", "train_epoch", "train_batch", "validate", "validate_batch", "state_dict", "load_state_dict", "from_creators", "from_ptl", "from_lightning", "from_model", "compute_loss", "backward", "to_device"]
-OPERATOR_PROPERTIES = ["device", "device_ids", "config", "world_rank", "local_rank", "use_gpu", "use_fp16", "use_tqdm", "scheduler_step_freq"]
+OPERATOR_METHODS = [
+    "setup",
+    "register",
+    "register_data",
+    "train_epoch",
+    "train_batch",
+    "validate",
+    "validate_batch",
+    "state_dict",
+    "load_state_dict",
+    "from_creators",
+    "from_ptl",
+    "from_lightning",
+    "from_model",
+    "compute_loss",
+    "backward",
+    "to_device",
+]
+OPERATOR_PROPERTIES = [
+    "device",
+    "device_ids",
+    "config",
+    "world_rank",
+    "local_rank",
+    "use_gpu",
+    "use_fp16",
+    "use_tqdm",
+    "scheduler_step_freq",
+]
 
 
 def defaults(function):
@@ -240,7 +267,7 @@ def test_fp16_belongs_to_the_default_loop():
         def train_batch(self, batch, batch_info):
             return {}
 
-    with pytest.raises(ConfigurationError, match="scaler.scale"):
+    with pytest.raises(ConfigurationError, match=r"scaler\.scale"):
         TorchTrainer(training_operator_cls=Own, use_fp16=True)
 
 

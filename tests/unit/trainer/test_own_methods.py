@@ -385,20 +385,22 @@ def as_nested(rows):
 
 MAKERS = {
     "dict": (
-        lambda rows: dict(zip(("features", "target"), map(torch.stack, zip(*rows)), strict=True)),
+        lambda rows: dict(
+            zip(("features", "target"), map(torch.stack, zip(*rows, strict=True)), strict=True)
+        ),
         lambda batch: (batch["features"], batch["target"]),
     ),
     "namedtuple": (
-        lambda rows: Pair(*map(torch.stack, zip(*rows))),
+        lambda rows: Pair(*map(torch.stack, zip(*rows, strict=True))),
         lambda batch: (batch.features, batch.target),
     ),
     "dataclass": (
-        lambda rows: Example(*map(torch.stack, zip(*rows)), names=["x"] * len(rows)),
+        lambda rows: Example(*map(torch.stack, zip(*rows, strict=True)), names=["x"] * len(rows)),
         lambda batch: (batch.features, batch.target),
     ),
     "encoding": (
         lambda rows: Encoding(
-            zip(("features", "target"), map(torch.stack, zip(*rows)), strict=True)
+            zip(("features", "target"), map(torch.stack, zip(*rows, strict=True)), strict=True)
         ),
         lambda batch: (batch["features"], batch["target"]),
     ),
