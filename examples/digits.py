@@ -60,11 +60,11 @@ class Digits(TrainingOperator):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--checkpoint", type=Path, default=Path("out/digits.pt"))
     arguments = parser.parse_args()
 
-    config = {"lr": 0.1, BATCH_SIZE: 64}
+    config = {"lr": 0.05, BATCH_SIZE: 64}
     with TorchTrainer(
         training_operator_cls=Digits,
         num_workers=arguments.num_workers,

@@ -14,7 +14,17 @@ import lockstep
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lockstep"
 
-PUBLIC_NAMES: list[str] = []
+PUBLIC_NAMES = [
+    "Callback",
+    "GradientSync",
+    "LockstepError",
+    "TorchTrainer",
+    "TrainingOperator",
+    "average_gradients",
+    "local",
+    "replicate",
+    "shard_loader",
+]
 """What `import lockstep` offers. Users hold on to it: adding a name is a decision."""
 
 MAX_FILE_LINES = 500

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N workers train one PyTorch model, and no gradient is ever silently wrong."""
+"""N workers train one PyTorch model, and no gradient is ever silently wrong.
 
-from lockstep.data import shard_loader
-from lockstep.errors import LockstepError
-from lockstep.operator import TrainingOperator
-from lockstep.sync import GradientSync, average_gradients, local, replicate
-from lockstep.trainer import Callback, TorchTrainer
+Names are imported when they are first used: a worker process can be told what to do, and the
+command line can answer, before torch has been imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from lockstep.data import shard_loader
+    from lockstep.errors import LockstepError
+    from lockstep.operator import TrainingOperator
+    from lockstep.sync import GradientSync, average_gradients, local, replicate
+    from lockstep.trainer import Callback, TorchTrainer
 
 __all__ = [
     "Callback",
@@ -18,3 +28,34 @@ __all__ = [
     "replicate",
     "shard_loader",
 ]
+
+_HOMES: Final = {
+    "Callback": "trainer",
+    "GradientSync": "sync",
+    "LockstepError": "errors",
+    "TorchTrainer": "trainer",
+    "TrainingOperator": "operator",
+    "average_gradients": "sync",
+    "local": "sync",
+    "replicate": "sync",
+    "shard_loader": "data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        # `import lockstep; lockstep.keys` works as if it had been imported eagerly.
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

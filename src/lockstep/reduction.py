@@ -10,12 +10,17 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.group import Group
+
+class Peers(Protocol):
+    """What is known of a `lockstep.group.Group` down here."""
+
+    rank: int
+    size: int
 
 
 @dataclass
@@ -29,7 +34,7 @@ class Reduction:
             whole global batch (a gather, a contrastive loss) must refuse.
     """
 
-    group: Group
+    group: Peers
     weight: float | None = None
     per_shard: bool = False
 

@@ -10,10 +10,11 @@ import threading
 import time
 
 import pytest
-import ray
 import torch
+from tests.ray.operators import DefaultLoop
 from torch import nn
 
+import ray
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import (
     NotEnoughResourcesError,
@@ -23,7 +24,6 @@ from lockstep.errors import (
     WorkerFailedError,
 )
 from lockstep.keys import BATCH_SIZE
-from tests.ray.operators import DefaultLoop
 
 CONFIG = {BATCH_SIZE: 12}
 

@@ -24,7 +24,7 @@ from lockstep.data.structure import leading_length
 from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ShardedLoader:
 
     def batches(
         self, epoch: int, start_step: int = 0, *, offset: int | None = None
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """The steps of an epoch, in order.
 
         Args:

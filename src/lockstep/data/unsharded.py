@@ -20,7 +20,7 @@ from lockstep.data.structure import leading_length
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 
 class Unsharded:
@@ -64,7 +64,7 @@ class Unsharded:
 
     def batches(
         self, epoch: int, start_step: int = 0, num_steps: int | None = None
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """The worker's batches of an epoch.
 
         Args:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.engine.base import Engine
-from lockstep.engine.inline import InlineEngine
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
     from lockstep.worker import WorkerSpec
 
-__all__ = ["Engine", "InlineEngine", "Resources", "open_engine"]
+__all__ = ["Engine", "Resources", "open_engine"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ def open_engine(
     """One worker that fits into this process stays in it; the others become Ray actors."""
     stays = not resources.further and (gpu_here or not spec.use_gpu)
     if spec.num_workers == 1 and (use_local or stays):
+        from lockstep.engine.inline import InlineEngine
+
         return InlineEngine(spec)
     try:
         from lockstep.engine.ray import RayEngine

@@ -19,12 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
 from lockstep.engine import placement
+from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.base import COLLECTIVE_METHODS
 from lockstep.engine.inline import every
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.travel import pickled, pickled_spec
 from lockstep.errors import WorkerDiedError
-from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, failure, is_peer_lost
+from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,48 +38,6 @@ if TYPE_CHECKING:
 _HEARING_S = 2.0
 _STOP_S = 5.0
 _WATCH_S = 0.2
-
-
-class WorkerActor:
-    """A process around one `Worker`. The control lane answers while a call runs."""
-
-    def __init__(self, spec: bytes, rank: int, local_rank: int) -> None:
-        self._spec = spec
-        self._rank = rank
-        self._local_rank = local_rank
-        self._worker: Worker | None = None
-
-    def __repr__(self) -> str:
-        # Ray puts this before every line that the process prints.
-        return f"rank {self._rank}"
-
-    def perform(self, method: str, arguments: bytes) -> Outcome:
-        return _perform(self, method, arguments)
-
-    @ray.method(concurrency_group="control")
-    def progress(self) -> dict[str, Any]:
-        return {} if self._worker is None else self._worker.progress()
-
-
-# Any: Ray's annotations do not know concurrency groups.
-_make_actor: Any = ray.remote
-_WorkerActor = _make_actor(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(
-    WorkerActor
-)
-
-
-def _perform(actor: Any, method: str, arguments: bytes) -> Outcome:
-    try:
-        if actor._worker is None:
-            actor._worker = Worker(cloudpickle.loads(actor._spec), actor._rank, actor._local_rank)
-        value = getattr(actor._worker, method)(*cloudpickle.loads(arguments))
-        # Pickled here, so that a result that cannot travel is an error of this call.
-        return Outcome(actor._rank, pickled(value, "what the worker returned"))
-    except BaseException as error:
-        # The peers wait for this rank in a collective: closing the sockets frees them.
-        if method in COLLECTIVE_METHODS and actor._worker is not None:
-            actor._worker.leave()
-        return failure(actor._rank, error)
 
 
 class RayEngine:
@@ -144,7 +103,7 @@ class RayEngine:
             strategy = PlacementGroupSchedulingStrategy(
                 self._room, placement_group_bundle_index=index
             )
-            self._actors[rank] = _WorkerActor.options(
+            self._actors[rank] = RemoteWorker.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=further or None,
@@ -335,6 +294,17 @@ def _first_lines(text: str, count: int = 3) -> str:
 def _connect() -> bool:
     """Make sure that Ray runs; True if it was started here, for this machine alone."""
     if ray.is_initialized():
+        return False
+    if os.environ.get("RAY_ADDRESS"):
+        # The user names a cluster: one that cannot be reached is an error, not a new cluster.
+        try:
+            ray.init(logging_level=logging.ERROR)
+        except ConnectionError as error:
+            error.add_note(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} names a cluster that does not answer; if"
+                " it was started with a token, RAY_AUTH_MODE=token is needed here too"
+            )
+            raise
         return False
     try:
         ray.init(address="auto", logging_level=logging.ERROR)

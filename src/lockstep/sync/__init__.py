@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.sync.average import average_gradients as average_gradients
-from lockstep.sync.local import is_local as is_local
-from lockstep.sync.local import local as local
-from lockstep.sync.replicate import GradientSync as GradientSync
-from lockstep.sync.replicate import replicate as replicate
+from lockstep.sync.gradient_sync import GradientSync as GradientSync
+from lockstep.sync.gradient_sync import replicate as replicate
+from lockstep.sync.ownership import is_local as is_local
+from lockstep.sync.ownership import local as local
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
 __all__ = [

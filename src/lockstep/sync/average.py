@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.errors import WeightError
 from lockstep.group import resolve_group
 from lockstep.sync import guard
 from lockstep.sync.buckets import Slot
-from lockstep.sync.faults import raise_together
 from lockstep.sync.inventory import agree, as_modules, take_inventory
 from lockstep.sync.reducer import PLAIN, Contribution, Reducer
+from lockstep.sync.verdict import judge
 from lockstep.sync.window import checked_weight
 
 _CAP_BYTES = 25 * 2**20
@@ -51,18 +50,9 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     slots = [
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
     ]
-    reducer = Reducer(
-        [slot for slot in slots if slot.param.requires_grad], ranks, _CAP_BYTES
-    )
+    reducer = Reducer([slot for slot in slots if slot.param.requires_grad], ranks, _CAP_BYTES)
     contribution = Contribution(PLAIN, share, share)
     reducer.start(contribution)
     sums = reducer.finish(must_read=True)
     assert sums is not None
-    if sums.faults:
-        raise_together(ranks, contribution.faults)
-    if not sums.weight > 0.0:
-        raise WeightError(
-            "the weights of all ranks add up to zero",
-            where=place,
-            fix="skip a step for which no rank has a sample",
-        )
+    judge(sums, contribution, ranks, together=True)

@@ -67,13 +67,16 @@ class Bucket:
         self, slots: Sequence[Slot], device: torch.device, dtype: torch.dtype, tail: int
     ) -> None:
         size = sum(_length(slot.param) for slot in slots)
-        self.slots = list(slots)
+        # Complex numbers first: as pairs of reals they must start at an even place.
+        self.slots = sorted(slots, key=lambda slot: not slot.param.is_complex())
         self.numbers = frozenset(slot.number for slot in slots)
         self.flat = torch.zeros(size + tail, device=device, dtype=dtype)
         self.payload = self.flat[:size]
         self.tail = self.flat[size:]
         self.views: list[torch.Tensor] = []
-        self.used: list[bool] = []
+        self._params = [slot.param for slot in self.slots]
+        self._all_used = [True] * len(self.slots)
+        self.used = self._all_used
         self.missing: set[int] = set()
         self.pending: Pending | None = None
         self.is_launched = False
@@ -92,8 +95,6 @@ class Bucket:
     def expect(self) -> None:
         """A new backward: nothing has arrived. What is frozen now is not waited for."""
         self.missing = {slot.number for slot in self.slots if slot.param.requires_grad}
-        self.is_launched = False
-        self.pending = None
 
     def pack(self) -> None:
         """Bring every gradient into its view, and note which ones there are.
@@ -101,28 +102,38 @@ class Bucket:
         Raises:
             RuntimeError: a gradient that cannot be copied into a strided tensor (sparse).
         """
+        grads = [param.grad for param in self._params]
+        if self.slots and grads[0] is not self.views[0] and self._pack_fresh(grads):
+            return
         strays: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
         owners: list[torch.Tensor] = []
-        used: list[bool] = []
-        for slot, view in zip(self.slots, self.views, strict=True):
-            param = slot.param
-            grad = param.grad
-            used.append(grad is not None)
+        for param, grad, view in zip(self._params, grads, self.views, strict=True):
             if grad is None:
                 absent.append(view)
             elif grad is not view:
-                strays.append(grad.detach() if grad.requires_grad else grad)
+                strays.append(grad)
                 places.append(view)
                 owners.append(param)
-        self.used = used
+        self.used = [grad is not None for grad in grads]
         if strays:
             torch._foreach_copy_(places, strays)
             for param, view in zip(owners, places, strict=True):
                 param.grad = view
         if absent:
             torch._foreach_zero_(absent)
+
+    def _pack_fresh(self, grads: list[torch.Tensor | None]) -> bool:
+        """The common case, every gradient there and none a view yet: no look at each one."""
+        try:
+            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+        except TypeError:
+            return False  # a None among them; nothing was copied
+        for param, view in zip(self._params, self.views, strict=True):
+            param.grad = view
+        self.used = self._all_used
+        return True
 
     def silence(self) -> None:
         """Contribute nothing, whatever the gradients hold (they may be NaN)."""
@@ -139,9 +150,7 @@ class Layout:
         # low-precision models.
         keys = sorted(groups, key=lambda key: key[1] in _EXACT)
         pieces = [
-            (key, piece)
-            for key in keys
-            for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
+            (key, piece) for key in keys for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
         ]
         size = len(slots) + len(Sums._fields)
         if not pieces or pieces[-1][0][1] not in _EXACT:
@@ -156,28 +165,30 @@ class Layout:
         self.tail = self.buckets[-1].tail
         self._written: list[float] | None = None
         self._image = self.tail
+        self._check = self.tail[-1]
+        self.sums_on_device = self.tail[len(self.slots) :]
 
     def write_tail(self, sums: Sums) -> None:
         """Put this rank's flags and sums behind the last bucket."""
-        values = [float(used) for bucket in self.buckets for used in bucket.used]
-        values += sums
-        # Almost every step says the same as the one before: keep the tensor, not the list.
+        values: list[float] = [flag for bucket in self.buckets for flag in bucket.used]
+        values += sums[:-1]
+        # Almost every round says the same as the one before, but for its number: keep the
+        # tensor, not the list.
         if values != self._written:
             self._written = values
-            self._image = torch.tensor(values, dtype=self.tail.dtype, device=self.tail.device)
+            self._image = torch.tensor(
+                [*map(float, values), 0.0], dtype=self.tail.dtype, device=self.tail.device
+            )
         self.tail.copy_(self._image)
+        self._check.fill_(sums.check)
 
     def read_sums(self) -> Sums:
         """The sums over all ranks. On an accelerator this waits for the device."""
-        return Sums(*self.tail[len(self.slots) :].tolist())
+        return Sums(*self.sums_on_device.tolist())
 
     def read_flags(self) -> list[bool]:
         """Which parameters were used by any rank. On an accelerator this waits for the device."""
         return [count > 0 for count in self.tail[: len(self.slots)].tolist()]
-
-    @property
-    def sums_on_device(self) -> torch.Tensor:
-        return self.tail[len(self.slots) :]
 
 
 def _by_device_and_dtype(

@@ -21,7 +21,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CodeType
+    from types import CodeType, FrameType
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -32,10 +32,10 @@ _NODE: CodeType = torch.autograd.function.BackwardCFunction.apply.__code__
 def nesting_depth() -> int:
     """How many graph tasks enclose the current one (frames on the stack: some microseconds)."""
     depth = 0
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         depth += frame.f_code is _NODE
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return depth
 
 
@@ -62,19 +62,7 @@ class _Handover:
         """The inner task ended; its enclosing one did not."""
 
     def __del__(self) -> None:
+        if current_task() < 0:
+            return  # no task runs: the backward failed and is being taken down
         # One node is still on the stack: the one whose task is now the current one.
-        callback = _Handover(self._function) if nesting_depth() > 1 else self._function
-        try:
-            _queue(callback)
-        except RuntimeError:
-            # No task is running: the backward failed and is being taken down.
-            if isinstance(callback, _Handover):
-                callback.disarm()
-
-    def disarm(self) -> None:
-        self.__class__ = _Disarmed  # type: ignore[assignment]
-
-
-class _Disarmed(_Handover):
-    def __del__(self) -> None:
-        pass
+        _queue(self._function if nesting_depth() <= 1 else _Handover(self._function))

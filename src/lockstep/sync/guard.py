@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
-from lockstep.sync.local import is_local
+from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -103,9 +104,8 @@ class _Registry:
 
     def watch(self, optimizer: Optimizer) -> _Watch:
         known = self.watches.get(optimizer)
-        if known is not None and known.version == self.version:
-            if known.sizes == _sizes(optimizer):
-                return known
+        if known and known.version == self.version and known.sizes == _sizes(optimizer):
+            return known
         with self._lock:
             fresh = _Watch(optimizer, self.version)
             if known is not None:
@@ -162,7 +162,14 @@ def _before_step(
     watch.steps += 1
 
     def evaluate_and_check() -> Any:
+        before = {owner: (owner.rounds, _held(slots)) for owner, slots in watch.slots.items()}
         loss = closure()
+        for owner, slots in watch.slots.items():
+            rounds, held = before[owner]
+            new = any(a is not b for a, b in zip(_held(slots), held, strict=True))
+            if new and owner.rounds == rounds:
+                # New gradients without a reduction: earlier rounds do not vouch for them.
+                watch.rounds[owner] = rounds
         _check(watch)
         return loss
 
@@ -170,6 +177,11 @@ def _before_step(
         return args, {**kwargs, "closure": evaluate_and_check}
     head = args[: len(args) - len(positional)]
     return (*head, evaluate_and_check, *positional[1:]), kwargs
+
+
+def _held(slots: list[Slot]) -> list[torch.Tensor | None]:
+    # The tensors and not their ids: a freed gradient's id is soon another one's.
+    return [slot.param.grad for slot in slots]
 
 
 def _check(watch: _Watch) -> None:
@@ -205,9 +217,7 @@ def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) ->
         owner.reduce_pending()
         if owner.full_round > since:
             return
-    stale = [
-        slot.name for slot in slots if slot.param.grad is not None and slot.passed <= since
-    ]
+    stale = [slot.name for slot in slots if slot.param.grad is not None and slot.passed <= since]
     if stale:
         raise _not_reduced(
             owner,
@@ -219,9 +229,7 @@ def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) ->
 
 
 def _by_hand(slots: list[Slot]) -> bool:
-    return any(
-        slot.param.grad is not None and slot.param.grad is not slot.view for slot in slots
-    )
+    return any(slot.param.grad is not None and slot.param.grad is not slot.view for slot in slots)
 
 
 def _not_reduced(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.errors import ReplicasDifferError, WrongTypeError
-from lockstep.sync.local import is_local
+from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,6 +48,7 @@ class Inventory:
 
     def structure(self) -> list[Entry]:
         """What must be equal on all ranks. Strides too: views into a bucket follow them."""
+        named: list[tuple[str, str, torch.Tensor]]
         named = [("parameter", name, param) for name, param in self.parameters.items()]
         named += [
             ("buffer", name, tensor)
@@ -77,7 +78,7 @@ def as_modules(model: Any) -> list[torch.nn.Module]:
     Raises:
         WrongTypeError: something else.
     """
-    modules = [model] if isinstance(model, torch.nn.Module) else model
+    modules: Any = [model] if isinstance(model, torch.nn.Module) else model
     if (
         isinstance(modules, (list, tuple))
         and modules
@@ -145,7 +146,7 @@ def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
 
 
 def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
-    if torch.nn.parameter.is_lazy(param):
+    if isinstance(param, torch.nn.parameter.UninitializedParameter):
         return f"`{name}` is a lazy parameter without a shape yet: run one forward first"
     kind = type(param).__name__
     if kind == "DTensor" or type(param.data).__name__ == "DTensor":

@@ -15,15 +15,16 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from lockstep.group import Group, Pending
 from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from lockstep.group import Group, Pending
 
 PLAIN: Final = "plain"
 WEIGHTED: Final = "weighted"
@@ -112,10 +113,12 @@ class Reducer:
         self.contribution = contribution
         # Small enough that sums over a thousand ranks are exact in float32.
         contribution.check = self._signature * 256 + self._round % 256
-        self._round += 1
         self._next = 0
         for bucket in self.layout.buckets:
-            bucket.expect()
+            bucket.is_launched = False
+            bucket.pending = None
+            if bucket is not self.layout.buckets[-1]:
+                bucket.expect()
 
     def arrive(self, slot: Slot) -> None:
         """A gradient is there; send what is complete and in turn.
@@ -200,6 +203,7 @@ class Reducer:
             bucket.pending.wait()
             bucket.pending = None
         self._next = 0
+        self._round += 1
         with torch.no_grad():
             return self._deliver(must_read or self._must_read())
 
@@ -209,21 +213,22 @@ class Reducer:
             self._put_back()
             return sums
         self._divide(sums)
-        flags = self._flags()
         earlier = self.contribution.aside
-        for slot, used in zip(self.layout.slots, flags, strict=True):
-            if used:
-                if slot.param.grad is not slot.view:
-                    slot.param.grad = slot.view
-            else:
-                slot.param.grad = earlier.get(slot)
-        # A rank that brings nothing cannot know whether its peers' sum already holds what was
-        # reduced before: that of plain backwards does, a weighted one does not.
-        if earlier and (sums is None or sums.weighted):
-            for slot, used in zip(self.layout.slots, flags, strict=True):
-                if used and slot in earlier and slot.view is not None:
-                    slot.view.add_(earlier[slot])
+        if earlier or not self.used_all():
+            self._place(self._flags(), earlier, add=sums is None or bool(sums.weighted))
         return sums
+
+    def _place(self, flags: list[bool], earlier: dict[Slot, torch.Tensor], *, add: bool) -> None:
+        for slot, used in zip(self.layout.slots, flags, strict=True):
+            if not used:
+                slot.param.grad = earlier.get(slot)
+                continue
+            # A rank that brings nothing cannot know beforehand whether its peers' sum already
+            # holds what was reduced before: that of plain backwards does, a weighted one not.
+            if add and slot in earlier:
+                cast("torch.Tensor", slot.view).add_(earlier[slot])
+            if slot.param.grad is not slot.view:
+                slot.param.grad = slot.view
 
     @property
     def reads_are_free(self) -> bool:

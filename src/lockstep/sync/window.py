@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import MixedWeightsError, WeightError
-from lockstep.sync.buckets import Slot, Sums
+import torch
+
+from lockstep.errors import ConfigurationError, MixedWeightsError, WeightError
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution
+
+if TYPE_CHECKING:
+    from lockstep.sync.buckets import Slot, Sums
 
 
 def checked_weight(weight: Any, where: str) -> float:
@@ -37,6 +41,37 @@ def checked_weight(weight: Any, where: str) -> float:
         got=repr(weight),
         fix="gradients.backward(loss, weight=len(batch)), or the number of tokens",
     )
+
+
+def weighted_root(
+    loss: torch.Tensor, given: torch.Tensor | None, scale: float, where: str
+) -> tuple[float, torch.Tensor]:
+    """The gradient to start backward with.
+
+    Args:
+        loss: the root.
+        given: the user's own ``gradient=``.
+        scale: weight / unit.
+        where: for the error.
+
+    Returns:
+        The scale as the root's dtype can hold it, and the gradient. The rounded scale is what
+        the gradients will carry, so it is also what they must be divided by.
+
+    Raises:
+        ConfigurationError: the loss is not a scalar and `given` is None.
+    """
+    carried = float(torch.tensor(scale, dtype=loss.dtype).item())
+    if given is not None:
+        return carried, given * carried
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            "the loss is not a scalar",
+            where=where,
+            got=f"shape {tuple(loss.shape)}",
+            fix="reduce it to its mean, or pass gradient=",
+        )
+    return carried, torch.full_like(loss, carried)
 
 
 class Units:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep import checkpoint
 from lockstep.engine import Resources, open_engine
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.trainer.callbacks import Callback
+
+
+_NOT_YET: Final = frozenset({"predict", "status", "verify"})
 
 
 class TorchTrainer:
@@ -177,7 +180,7 @@ class TorchTrainer:
         reduce_results: bool = True,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
-        dataset: None = None,
+        dataset: Any = None,
     ) -> Any:
         """One pass over the training data, or `num_steps` global batches.
 
@@ -189,7 +192,7 @@ class TorchTrainer:
             reduce_results: False for a list with each worker's own results, by rank.
             max_retries: accepted for RaySGD's sake; a worker's death is an error as yet.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
-            dataset: not in this version; register loaders in `setup`.
+            dataset: a Ray dataset; not in this version.
 
         Returns:
             ``num_samples``, ``epoch`` (passes begun), ``batch_count`` (global batches), and
@@ -198,7 +201,7 @@ class TorchTrainer:
         if dataset is not None:
             raise NotAvailableError(
                 "train(dataset=...) is not in this version",
-                fix="self.register_data(train_loader=...) inside setup",
+                fix="register a loader in setup: self.register_data(train_loader=...)",
             )
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
@@ -410,6 +413,11 @@ class TorchTrainer:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown(force=error is not None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_YET:
+            raise AttributeError(f"TorchTrainer has no {name} in this version of lockstep")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _tell(self, event: str, *results: dict[str, Any]) -> None:
         for callback in self._callbacks:

@@ -15,7 +15,7 @@ from lockstep.operator.staging import Part, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
     from lockstep.data import Step
     from lockstep.operator import TrainingOperator
@@ -33,7 +33,7 @@ class StepSource(Protocol):
     @property
     def steps_per_epoch(self) -> int | None: ...
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]: ...
+    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
 
     def close(self) -> None: ...
 
@@ -50,12 +50,23 @@ class Cursor:
         self.source = source
         self.epoch = 0
         self.step = 0
-        self._steps: Iterator[Step] | None = None
+        self._steps: Generator[Step, None, None] | None = None
         self._ahead: Step | None = None
 
     def move_to(self, epoch: int, step: int) -> None:
+        self._abandon()
         self.epoch, self.step = epoch, step
-        self._steps = self._ahead = None
+
+    def close(self) -> None:
+        """End the loader's worker processes."""
+        self._abandon()
+        self.source.close()
+
+    def _abandon(self) -> None:
+        steps, self._steps, self._ahead = self._steps, None, None
+        if steps is not None:
+            # Closing the generator ends the loader's processes now, not at some collection.
+            steps.close()
 
     def take(self) -> Step | None:
         """The step at the position; None at the end of the epoch."""
@@ -77,11 +88,6 @@ class Cursor:
 
     def commit(self) -> None:
         self.step += 1
-
-    def close(self) -> None:
-        """End the iteration, and worker processes that the loader keeps."""
-        self._steps = self._ahead = None
-        self.source.close()
 
     @property
     def at_epoch_start(self) -> bool:

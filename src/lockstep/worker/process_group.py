@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
         rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
-    with _on_loopback(rendezvous.one_node):
-        if dist.is_initialized():
+    if dist.is_initialized():
+        with _gloo_on_loopback(rendezvous.one_node):
             return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    with _gloo_on_loopback(rendezvous.one_node):
         dist.init_process_group(
             rendezvous.backend,
             store=store,
@@ -66,22 +67,24 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+    return dist.group.WORLD
 
 
 @contextmanager
-def _on_loopback(wanted: bool) -> Iterator[None]:
-    """gloo reads its interface from the environment; rank 0 may live in the user's process."""
-    if not wanted or sys.platform != "linux" or _INTERFACE in os.environ:
+def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
+    """Gloo would look up the host's name and listen on whatever address it finds.
+
+    The variable is put back: rank 0 may live in the user's own process.
+    """
+    before = os.environ.get(_GLOO_INTERFACE)
+    if not one_node or before is not None or sys.platform != "linux":
         yield
         return
-    os.environ[_INTERFACE] = "lo"
+    os.environ[_GLOO_INTERFACE] = "lo"
     try:
         yield
     finally:
-        del os.environ[_INTERFACE]
+        del os.environ[_GLOO_INTERFACE]
 
 
 def leave_group(group: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ from lockstep.data import ShardedLoader, Unsharded, check_agreement
 from lockstep.errors import DataOrderError, NotShardableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from lockstep.data import Placement, Step
     from lockstep.group import Group
@@ -27,7 +27,7 @@ class AgreedSource:
     def steps_per_epoch(self) -> int | None:
         return self._loader.steps_per_epoch
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
+    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
         return self._loader.batches(epoch, start_step)
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class OwnSource:
     def steps_per_epoch(self) -> int | None:
         return self._loader.steps_per_epoch if self._steps is None else self._steps
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
+    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
         return self._loader.batches(epoch, start_step, num_steps=self._steps)
 
     def close(self) -> None:

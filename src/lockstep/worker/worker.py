@@ -132,6 +132,8 @@ class Worker:
         )
         for purpose, loader in operator._loaders.items():
             if loader is not None:
+                if purpose in self._cursors:
+                    self._cursors[purpose].close()
                 source = open_source(operator, loader, placement, purpose)
                 self._cursors[purpose] = Cursor(source)
 

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-from sharing import by_shard, placements, plain, samples, share_out
 from torch.utils.data import DataLoader
 
 from lockstep.data import Placement, ShardedLoader, split_batch_size
 from lockstep.errors import ConfigurationError
+from sharing import by_shard, placements, plain, samples, share_out
 
 SIZES = [1, 2, 5, 10, 37]
 SHARDS = [1, 2, 3, 4, 7]

@@ -6,11 +6,11 @@ import multiprocessing
 
 import pytest
 import torch
-from sharing import plain
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import Placement, ShardedLoader
 from lockstep.errors import ConfigurationError
+from sharing import plain
 
 PLACEMENT = Placement(2, range(2), 0)
 

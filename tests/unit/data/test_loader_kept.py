@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from sharing import by_shard, plain, samples, share_out
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +20,7 @@ from torch.utils.data import (
 from lockstep.data import Placement, ShardedLoader
 from lockstep.data.isolation import Isolation, held_generators
 from lockstep.errors import NotShardableError
+from sharing import by_shard, plain, samples, share_out
 
 ALONE = Placement(1, range(1), 0)
 REPLACED = {"dataset", "batch_sampler", "collate_fn", "_dataset_kind", "_iterator"}

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from sharing import by_shard, plain, share_out
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.data import Placement, ShardedLoader
@@ -20,6 +19,7 @@ from lockstep.data.fetch import (
     may_draw,
 )
 from lockstep.randomness import RandomState
+from sharing import by_shard, plain, share_out
 
 
 class Noisy(Dataset):

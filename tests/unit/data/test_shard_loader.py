@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from sharing import plain
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data import RankLoader, shard_loader
 from lockstep.errors import CheckpointError, NotShardableError
+from sharing import plain
 
 
 class Ranks:

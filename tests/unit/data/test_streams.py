@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from sharing import by_shard, placements, plain, samples, share_out
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lockstep.data import Placement, ShardedLoader, check_agreement, shard_loader
 from lockstep.errors import DataOrderError, NotShardableError, WrongTypeError
+from sharing import by_shard, placements, plain, samples, share_out
 
 ALONE = Placement(1, range(1), 0)
 

@@ -3,11 +3,11 @@
 
 import pytest
 import torch
-from sharing import plain
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.data import Placement, Unsharded
 from lockstep.errors import NotShardableError, WrongTypeError
+from sharing import plain
 
 SECOND = Placement(2, range(1, 2), 0)
 

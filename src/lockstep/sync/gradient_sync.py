@@ -17,28 +17,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep import reduction
 from lockstep.errors import (
     ConfigurationError,
     GradientNotReducedError,
     NotAvailableError,
-    WeightError,
 )
 from lockstep.group import Group, resolve_group
 from lockstep.sync import guard
 from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
-from lockstep.sync.faults import raise_alone, raise_together
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
 from lockstep.sync.inventory import agree, as_modules, take_inventory
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.window import Units, Window, checked_weight, mixed_weights
+from lockstep.sync.verdict import Unread, is_out_of_step, judge
+from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch
     from torch.utils.hooks import RemovableHandle
 
 _BUFFER_WAYS = ("after_backward", "manual")
@@ -60,6 +58,7 @@ class GradientSync:
         bucket_cap_mb: float = 25,
         broadcast: bool = True,
         buffers: str = "after_backward",
+        owns_group: bool = False,
     ) -> None:
         if buffers not in _BUFFER_WAYS or not bucket_cap_mb > 0:
             raise ConfigurationError(
@@ -74,6 +73,7 @@ class GradientSync:
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers])
         self._group: Group | None = group
+        self._owns_group = owns_group
         self._buffers = list(found.buffers.values())
         self._syncs_buffers = buffers == "after_backward"
         self._slots = [
@@ -93,7 +93,7 @@ class GradientSync:
         self._delivered: float | None = None
         self._units = Units()
         self._window = Window()
-        self._unread: _Unread | None = None
+        self._unread: Unread | None = None
         self._is_broken = False
         self._signature = found.signature()
         self._build([slot for slot in self._slots if slot.param.requires_grad])
@@ -129,12 +129,16 @@ class GradientSync:
             PeerLostError: another rank went away.
         """
         scale: float | None = None
-        if weight is not None:
+        if weight is None:
+            self._open_window(PLAIN)
+        else:
             weight = checked_weight(weight, self.place)
-        self._open_window(PLAIN if weight is None else WEIGHTED)
-        if weight is not None:
-            scale = self._scale_root(loss, weight, backward_kwargs)
-        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)  # type: ignore[no-untyped-call]
+            given = backward_kwargs.get("gradient")
+            scale, root = weighted_root(loss, given, weight / self._unit(WEIGHTED), self.place)
+            backward_kwargs["gradient"] = root
+            self._open_window(WEIGHTED)
+            self._window.weight += scale
+        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
 
     def set_delivered_weight(self, weight: float | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next.
@@ -186,6 +190,7 @@ class GradientSync:
         Raises:
             PeerLostError: another rank went away.
         """
+        self._attached()
         self._settle()
         if self._window.kind is None:
             self._window.aside = self._reducer.set_aside()
@@ -212,6 +217,9 @@ class GradientSync:
         self._handles = []
         self._reducer.close()
         self._reset()
+        if self._owns_group:
+            # An exception's frames may keep the handle alive; it must not keep the sockets.
+            self._group.close()
         self._group = None
         self._unread = None
         guard.release(self, self._slots)
@@ -244,7 +252,7 @@ class GradientSync:
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)
-        handle = param.register_post_accumulate_grad_hook(gradient_arrived)
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(gradient_arrived)
         if frozen:
             param.requires_grad_(False)
         return handle
@@ -266,6 +274,10 @@ class GradientSync:
             if not self._is_paused:
                 call_at_end(self._end_plain)
                 self._begin_round()
+
+    def _unit(self, kind: str) -> float:
+        self._settle()
+        return self._units[kind]
 
     def _end_plain(self) -> None:
         if self._is_open:
@@ -290,22 +302,6 @@ class GradientSync:
             self._window.enter(kind, self.place)
             if is_first:
                 self._window.aside = self._reducer.set_aside()
-
-
-    def _scale_root(self, loss: torch.Tensor, weight: float, kwargs: dict[str, Any]) -> float:
-        """Put the weight on the root; return what the root really carries, in its dtype."""
-        scale = torch.tensor(weight / self._units[WEIGHTED], dtype=loss.dtype).item()
-        given = kwargs.get("gradient")
-        if given is None and loss.numel() != 1:
-            raise ConfigurationError(
-                "the loss is not a scalar",
-                where=self.place,
-                got=f"shape {tuple(loss.shape)}",
-                fix="reduce it to its mean, or pass gradient=",
-            )
-        kwargs["gradient"] = torch.full_like(loss, scale) if given is None else given * scale
-        self._window.weight += scale
-        return float(scale)
 
     def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
@@ -367,39 +363,16 @@ class GradientSync:
             self.broadcast_buffers()
         # Refusals last: every rank has made the same calls by now, and can go on.
         if sums is None:
-            self._unread = _Unread(self._reducer.layout.sums_on_device, contribution)
+            self._unread = Unread(self._reducer.layout.sums_on_device, contribution)
         else:
             self._judge(sums, contribution)
         if sums is None or sums.plain + sums.weighted:
             self._note_round(used_all)
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
-        if sums.check != mine.check * self._attached().size:
-            self._is_broken = True
-            raise GradientNotReducedError(
-                "the ranks reduced different rounds together",
-                where=self.place,
-                expected=f"every rank in round {mine.check}",
-                got=f"a mean of {sums.check / self._attached().size}",
-                cause="one rank ran more backwards than another, or models in another order",
-                fix="hand all models of a backward to one replicate([...]); a rank with nothing to "
-                "run calls reduce_pending()",
-            )
-        if sums.faults and self._reducer.reads_are_free:
-            raise_together(self._attached(), mine.faults)
-        if sums.faults:
-            raise_alone(self.place, mine.faults)
-        if sums.plain and sums.weighted:
-            raise mixed_weights(
-                self.place, f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
-            )
-        if sums.plain + sums.weighted and not sums.weight > 0.0:
-            raise WeightError(
-                "the weights of all ranks add up to zero",
-                where=self.place,
-                got=f"{sums.weight}",
-                fix="skip a step for which no rank has a sample",
-            )
+        group = self._attached()
+        self._is_broken = is_out_of_step(sums, mine, group)
+        judge(sums, mine, group, together=self._reducer.reads_are_free)
         self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
@@ -479,21 +452,6 @@ class GradientSync:
         return [tensor for tensor in tensors if tensor is not None]
 
 
-class _Unread:
-    """Sums on their way to the host. Reading them later costs no wait in the normal case."""
-
-    def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
-        self.contribution = contribution
-        self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-        self._host.copy_(sums, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record(torch.cuda.current_stream(sums.device))
-
-    def read(self) -> Sums:
-        self._arrived.synchronize()
-        return Sums(*self._host.tolist())
-
-
 def replicate(
     model: Any,
     *,
@@ -537,4 +495,5 @@ def replicate(
         bucket_cap_mb=bucket_cap_mb,
         broadcast=broadcast,
         buffers=buffers,
+        owns_group=not isinstance(group, Group),
     )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process around one worker. Light to import: importing torch is most of a launch."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+import ray
+from lockstep.engine.base import COLLECTIVE_METHODS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lockstep.worker import Outcome, Worker
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Imports make objects by the hundred thousand and no garbage.
+
+    Measured: importing torch and its compiler front end (which every optimizer imports)
+    takes a sixth less without the collector going through them again and again. What they
+    made lives as long as the process, so later collections need not look at it either.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+class WorkerActor:
+    """Answers with an `Outcome`, never with an exception. `progress` has a lane of its own."""
+
+    def __init__(self, spec: bytes, rank: int, local_rank: int) -> None:
+        with _no_collections():
+            for module in ("torch._dynamo", "lockstep.worker"):
+                import_module(module)
+        self._spec = spec
+        self._rank = rank
+        self._local_rank = local_rank
+        self._worker: Worker | None = None
+
+    def __repr__(self) -> str:
+        # Ray puts this before every line that the process prints.
+        return f"rank {self._rank}"
+
+    def perform(self, method: str, arguments: bytes) -> Outcome:
+        return _perform(self, method, arguments)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> dict[str, Any]:
+        return {} if self._worker is None else self._worker.progress()
+
+
+def _perform(actor: Any, method: str, arguments: bytes) -> Outcome:
+    from lockstep.engine.travel import pickled
+    from lockstep.worker import Outcome, Worker, failure
+
+    try:
+        if actor._worker is None:
+            actor._worker = Worker(_loaded(actor._spec), actor._rank, actor._local_rank)
+        value = getattr(actor._worker, method)(*cloudpickle.loads(arguments))
+        # Pickled here, so that a result that cannot travel is an error of this call.
+        return Outcome(actor._rank, pickled(value, "what the worker returned"))
+    except BaseException as error:
+        # The peers wait for this rank in a collective: closing the sockets frees them.
+        if method in COLLECTIVE_METHODS and actor._worker is not None:
+            actor._worker.leave()
+        return failure(actor._rank, error)
+
+
+def _loaded(spec: bytes) -> Any:
+    try:
+        return cloudpickle.loads(spec)
+    except ModuleNotFoundError as error:
+        error.add_note(
+            f"the operator comes from a module that the workers cannot import ({error.name}): put"
+            " it beside the program, install it, set PYTHONPATH, or send it along with"
+            " ray.init(runtime_env={'working_dir': '.'}) before the trainer"
+        )
+        raise
+
+
+# Any: Ray's annotations do not know concurrency groups.
+_make_actor: Any = ray.remote
+RemoteWorker = _make_actor(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(
+    WorkerActor
+)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sums of a round say: whether the gradients may be used.
+
+What one rank has to refuse is raised on every rank, with the same words. A rank that raised
+alone would leave its peers waiting. So it sends zeros and a count in the tail, and when all
+have seen the count, they exchange what it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.errors import (
+    GradientNotReducedError,
+    LockstepError,
+    SparseGradientError,
+    WeightError,
+)
+from lockstep.sync.buckets import Sums
+from lockstep.sync.window import mixed_weights
+
+if TYPE_CHECKING:
+    from lockstep.group import Group
+    from lockstep.sync.reducer import Contribution
+
+Faults = list[dict[str, Any]]
+
+
+class Unread:
+    """Sums on their way to the host. Reading them later costs no wait in the normal case."""
+
+    def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
+        self.contribution = contribution
+        self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        self._host.copy_(sums, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(sums.device))
+
+    def read(self) -> Sums:
+        """Wait until they have arrived."""
+        self._arrived.synchronize()
+        return Sums(*self._host.tolist())
+
+
+def is_out_of_step(sums: Sums, mine: Contribution, group: Group) -> bool:
+    """Did the ranks take different rounds for the same one?"""
+    return sums.check != mine.check * group.size
+
+
+def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> None:
+    """Raise if the gradients of this round must not be used.
+
+    Args:
+        sums: of the round.
+        mine: what this rank brought.
+        group: the ranks.
+        together: all ranks read the sums of this round now, so that they can exchange.
+
+    Collective:
+        With faults, and `together`: two all-gathers on every rank.
+
+    Raises:
+        GradientNotReducedError: the ranks are out of step.
+        MixedWeightsError: some ranks brought weighted gradients, others plain ones.
+        SparseGradientError: and others, see `raise_together`.
+        WeightError: the weights add up to zero.
+    """
+    place = f"rank {group.rank} of {group.size}"
+    if is_out_of_step(sums, mine, group):
+        raise GradientNotReducedError(
+            "the ranks reduced different rounds together",
+            where=place,
+            expected=f"every rank in round {mine.check}",
+            got=f"a mean of {sums.check / group.size}",
+            cause="one rank ran more backwards than another, or models in another order",
+            fix="hand all models of a backward to one replicate([...]); a rank with nothing to "
+            "run calls reduce_pending()",
+        )
+    if sums.faults and together:
+        raise_together(group, mine.faults)
+    if sums.faults:
+        raise_alone(place, mine.faults)
+    if sums.plain and sums.weighted:
+        got = f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
+        raise mixed_weights(place, got)
+    if sums.plain + sums.weighted and not sums.weight > 0.0:
+        raise WeightError(
+            "the weights of all ranks add up to zero",
+            where=place,
+            got=f"{sums.weight}",
+            fix="skip a step for which no rank has a sample",
+        )
+
+
+def raise_together(group: Group, mine: Faults) -> None:
+    """Exchange the faults and raise the first one, by rank.
+
+    Collective:
+        Every rank of the round, because every rank has read the same count. Two all-gathers.
+
+    Raises:
+        SparseGradientError, MixedWeightsError, GradientNotReducedError: what it was.
+    """
+    everyone: list[Faults] = group.exchange(mine)
+    ranks = [rank for rank, faults in enumerate(everyone) if faults]
+    raise _as_error(everyone[ranks[0]][0], f"rank {', '.join(map(str, ranks))} of {group.size}")
+
+
+def raise_alone(place: str, mine: Faults) -> None:
+    """Raise without an exchange, where the ranks do not read the count at the same time.
+
+    Raises:
+        SparseGradientError, MixedWeightsError, GradientNotReducedError: this rank's, if any.
+    """
+    if mine:
+        raise _as_error(mine[0], place)
+    raise GradientNotReducedError(
+        "another rank refused the last reduction",
+        where=place,
+        fix="look for the first failure among the other ranks",
+    )
+
+
+def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
+    names = ", ".join(f"`{name}`" for name in fault["names"])
+    if fault["kind"] == "sparse":
+        return SparseGradientError(
+            "a sparse gradient cannot travel in a flat bucket",
+            where=where,
+            got=names,
+            cause="nn.Embedding(sparse=True) or a sparse tensor in the graph",
+            fix="use sparse=False, or mark the parameter: lockstep.local(parameter)",
+        )
+    if fault["kind"] == "changed":
+        return mixed_weights(where, f"the delivered weight changed from {fault['names'][0]}")
+    return GradientNotReducedError(
+        "a gradient arrived after its bucket had left",
+        where=where,
+        got=names,
+        cause="reentrant checkpointing runs backward through this parameter more than once, "
+        "and did not in the first step",
+        fix="use torch.utils.checkpoint(..., use_reentrant=False)",
+    )

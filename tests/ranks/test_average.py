@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`average_gradients`: once, by hand, whatever each rank has."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness import assert_equal_on_all_ranks, assert_same, gradients, reset, rows, run_ranks
+from lockstep.errors import (
+    ConfigurationError,
+    ReplicasDifferError,
+    SparseGradientError,
+    WeightError,
+)
+from lockstep.sync import average_gradients, replicate
+
+X = rows(9, 4, seed=1)
+
+
+def experts():
+    return reset(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)]), seed=5)
+
+
+@pytest.mark.parametrize("counts", [(9,), (5, 4), (9, 0), (2, 3, 4), (0, 4, 4, 1)])
+def test_the_weighted_mean_whatever_each_rank_used(counts):
+    replicas = [experts() for _ in counts]
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+
+    def loss(model, part, total):
+        # Rows go to the first or second expert by their number; the third is never used.
+        for number, row in enumerate(part, start=total):
+            yield model[number % 2 if number < 4 else 1](row).square().sum()
+
+    def body(group):
+        model = replicas[group.rank]
+        start, count = starts[group.rank], counts[group.rank]
+        if count:
+            (sum(loss(model, X[start : start + count], start)) / count).backward()
+        average_gradients(model, weight=count, group=group)
+        return gradients(model)
+
+    true = experts()
+    (sum(loss(true, X, 0)) / len(X)).backward()
+    results = run_ranks(len(counts), body)
+    assert_same(results[0], gradients(true))
+    assert_equal_on_all_ranks(results)
+
+
+def test_different_gradients_of_equal_shape_are_not_averaged_with_each_other():
+    replicas = [experts() for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        model[group.rank](X).square().mean().backward()
+        average_gradients(model, group=group)
+        return gradients(model)
+
+    true = experts()
+    ((true[0](X).square().mean() + true[1](X).square().mean()) / 2).backward()
+    for got in run_ranks(2, body):
+        assert_same(got, gradients(true))
+
+
+def test_refusals():
+    sparse = nn.Embedding(3, 2, sparse=True)
+    replicas = [[experts(), nn.Embedding(3, 2)], [experts(), sparse]]
+
+    def body(group):
+        model, table = replicas[group.rank]
+        with pytest.raises(WeightError, match="add up to zero"):
+            average_gradients(model, weight=0, group=group)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(SparseGradientError, match=r"rank 1 of 2(.|\n)*`weight`"):
+            average_gradients(table, group=group)
+        with pytest.raises(ReplicasDifferError, match="rank 1 against rank 0"):
+            average_gradients(nn.Linear(2, 2 + group.rank), group=group)
+        sync = replicate(model, group=group)
+        with pytest.raises(ConfigurationError, match="synchronised already"):
+            average_gradients(model, group=group)
+        sync.detach()
+
+    run_ranks(2, body)
+    with pytest.raises(WeightError, match="LS202"):
+        average_gradients(experts(), weight=-1)
+
+
+def test_a_rank_alone():
+    model = experts()
+    model[0](X).mean().backward()
+    before = gradients(model)
+    average_gradients(model)
+    assert_same(gradients(model), before, tolerance=0.0)

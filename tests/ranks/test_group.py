@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The explicit group: its collectives, a rank alone, and what a lost peer looks like."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import outcomes, run_ranks
+from lockstep import reduction
+from lockstep.errors import PeerLostError
+from lockstep.group import Group, resolve_group
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(size):
+    def body(group):
+        assert (group.size, group.is_alone, group.is_closed) == (size, False, False)
+        total = torch.tensor([group.rank + 1.0])
+        pending = group.all_reduce(total)
+        pending.wait()
+        pending.wait()
+        largest = torch.tensor([group.rank])
+        group.all_reduce(largest, dist.ReduceOp.MAX).wait()
+        source = torch.tensor([group.rank * 10])
+        group.broadcast(source, source=1)
+        rows = group.all_gather(torch.tensor([group.rank, -group.rank]))
+        said = group.exchange({"rank": group.rank, "names": ["ä"] * group.rank})
+        group.barrier()
+        return total.item(), largest.item(), source.item(), torch.stack(rows).tolist(), said
+
+    for total, largest, source, rows, said in run_ranks(size, body):
+        assert total == size * (size + 1) / 2
+        assert largest == size - 1
+        assert source == 10
+        assert rows == [[rank, -rank] for rank in range(size)]
+        assert said == [{"rank": rank, "names": ["ä"] * rank} for rank in range(size)]
+
+
+def test_a_rank_alone_communicates_with_itself():
+    group = resolve_group(None)
+    assert (group.rank, group.size, group.is_alone) == (0, 1, True)
+    value = torch.tensor([3.0])
+    group.all_reduce(value).wait()
+    group.broadcast(value)
+    group.barrier()
+    assert group.all_gather(value) == [value]
+    assert group.exchange([1, "a"]) == [[1, "a"]]
+    assert resolve_group(group) is group
+
+
+def test_a_closed_group_refuses_everything():
+    def body(group):
+        gone = weakref.ref(group._process_group)
+        group.close()
+        group.close()
+        gc.collect()
+        assert gone() is None
+        value = torch.zeros(1)
+        for call in (
+            lambda: group.all_reduce(value),
+            lambda: group.broadcast(value),
+            lambda: group.all_gather(value),
+            lambda: group.exchange(1),
+            group.barrier,
+        ):
+            with pytest.raises(PeerLostError, match="closed"):
+                call()
+
+    run_ranks(2, body)
+    alone = Group(None)
+    alone.close()
+    with pytest.raises(PeerLostError, match="closed"):
+        alone.barrier()
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather", "exchange", "barrier"])
+def test_a_lost_peer_is_a_peer_lost_error(call):
+    def body(group):
+        if group.rank == 1:
+            raise KeyboardInterrupt  # a rank that ends closes its group
+        value = torch.zeros(4)
+        for _ in range(50):
+            if call == "exchange":
+                group.exchange([1])
+            elif call == "barrier":
+                group.barrier()
+            elif call == "broadcast":
+                group.broadcast(value, source=1)
+            elif call == "all_reduce":
+                group.all_reduce(value).wait()
+            else:
+                group.all_gather(value)
+
+    lost, _ = outcomes(2, body)
+    assert isinstance(lost, PeerLostError)
+    assert isinstance(lost.__cause__, RuntimeError)
+    assert "rank 0 of 2" in str(lost)
+
+
+def test_the_active_reduction_nests_and_is_seen_by_autograds_threads():
+    from threading import Thread
+
+    outer, inner = reduction.Reduction(Group(None), 3.0), reduction.Reduction(Group(None))
+    seen = []
+    assert reduction.active() is None
+    with reduction.activate(outer):
+        with reduction.activate(inner):
+            assert reduction.active() is inner
+            thread = Thread(target=lambda: seen.append(reduction.active()))
+            thread.start()
+            thread.join()
+        assert reduction.active() is outer
+    assert reduction.active() is None
+    assert seen == [inner]

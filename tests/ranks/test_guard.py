@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer never steps with gradients of one rank alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness import assert_same, gradients, reset, rows, run_ranks
+from lockstep.errors import GradientNotReducedError, UnknownParameterError
+from lockstep.sync import local, replicate
+
+X = rows(8, 4, seed=1)
+
+
+def replicas_of(count, build=lambda: nn.Linear(4, 3)):
+    return [reset(build(), seed=3) for _ in range(count)]
+
+
+def on_two_ranks(body, build=lambda: nn.Linear(4, 3)):
+    replicas = replicas_of(2, build)
+
+    def one(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group)
+        try:
+            return body(group, model, sync)
+        finally:
+            sync.detach()
+
+    return run_ranks(2, one)
+
+
+def test_gradients_assigned_by_hand_are_refused_by_name():
+    def body(group, model, sync):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.weight.detach().clone()
+        found = torch.autograd.grad(model(X).mean(), list(model.parameters()))
+        for param, grad in zip(model.parameters(), found, strict=True):
+            param.grad = grad
+        with pytest.raises(GradientNotReducedError, match=r"rank \d of 2, step 0(.|\n)*`weight`"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+
+    on_two_ranks(body)
+
+
+def test_by_hand_is_refused_although_another_model_was_reduced():
+    def body(group, model, sync):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0](X).mean().backward()
+        model[1].weight.grad = torch.ones_like(model[1].weight)
+        with pytest.raises(GradientNotReducedError, match=r"`1\.weight`"):
+            optimizer.step()
+
+    on_two_ranks(body, lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+
+
+def test_only_no_sync_backwards_are_refused():
+    def body(group, model, sync):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sync.no_sync():
+            model(X).mean().backward()
+        with pytest.raises(GradientNotReducedError, match="no_sync"):
+            optimizer.step()
+
+    on_two_ranks(body)
+
+
+def test_the_same_gradients_are_not_stepped_with_twice():
+    def body(group, model, sync):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).mean().backward()
+        optimizer.step()
+        with pytest.raises(GradientNotReducedError, match="step 1"):
+            optimizer.step()
+
+    on_two_ranks(body)
+
+
+def test_what_happens_after_the_reduction_is_the_users_right():
+    def body(group, model, sync):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        for param in model.parameters():
+            param.grad = param.grad * 0.5 + 1.0
+        optimizer.step()
+        optimizer.zero_grad()
+        model(X).mean().backward()
+        for param in model.parameters():
+            param.grad.add_(torch.ones_like(param))
+        optimizer.step()
+
+    on_two_ranks(body)
+
+
+def test_a_rank_without_any_gradient_joins_before_its_step():
+    def body(group, model, sync):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step != 1)
+            if group.rank == 0:
+                sync.backward(model(X).square().mean(), weight=8)
+            optimizer.step()
+        return gradients(model)
+
+    (true,) = replicas_of(1)
+    optimizer = torch.optim.SGD(true.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        true(X).square().mean().backward()
+        optimizer.step()
+    for got in on_two_ranks(body):
+        assert_same(got, gradients(true))
+
+
+def test_closures_are_checked_after_each_evaluation():
+    def body(group, model, sync):
+        mine = X[:4] if group.rank else X[4:]
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(mine).square().mean()
+            loss.backward()
+            whole = loss.detach().clone()
+            group.all_reduce(whole).wait()
+            return whole / 2
+
+        optimizer.step(closure)
+        after = {"weight": model.weight.detach().clone()}
+
+        def by_hand():
+            optimizer.zero_grad()
+            loss = model(mine).square().mean()
+            (model.weight.grad,) = torch.autograd.grad(loss, [model.weight])
+            return loss
+
+        with pytest.raises(GradientNotReducedError):
+            optimizer.step(by_hand)
+        with pytest.raises(GradientNotReducedError):
+            torch.optim.SGD(model.parameters(), lr=0.1).step(closure=by_hand)
+        return after
+
+    (true,) = replicas_of(1)
+    optimizer = torch.optim.LBFGS(true.parameters(), max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = true(X).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    for got in on_two_ranks(body):
+        assert_same(got, {"weight": true.weight.detach()}, tolerance=1e-9)
+
+
+def test_a_parameter_that_nobody_knows_is_refused_and_a_local_one_is_not():
+    def body(group, model, sync):
+        stranger = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
+        (model(X) * stranger).mean().backward()
+        with pytest.raises(UnknownParameterError, match=r"param_groups\[0\]\[2\]"):
+            optimizer.step()
+        mine = local(nn.Parameter(torch.ones(3, dtype=torch.float64) * group.rank))
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        other.add_param_group({"params": [mine]})
+        model.zero_grad()
+        (model(X) * mine).mean().backward()
+        other.step()
+
+    on_two_ranks(body)
+
+
+def test_an_optimizer_that_nobody_synchronises_is_left_alone():
+    def body(group, model, sync):
+        mine = nn.Parameter(torch.ones(3))
+        mine.grad = torch.ones(3)
+        torch.optim.SGD([mine], lr=0.1).step()
+
+    on_two_ranks(body)
+
+
+def test_a_rank_alone_may_assign_by_hand():
+    (model,) = replicas_of(1)
+    sync = replicate(model)
+    model.weight.grad = torch.ones_like(model.weight)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    sync.detach()
+
+
+def test_the_hook_goes_with_the_last_sync():
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = len(hooks)
+    first, second = (replicate(model) for model in replicas_of(2))
+    assert len(hooks) == before + 1
+    first.detach()
+    assert len(hooks) == before + 1
+    second.detach()
+    second.detach()
+    assert len(hooks) == before

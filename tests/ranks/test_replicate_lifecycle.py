@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attach, refuse, fail, let go, attach again."""
+
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from harness import assert_same, gradients, outcomes, reset, ring, rows, run_ranks
+from lockstep.errors import (
+    ConfigurationError,
+    GradientNotReducedError,
+    NotAvailableError,
+    PeerLostError,
+    ReplicasDifferError,
+    WrongTypeError,
+)
+from lockstep.sync import local, replicate
+
+X = rows(8, 4, seed=1)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def test_everything_starts_as_on_rank_0():
+    def build(rank):
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        model.register_buffer("flag", torch.tensor([True, False]))
+        model.register_buffer("nothing", None)
+        reset(model, seed=rank)
+        model.flag.fill_(bool(rank == 0))
+        model.mine = local(nn.Parameter(torch.full((2,), float(rank))))
+        return model
+
+    replicas = [build(rank) for rank in range(3)]
+
+    def body(group):
+        sync = replicate(replicas[group.rank], group=group, bucket_cap_mb=1e-5)
+        sync.detach()
+        return replicas[group.rank].state_dict()
+
+    first, *others = run_ranks(3, body)
+    expected = build(0).state_dict()
+    for rank, state in enumerate((first, *others)):
+        for name, value in expected.items():
+            mine = torch.full((2,), float(rank))
+            assert torch.equal(state[name], mine if name == "mine" else value), name
+
+
+def test_broadcast_false_leaves_values_alone():
+    replicas = [reset(mlp(), seed=rank) for rank in range(2)]
+
+    def body(group):
+        before = replicas[group.rank][0].weight.detach().clone()
+        replicate(replicas[group.rank], group=group, broadcast=False).detach()
+        return torch.equal(before, replicas[group.rank][0].weight)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+DIFFERENT = {
+    "shape": (lambda: nn.Linear(4, 3), lambda: nn.Linear(4, 2), r"`weight` \(3, 4\)"),
+    "dtype": (lambda: nn.Linear(4, 3), lambda: nn.Linear(4, 3).double(), "float64"),
+    "count": (lambda: nn.Linear(4, 3), lambda: nn.Linear(4, 3, bias=False), "nothing more"),
+    "frozen": (lambda: nn.Linear(4, 3), lambda: nn.Linear(4, 3).requires_grad_(False), "frozen"),
+    "strides": (
+        lambda: nn.Conv2d(2, 2, 2),
+        lambda: nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last),
+        "strides",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_models_are_refused_on_every_rank_before_any_payload(case):
+    build, other, text = DIFFERENT[case]
+    replicas = [build(), other(), build()]
+    before = [[p.detach().clone() for p in model.parameters()] for model in replicas]
+
+    def body(group):
+        with pytest.raises(ReplicasDifferError, match=rf"rank 1 against rank 0(.|\n)*{text}"):
+            replicate(replicas[group.rank], group=group)
+
+    run_ranks(3, body)
+    for model, values in zip(replicas, before, strict=True):
+        assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+
+
+def test_refusals_at_attach():
+    model = mlp()
+    sync = replicate(model)
+    with pytest.raises(ConfigurationError, match=r"`0\.weight` is synchronised already"):
+        replicate(model)
+    with pytest.raises(ConfigurationError, match="synchronised already"):
+        replicate([nn.Linear(2, 2), model[2]])
+    sync.detach()
+    with pytest.raises(WrongTypeError, match=r"got +int"):
+        replicate(3)
+    with pytest.raises(WrongTypeError, match=r"`0\.weight` is a lazy parameter"):
+        replicate(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(ConfigurationError, match="buffers"):
+        replicate(model, buffers="sometimes")
+    with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
+        replicate(model, bucket_cap_mb=0)
+    with pytest.raises(WrongTypeError, match="local"):
+        local(3)
+    replicate(model).detach()
+
+
+def test_buffers_follow_rank_0_after_a_backward_or_by_hand():
+    def build():
+        return reset(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), seed=1)
+
+    replicas = [build() for _ in range(2)]
+
+    def body(group, way):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group, buffers=way)
+        mine = X[:4] if group.rank == 0 else X[4:]
+        model(mine).square().mean().backward()
+        after = model[1].running_mean.clone()
+        sync.broadcast_buffers()
+        by_hand = model[1].running_mean.clone()
+        count = int(model[1].num_batches_tracked)
+        sync.detach()
+        return after, by_hand, count
+
+    (zero, _, count), (one, _, _) = run_ranks(2, lambda group: body(group, "after_backward"))
+    assert torch.equal(zero, one)
+    assert count == 1
+    (zero, _, _), (one, by_hand, _) = run_ranks(2, lambda group: body(group, "manual"))
+    assert not torch.equal(zero, one)
+    assert torch.equal(zero, by_hand)
+
+
+def test_detach_leaves_plain_gradients_and_no_hooks():
+    model = reset(mlp(), seed=1)
+    sync = replicate(model)
+    sync.backward(model(X).square().mean(), weight=8)
+    before = gradients(model)
+    sync.detach()
+    sync.detach()
+    assert_same(gradients(model), before, tolerance=0.0)
+    storages = {param.grad.untyped_storage().data_ptr() for param in model.parameters()}
+    assert len(storages) == 4
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    with pytest.raises(NotAvailableError, match="detached"):
+        sync.backward(model(X).mean())
+    with pytest.raises(NotAvailableError, match="detached"):
+        sync.reduce_pending()
+
+
+class _Boom(Exception):
+    """The user's own."""
+
+
+class _Raise(torch.autograd.Function):
+    """Goes off in backward, in the middle of the model."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise _Boom
+
+
+@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_raises_in_backward_frees_the_others_and_all_start_again(size, driven):
+    replicas = [reset(mlp(), seed=2) for _ in range(size)]
+    again, met = ring(size), threading.Barrier(size)
+    kept: list[BaseException] = []
+    groups: list[weakref.ref] = []
+
+    def loss_of(model, mine, fails):
+        hidden = model[0](mine)
+        return model[2](_Raise.apply(hidden) if fails else hidden).square().sum(1).mean()
+
+    def body(group):
+        model = replicas[group.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sync = replicate(model, group=group, bucket_cap_mb=1e-4)
+        # Of the process group itself: sockets close when it is gone, whatever else lives on.
+        groups.append(weakref.ref(group._process_group))
+        mine = X[group.rank :: size]
+
+        def step(sync, fails):
+            optimizer.zero_grad()
+            loss = loss_of(model, mine, fails)
+            if driven:
+                sync.backward(loss, weight=len(mine))
+            else:
+                sync.set_delivered_weight(len(mine))
+                loss.backward()
+            optimizer.step()
+
+        step(sync, fails=False)
+        step(sync, fails=False)
+        began = time.monotonic()
+        try:
+            step(sync, fails=group.rank == 1)
+        except (PeerLostError, _Boom) as error:
+            kept.append(error)
+            ended = type(error)
+        waited = time.monotonic() - began
+        sync.detach()
+        group.close()
+        met.wait()
+
+        second = again(group.rank)
+        sync = replicate(model, group=second, broadcast=False)
+        step(sync, fails=False)
+        sync.detach()
+        second.close()
+        return ended, waited, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    results = run_ranks(size, body)
+    for rank, (ended, waited, _) in enumerate(results):
+        assert ended is (_Boom if rank == 1 else PeerLostError)
+        assert waited < 5.0
+    # The exceptions, and so their tracebacks, are still alive; the process groups are not.
+    assert len(kept) == size
+    assert [reference() for reference in groups] == [None] * size
+
+    true = reset(mlp(), seed=2)
+    optimizer = torch.optim.SGD(true.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(true, X, False).backward()
+        optimizer.step()
+    expected = {name: p.detach() for name, p in true.named_parameters()}
+    for _, _, after in results:
+        assert_same(after, expected)
+
+
+def test_a_caught_failure_in_mid_backward_is_not_trained_over():
+    replicas = [reset(mlp(), seed=2) for _ in range(2)]
+    failed = threading.Event()
+
+    def body(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group, bucket_cap_mb=1e-4)
+        model(X).square().mean().backward()  # the first backward does not overlap
+        if group.rank == 0:
+            try:
+                model(X).square().mean().backward()
+            finally:
+                failed.wait()
+        try:
+            with pytest.raises(_Boom):
+                model[2](_Raise.apply(model[0](X))).square().mean().backward()
+            model.zero_grad()
+            with pytest.raises(GradientNotReducedError, match="failed after part"):
+                model(X).square().mean().backward()
+            with pytest.raises(GradientNotReducedError, match="failed after part"):
+                sync.backward(model(X).mean(), weight=1)
+        finally:
+            failed.set()
+        sync.detach()
+        replicate(model).detach()
+
+    lost, refused = outcomes(2, body)
+    assert isinstance(lost, PeerLostError)
+    assert refused is None
+
+
+def test_a_caught_failure_before_anything_was_sent_is_nothing():
+    replicas = [reset(mlp(), seed=2) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group)
+        for driven in (False, True):
+            if group.rank == 1:
+                loss = model[2](_Raise.apply(model[0](X))).square().mean()
+                backward = sync.backward if driven else torch.Tensor.backward
+                with pytest.raises(_Boom):
+                    backward(loss)
+            model.zero_grad()
+            model(X).square().mean().backward()
+        sync.detach()
+        return gradients(model)
+
+    true = reset(mlp(), seed=2)
+    true(X).square().mean().backward()
+    for got in run_ranks(2, body):
+        assert_same(got, gradients(true))
