@@ -95,11 +95,11 @@ class Worker:
             spec.initialization_hook()
         if rendezvous is not None:
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
-        self._operator = self._build_operator(device)
+        self._build_operator(device)
         loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
         return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
-    def _build_operator(self, device: torch.device) -> TrainingOperator:
+    def _build_operator(self, device: torch.device) -> None:
         spec = self.spec
         shards = shards_of(self.rank, spec.num_workers, spec.num_shards)
         setting = Setting(
@@ -119,11 +119,12 @@ class Worker:
             bucket_cap_mb=spec.bucket_cap_mb,
         )
         operator = spec.operator_cls(config_for(spec.config, spec.num_shards, shards[0]), setting)
+        # Known before `setup` may fail, so that what it registered is let go of.
+        self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
             operator.setup(operator.config)
         registered(operator)
         self._open_loaders(operator)
-        return operator
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()

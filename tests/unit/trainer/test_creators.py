@@ -148,6 +148,22 @@ def test_around_a_model_of_ones_own_that_then_holds_the_trained_state():
         assert one.train()["batch_count"] == 4
 
 
+def test_a_setup_that_fails_lets_go_of_the_model():
+    model = linear()
+
+    class Broken(TrainingOperator):
+        def register_data(self, **loaders):
+            raise LookupError("no data")
+
+    given = {"optimizer": sgd(model), "criterion": nn.MSELoss(), "train_loader": loader()}
+    with pytest.raises(LookupError, match="no data") as caught:
+        trainer(Broken.from_model(model, **given))
+    with trainer(TrainingOperator.from_model(model, **given)) as one:
+        one.train()
+        assert same(weights(model), by_hand(4))
+    del caught
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "named"),
     [
