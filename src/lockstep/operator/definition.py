@@ -43,7 +43,10 @@ class TrainingOperator:
     Attributes:
         joint_loss: the loss communicates between workers (gathers, batch statistics), so all
             the shards of a worker go through as one batch.
-        loss_reduction: "mean" if the loss is a mean over the batch, "sum" if it is a sum.
+        loss_reduction: "mean" if the loss is a mean over the batch; "sum" if it is a sum, and
+            the objective is the sum over the global batch: gradients are added, not averaged.
+            The default loops then report the sum divided by the samples, which does not
+            depend on how a batch was cut.
         global_step: optimizer steps (global batches) committed since the run began.
         timers: a `TimerCollection`, recording while `profile=True`.
     """
@@ -202,6 +205,7 @@ class TrainingOperator:
             # The default step knows when a step's last forward is over, and that a shard
             # starts from the committed buffers; for other loops, backward's end is the moment.
             buffers="after_backward" if own_loop else "manual",
+            averages=self.loss_reduction == "mean",
         )
         given = [models, optimizers]
         given += [item for item in (criterion, schedulers) if item is not None]
@@ -214,6 +218,8 @@ class TrainingOperator:
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Backpropagate `loss`, the mean over `weight` samples (or tokens, or any count).
 
+        With ``loss_reduction="sum"`` it is their sum, which needs no weight and takes none.
+
         Args:
             loss: scalar.
             weight: how much this loss counts against the other workers' losses; the number
@@ -221,11 +227,17 @@ class TrainingOperator:
 
         Gradient:
             After the last backward of the step (see `no_sync`): the sum of weight times
-            gradient over all workers, divided by the sum of the weights.
+            gradient over all workers, divided by the sum of the weights; or the plain sum.
 
         Collective:
             Every worker calls it equally often, unless under `no_sync`.
         """
+        if weight is not None and self.loss_reduction == "sum":
+            raise ConfigurationError(
+                "a loss that is a sum has no weight",
+                got=f"weight={weight!r}",
+                fix="self.backward(loss), or return means and leave loss_reduction out",
+            )
         loops.backward(self, loss, weight)
 
     def no_sync(self) -> AbstractContextManager[Any]:

@@ -154,7 +154,13 @@ def _train_part(
         else:
             with operator.no_sync():
                 backward(operator, scaled, part.num_samples)
-    return {"train_loss": loss.detach(), **metrics}
+    return {"train_loss": _reported(operator, loss, part), **metrics}
+
+
+def _reported(operator: TrainingOperator, loss: torch.Tensor, part: Part) -> torch.Tensor:
+    """The loss per sample: sums over parts of different size are not comparable."""
+    per_sample = operator.loss_reduction == "mean" or part.borrowed
+    return loss.detach() if per_sample else loss.detach() / part.num_samples
 
 
 def _loss_and_metrics(
@@ -246,5 +252,5 @@ def validate_batch(
             else:
                 loss, output, target = default_loss(operator, moved)
                 metrics = class_accuracy(output, target)
-        results.append(({"val_loss": loss.detach(), **metrics}, part.num_samples))
+        results.append(({"val_loss": _reported(operator, loss, part), **metrics}, part.num_samples))
     return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}

@@ -79,6 +79,7 @@ def assemble(
     criterion: Any,
     schedulers: Any,
     buffers: str,
+    averages: bool,
 ) -> Registered:
     """Check, move to the device, and attach gradient synchronisation.
 
@@ -106,6 +107,7 @@ def assemble(
                 setting.group,
                 bucket_cap_mb=setting.bucket_cap_mb,
                 buffers=buffers,
+                averages=averages,
             )
     return registered
 
