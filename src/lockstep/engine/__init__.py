@@ -47,7 +47,7 @@ def open_engine(
         with no_collections():
             from lockstep.engine.ray import RayEngine
     except ModuleNotFoundError as error:
-        if error.name != "ray":
+        if (error.name or "").split(".")[0] != "ray":
             raise
         raise NotAvailableError(
             "several workers need Ray, which is not installed",

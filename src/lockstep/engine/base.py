@@ -21,6 +21,8 @@ class Engine(Protocol):
 
     num_workers: int
     ended: BaseException | None
+    started: list[dict[str, Any]]
+    """What each worker's `start` returned, by rank."""
 
     def call(
         self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None

@@ -23,7 +23,7 @@ class InlineEngine:
         self.num_workers = 1
         self.ended: BaseException | None = None
         self._worker = Worker(spec, rank=0, local_rank=0)
-        self._run("start", None)
+        self.started = [self._run("start", None)]
 
     def call(
         self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None

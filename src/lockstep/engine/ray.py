@@ -46,6 +46,7 @@ class RayEngine:
     def __init__(self, spec: WorkerSpec, resources: Resources, *, use_local: bool) -> None:
         self.num_workers = spec.num_workers
         self.ended: BaseException | None = None
+        self.started: list[dict[str, Any]] = []
         self._local: Worker | None = None
         self._actors: dict[int, Any] = {}
         self._pids: list[int] = []
@@ -67,12 +68,12 @@ class RayEngine:
                 one_node=one_node,
                 timeout_s=resources.timeout_s,
             )
-            started = self.call("start", rendezvous if spec.num_workers > 1 else None)
+            self.started = self.call("start", rendezvous if spec.num_workers > 1 else None)
         except BaseException as error:
             self.ended = self.ended or error
             self.close(force=True)
             raise
-        self._pids = [info["pid"] for info in started[len(started) - len(self._actors) :]]
+        self._pids = [self.started[rank]["pid"] for rank in self._actors]
         self._one_node = one_node
 
     def _reserve(

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.registration import as_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -108,8 +107,17 @@ def from_model(
     trained state is loaded back into `model`, `optimizer` and `criterion`: what you handed
     in is what you look at.
     """
-    as_list(model, nn.Module, "models")
-    as_list(optimizer, torch.optim.Optimizer, "optimizers")
+    for name, given, kind in (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+    ):
+        if not isinstance(given, kind):
+            raise WrongTypeError(
+                f"from_model takes one {name}, an instance",
+                expected=f"a torch {kind.__name__}",
+                got=f"{type(given).__name__}: {given!r:.80}",
+                fix="for several, write a TrainingOperator and register lists in setup",
+            )
 
     class ModelOperator(base):  # type: ignore[valid-type, misc]
         def setup(self, config: Any) -> None:

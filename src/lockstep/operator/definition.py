@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.metrics import AverageMeterCollection, TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.precision import Precision
@@ -43,13 +43,16 @@ class TrainingOperator:
     Attributes:
         joint_loss: the loss communicates between workers (gathers, batch statistics), so all
             the shards of a worker go through as one batch.
-        loss_reduction: "mean" if the loss is a mean over the batch, "sum" if it is a sum.
+        loss_reduction: "mean" if the loss is a mean over the batch; "sum" if it is a sum, and
+            the objective is the sum over the global batch: gradients are added, not averaged.
+            The default loops then report the sum divided by the samples, which does not
+            depend on how a batch was cut.
         global_step: optimizer steps (global batches) committed since the run began.
         timers: a `TimerCollection`, recording while `profile=True`.
     """
 
     joint_loss: ClassVar[bool] = False
-    loss_reduction: ClassVar[str] = "mean"
+    loss_reduction: str = "mean"
 
     def __init__(self, config: Mapping[str, Any], setting: Setting | None = None) -> None:
         self._config = dict(config) if type(config) is dict else config
@@ -62,11 +65,13 @@ class TrainingOperator:
         self.timers.disable()
         self.global_step = 0
         self._committed = 0
+        self._ran_our_epoch = False
         self._begin_call()
 
     def _begin_call(self) -> None:
         """A new `train` or `validate`: its metrics start from nothing."""
         self._meters = AverageMeterCollection()
+        self._summary: dict[str, Any] | None = None
         self._latest: dict[str, Any] = {}
 
     # ---------------------------------------------------------------- what the user overrides
@@ -141,6 +146,7 @@ class TrainingOperator:
         criterion: Any = None,
         schedulers: Any = None,
         ddp_args: dict[str, Any] | None = None,
+        loss_reduction: str | None = None,
     ) -> tuple[Any, ...]:
         """Hand over models, optimizers, criterion and schedulers; call it once, in `setup`.
 
@@ -155,6 +161,7 @@ class TrainingOperator:
             schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
                 `scheduler_step_freq`.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
+            loss_reduction: "mean" or "sum"; the class's `loss_reduction` if None.
 
         Returns:
             ``(models, optimizers[, criterion][, schedulers])``, each in the shape given.
@@ -182,6 +189,12 @@ class TrainingOperator:
                 got=f"ddp_args={ddp_args!r}",
                 fix="leave them out",
             )
+        if loss_reduction is not None:
+            self.loss_reduction = loss_reduction
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ConfigurationError(
+                "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
+            )
         own_loop = self._brings("train_batch") or self._brings("train_epoch")
         self._registered = assemble(
             self._setting,
@@ -192,6 +205,7 @@ class TrainingOperator:
             # The default step knows when a step's last forward is over, and that a shard
             # starts from the committed buffers; for other loops, backward's end is the moment.
             buffers="after_backward" if own_loop else "manual",
+            averages=self.loss_reduction == "mean",
         )
         given = [models, optimizers]
         given += [item for item in (criterion, schedulers) if item is not None]
@@ -204,6 +218,8 @@ class TrainingOperator:
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Backpropagate `loss`, the mean over `weight` samples (or tokens, or any count).
 
+        With ``loss_reduction="sum"`` it is their sum, which needs no weight and takes none.
+
         Args:
             loss: scalar.
             weight: how much this loss counts against the other workers' losses; the number
@@ -211,11 +227,17 @@ class TrainingOperator:
 
         Gradient:
             After the last backward of the step (see `no_sync`): the sum of weight times
-            gradient over all workers, divided by the sum of the weights.
+            gradient over all workers, divided by the sum of the weights; or the plain sum.
 
         Collective:
             Every worker calls it equally often, unless under `no_sync`.
         """
+        if weight is not None and self.loss_reduction == "sum":
+            raise ConfigurationError(
+                "a loss that is a sum has no weight",
+                got=f"weight={weight!r}",
+                fix="self.backward(loss), or return means and leave loss_reduction out",
+            )
         loops.backward(self, loss, weight)
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -291,6 +313,16 @@ class TrainingOperator:
         return creators.from_creators(
             cls, model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator
         )
+
+    @classmethod
+    def from_ptl(cls, *args: Any, **kwargs: Any) -> type[TrainingOperator]:
+        """Not in this version: an operator class around a LightningModule."""
+        raise NotAvailableError(
+            "operators from LightningModules are not in this version",
+            fix="write a TrainingOperator: compute_loss is your training_step",
+        )
+
+    from_lightning = from_ptl
 
     @classmethod
     def from_model(

@@ -16,6 +16,7 @@ import torch
 from lockstep.data.structure import leading_length
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
+from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, weighted_mean
 from lockstep.operator.committed import CommittedBuffers
 from lockstep.operator.registration import Registered, step_schedulers
@@ -24,7 +25,6 @@ from lockstep.operator.staging import Part, ShardedBatch, to_device
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lockstep.metrics import AverageMeterCollection
     from lockstep.operator import TrainingOperator
 
 
@@ -52,17 +52,27 @@ def the_only(operator: TrainingOperator, attribute: str, items: list[Any]) -> An
     return found
 
 
-class EpochMetrics(dict[str, Any]):
-    """The summary that the default loops return, with the sums that it was made from.
+class _Recorder:
+    """Metrics of one pass, for who called the loop, and of the whole call, for the driver.
 
-    A mean of means is wrong on uneven shards, so workers send sums; users who call
-    ``super().train_epoch(...)`` get, and may extend, a plain dict.
+    A mean of means is wrong on uneven shards, so workers send sums. A call may touch several
+    epochs, and the user's own `train_epoch` around ours gets each pass's summary, as a plain
+    dict to extend; what it leaves as it is the driver takes from the sums.
     """
 
-    def __init__(self, meters: AverageMeterCollection) -> None:
-        self.summary = meters.summary()
-        self.sums = meters.state()
-        super().__init__(self.summary)
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+        self._pass = AverageMeterCollection()
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        samples = counted(self._operator, metrics)
+        self._pass.update(metrics, n=samples)
+        self._operator._meters.update(metrics, n=samples)
+
+    def summary(self) -> dict[str, Any]:
+        summary = self._pass.summary()
+        self._operator._summary = dict(summary)
+        return summary
 
 
 # ------------------------------------------------------------------------------- training
@@ -73,17 +83,17 @@ def train_epoch(
 ) -> dict[str, Any]:
     parts = registered(operator)
     parts.set_training(True)
-    # One collection for the whole call: with `num_steps` it may span several epochs.
-    meters = operator._meters
+    operator._ran_our_epoch = True
+    recorder = _Recorder(operator)
     with operator.timers.record("train_epoch"):
         for batch_idx, batch in enumerate(iterator):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             metrics = operator.train_batch(batch, batch_info)
             if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH:
                 step_schedulers(parts.schedulers)
-            meters.update(metrics, n=counted(operator, metrics))
+            recorder.add(metrics)
             operator._latest = metrics
-    return EpochMetrics(meters)
+    return recorder.summary()
 
 
 def counted(operator: TrainingOperator, metrics: Mapping[str, Any]) -> int:
@@ -123,8 +133,11 @@ def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
     delivered = operator._delivered
     if delivered is not None and delivered.batch is batch:
         return (delivered,)
-    seed = 0 if delivered is None else delivered.seed
-    return (Part(batch, leading_length(batch), seed),)
+    if delivered is None:
+        return (Part(batch, leading_length(batch), seed=0),)
+    # A copy of a borrowed batch (moved, augmented, cut) is as little our own as the batch.
+    samples = 0 if delivered.borrowed else leading_length(batch)
+    return (Part(batch, samples, delivered.seed),)
 
 
 def _train_part(
@@ -141,7 +154,13 @@ def _train_part(
         else:
             with operator.no_sync():
                 backward(operator, scaled, part.num_samples)
-    return {"train_loss": loss.detach(), **metrics}
+    return {"train_loss": _reported(operator, loss, part), **metrics}
+
+
+def _reported(operator: TrainingOperator, loss: torch.Tensor, part: Part) -> torch.Tensor:
+    """The loss per sample: sums over parts of different size are not comparable."""
+    per_sample = operator.loss_reduction == "mean" or part.borrowed
+    return loss.detach() if per_sample else loss.detach() / part.num_samples
 
 
 def _loss_and_metrics(
@@ -210,12 +229,12 @@ def validate(
     operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
     registered(operator).set_training(False)
-    meters = operator._meters
+    recorder = _Recorder(operator)
     with torch.no_grad(), operator.timers.record("validation"):
         for batch_idx, batch in enumerate(iterator):
             metrics = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
-            meters.update(metrics, n=counted(operator, metrics))
-    return EpochMetrics(meters)
+            recorder.add(metrics)
+    return recorder.summary()
 
 
 def validate_batch(
@@ -233,5 +252,5 @@ def validate_batch(
             else:
                 loss, output, target = default_loss(operator, moved)
                 metrics = class_accuracy(output, target)
-        results.append(({"val_loss": loss.detach(), **metrics}, part.num_samples))
+        results.append(({"val_loss": _reported(operator, loss, part), **metrics}, part.num_samples))
     return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
@@ -29,6 +30,13 @@ class Registered:
     criterion: Any
     models_given_alone: bool
     sync: GradientSync | None
+
+    def plain_models(self) -> list[nn.Module]:
+        """The models without a wrapper of the user's own (``wrap_ddp=False``)."""
+        return [
+            model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+            for model in self.models
+        ]
 
     def modules(self) -> list[nn.Module]:
         """The models, and the criterion where it is a module (it may hold parameters)."""
@@ -71,6 +79,7 @@ def assemble(
     criterion: Any,
     schedulers: Any,
     buffers: str,
+    averages: bool,
 ) -> Registered:
     """Check, move to the device, and attach gradient synchronisation.
 
@@ -98,6 +107,7 @@ def assemble(
                 setting.group,
                 bucket_cap_mb=setting.bucket_cap_mb,
                 buffers=buffers,
+                averages=averages,
             )
     return registered
 

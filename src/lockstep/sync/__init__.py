@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.sync.attach import replicate as replicate
 from lockstep.sync.average import average_gradients as average_gradients
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
-from lockstep.sync.gradient_sync import replicate as replicate
 from lockstep.sync.ownership import is_local as is_local
 from lockstep.sync.ownership import local as local
 

@@ -23,12 +23,12 @@ from lockstep.errors import (
     GradientNotReducedError,
     NotAvailableError,
 )
-from lockstep.group import Group, resolve_group
 from lockstep.sync import guard
 from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
+from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, as_modules, take_inventory
+from lockstep.sync.inventory import agree, take_inventory
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
 from lockstep.sync.verdict import Unread, is_out_of_step, judge
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
@@ -39,11 +39,18 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
+    from lockstep.group import Group
+
 _BUFFER_WAYS = ("after_backward", "manual")
 
 
 class GradientSync:
     """The N gradients of some modules become one. Made by `replicate`.
+
+    With ``averages=False`` the losses are sums over their batches: the gradients are added and
+    not divided, and of a weight only its being zero or not matters. What earlier rounds left
+    must then stay out of a plain backward's sum, so it is taken away before the first gradient
+    is accumulated, where averaging can leave it in (the mean of equal things is that thing).
 
     Attributes:
         rounds: how many reductions there have been.
@@ -59,6 +66,7 @@ class GradientSync:
         broadcast: bool = True,
         buffers: str = "after_backward",
         owns_group: bool = False,
+        averages: bool = True,
     ) -> None:
         if buffers not in _BUFFER_WAYS or not bucket_cap_mb > 0:
             raise ConfigurationError(
@@ -71,7 +79,8 @@ class GradientSync:
         self.rounds = 0
         self.full_round = 0
         self._cap_bytes = int(bucket_cap_mb * 2**20)
-        agree(group, found, [self._cap_bytes, buffers])
+        agree(group, found, [self._cap_bytes, buffers, averages])
+        self._averages = averages
         self._group: Group | None = group
         self._owns_group = owns_group
         self._buffers = list(found.buffers.values())
@@ -97,7 +106,7 @@ class GradientSync:
         self._is_broken = False
         self._signature = found.signature()
         self._build([slot for slot in self._slots if slot.param.requires_grad])
-        self._handles = [self._hook(slot) for slot in self._slots]
+        self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
         guard.protect(self, self._slots)
 
     # ------------------------------------------------------------------ for users
@@ -134,7 +143,8 @@ class GradientSync:
         else:
             weight = checked_weight(weight, self.place)
             given = backward_kwargs.get("gradient")
-            scale, root = weighted_root(loss, given, weight / self._unit(WEIGHTED), self.place)
+            share = weight / self._unit(WEIGHTED) if self._averages else float(weight > 0)
+            scale, root = weighted_root(loss, given, share, self.place)
             backward_kwargs["gradient"] = root
             self._open_window(WEIGHTED)
             self._window.weight += scale
@@ -238,8 +248,12 @@ class GradientSync:
 
     # ------------------------------------------------------------------ hooks
 
-    def _hook(self, slot: Slot) -> RemovableHandle:
+    def _hook(self, slot: Slot) -> list[RemovableHandle]:
         tasks = self._tasks
+
+        def gradient_comes(_: object) -> None:
+            if current_task() not in tasks:
+                self._enter_task()
 
         def gradient_arrived(_: torch.Tensor) -> None:
             if current_task() not in tasks:
@@ -247,15 +261,8 @@ class GradientSync:
             if self._arrive is not None:
                 self._arrive(slot)
 
-        # A frozen parameter cannot take a hook, but keeps one: it may be unfrozen later.
-        param = slot.param
-        frozen = not param.requires_grad
-        if frozen:
-            param.requires_grad_(True)
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(gradient_arrived)
-        if frozen:
-            param.requires_grad_(False)
-        return handle
+        before = None if self._averages else gradient_comes
+        return hook_gradient(slot.param, before, gradient_arrived)
 
     def _enter_task(self) -> None:
         """The first gradient of a run of the engine: of a new backward, or of one inside it."""
@@ -296,12 +303,14 @@ class GradientSync:
             self._reset()  # an earlier backward raised and never ended
             self._attached()
         is_first = self._window.kind is None
-        if kind == PLAIN:
+        if kind == WEIGHTED:
+            self._window.enter(WEIGHTED, self.place)
+        elif self._averages:
             self._window.enter_plain(self._delivered, self.place)
         else:
-            self._window.enter(kind, self.place)
-            if is_first:
-                self._window.aside = self._reducer.set_aside()
+            self._window.enter_sum(self._delivered, self.place)
+        if is_first and self._window.kind == WEIGHTED:
+            self._window.aside = self._reducer.set_aside()
 
     def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
@@ -373,7 +382,8 @@ class GradientSync:
         group = self._attached()
         self._is_broken = is_out_of_step(sums, mine, group)
         judge(sums, mine, group, together=self._reducer.reads_are_free)
-        self._units.learn(sums)
+        if self._averages:
+            self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
         self.rounds += 1
@@ -392,6 +402,7 @@ class GradientSync:
             [slot for slot in self._slots if slot.number in numbers],
             self._attached(),
             self._cap_bytes,
+            divides=self._averages,
         )
         second.start(replace(first, aside={}, thaws=False))
         second.finish()
@@ -400,7 +411,11 @@ class GradientSync:
 
     def _build(self, active: list[Slot]) -> None:
         self._reducer = Reducer(
-            active, self._attached(), self._cap_bytes, signature=self._signature
+            active,
+            self._attached(),
+            self._cap_bytes,
+            signature=self._signature,
+            divides=self._averages,
         )
         members = {slot.number for slot in active}
         self._dormant = [slot for slot in self._slots if slot.number not in members]
@@ -450,50 +465,3 @@ class GradientSync:
     def _buffer_tensors(self) -> list[torch.Tensor]:
         tensors = [place.tensor() for place in self._buffers]
         return [tensor for tensor in tensors if tensor is not None]
-
-
-def replicate(
-    model: Any,
-    *,
-    group: Any = None,
-    bucket_cap_mb: float = 25,
-    broadcast: bool = True,
-    buffers: str = "after_backward",
-) -> GradientSync:
-    """Synchronise the gradients of a model on every rank. The model is not wrapped.
-
-    Args:
-        model: a module, or a sequence of modules that are trained together (several models, a
-            criterion with parameters). Modules that one backward goes through belong in one call.
-        group: a `Group`, a process group, or None for the world group (a rank alone, where
-            none is initialised).
-        bucket_cap_mb: the most that travels in one all-reduce, in MiB.
-        broadcast: start from rank 0's parameters and buffers. False: the ranks' values are
-            left as they are; structures are compared all the same.
-        buffers: "after_backward": rank 0's buffers are broadcast after each synchronised
-            backward; "manual": when `GradientSync.broadcast_buffers` is called.
-
-    Returns:
-        What to call ``backward``, ``no_sync``, ``detach`` on. It need not be kept: the hooks
-        on the parameters hold it.
-
-    Gradient:
-        After each backward outside ``no_sync``: the mean over ranks, or by weights.
-
-    Collective:
-        Every rank. Blocks. Two small all-gathers, then broadcasts.
-
-    Raises:
-        ReplicasDifferError: the ranks' models differ; raised on all before any payload moves.
-        WrongTypeError: not a module, or one with parameters that belong to DDP, FSDP, DTensor.
-        ConfigurationError: a parameter is synchronised already.
-        PeerLostError: another rank went away.
-    """
-    return GradientSync(
-        as_modules(model),
-        resolve_group(group),
-        bucket_cap_mb=bucket_cap_mb,
-        broadcast=broadcast,
-        buffers=buffers,
-        owns_group=not isinstance(group, Group),
-    )

@@ -82,6 +82,7 @@ class Reducer:
         combine: from "bucket full" to "bucket summed"; replaceable, for other orders of
             summation.
         signature: tells the rounds of one model from those of another; below 64.
+        divides: by the weights of all ranks; False leaves the sum.
     """
 
     def __init__(
@@ -91,7 +92,10 @@ class Reducer:
         cap_bytes: int,
         combine: Callable[[Group, Bucket], Pending] = sum_over_ranks,
         signature: int = 0,
+        *,
+        divides: bool = True,
     ) -> None:
+        self._divides = divides
         self.layout = Layout(slots, cap_bytes)
         self._group: Group | None = group
         self._combine = combine
@@ -246,7 +250,7 @@ class Reducer:
         return all(all(bucket.used) for bucket in self.layout.buckets)
 
     def _divide(self, sums: Sums | None) -> None:
-        if sums is not None and sums.weight == 1.0:
+        if not self._divides or (sums is not None and sums.weight == 1.0):
             return
         for bucket in self.layout.buckets:
             if sums is not None:

@@ -131,6 +131,15 @@ class Window:
             # raised: on the other ranks the weights may have stayed the same.
             self.faults.append({"kind": "changed", "names": [f"{self.delivered} to {delivered}"]})
 
+    def enter_sum(self, delivered: float | None, where: str) -> None:
+        """Note a plain backward whose loss is a sum, of a batch that counts unless zero."""
+        counts = None if delivered is None else float(delivered > 0)
+        if self.enter(WEIGHTED, where):
+            self.delivered = counts
+        elif self.delivered != counts:
+            self.faults.append({"kind": "changed", "names": [f"{self.delivered} to {counts}"]})
+        self.weight += 1.0 if counts is None else counts
+
     def contribution(self, units: Units) -> Contribution:
         """What this rank brings to the round that closes the window."""
         if self.kind == WEIGHTED:

@@ -12,6 +12,7 @@ from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeErro
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
+from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +24,13 @@ _NOT_YET: Final = frozenset(
         "checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume",
     }
 )  # fmt: skip
+
+
+class _UnsaidSeed(int):
+    """The default seed, to be told from an explicit 0: a checkpoint replaces only the former."""
+
+
+UNSAID_SEED: Final = _UnsaidSeed(0)
 
 _GONE: Final = {
     "apex_args": "apex is not used any more; write precision='bf16' or precision='fp16'",
@@ -86,7 +94,7 @@ def checked_config(config: Any) -> dict[str, Any]:
     whole = config.get(BATCH_SIZE)
     if whole is not None:
         require(
-            isinstance(whole, int) and not isinstance(whole, bool) and whole >= 1,
+            is_positive_int(whole),
             "config[BATCH_SIZE]",
             whole,
             "the global batch size: a positive int",
@@ -95,11 +103,11 @@ def checked_config(config: Any) -> dict[str, Any]:
 
 
 def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any) -> None:
-    require(_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
-    require(num_cpus > 0, "num_cpus_per_worker", num_cpus, "a positive number of CPUs")
+    require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
+    checked_numbers(num_cpus_per_worker=num_cpus)
     if num_shards is None:
         return
-    require(_positive_int(num_shards), "num_shards", num_shards, "an int, 1 or more")
+    require(is_positive_int(num_shards), "num_shards", num_shards, "an int, 1 or more")
     require(
         num_shards >= num_workers,
         "num_shards",
@@ -109,8 +117,35 @@ def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any) -> None:
     )
 
 
-def _positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_positive_int(value: Any) -> bool:
+    return is_int(value) and value >= 1
+
+
+def checked_numbers(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(number and value > 0, name, value, "a number above zero")
+
+
+def checked_functions(hook: Any, callbacks: Any) -> None:
+    if hook is not None and not callable(hook):
+        raise WrongTypeError(
+            "initialization_hook cannot be called",
+            expected="a function without arguments, called on every worker",
+            got=f"{hook!r:.80}",
+        )
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise WrongTypeError(
+                "callbacks=[...] holds something that is no callback",
+                expected="instances of subclasses of lockstep.Callback",
+                got=f"{callback!r:.80}",
+                fix="callbacks=[MyCallback()]" if inspect.isclass(callback) else None,
+            )
 
 
 def pick_gpu(use_gpu: Any) -> tuple[bool, bool]:

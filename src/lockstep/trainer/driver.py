@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep import checkpoint
@@ -14,13 +15,20 @@ from lockstep.errors import (
     ConfigurationError,
     NotAvailableError,
     TrainerClosedError,
+    WrongTypeError,
 )
 from lockstep.keys import VALID_SCHEDULER_STEP
+from lockstep.operator import TrainingOperator
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
+    UNSAID_SEED,
     checked_config,
+    checked_functions,
+    checked_numbers,
     checked_operator,
     checked_workers,
+    is_int,
+    is_positive_int,
     pick_backend,
     pick_gpu,
     pick_precision,
@@ -31,16 +39,15 @@ from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from torch import nn
 
-    from lockstep.operator import TrainingOperator
     from lockstep.trainer.callbacks import Callback
 
 
-_NOT_YET: Final = frozenset({"as_trainable", "predict", "status", "verify"})
+_NOT_YET: Final = frozenset({"predict", "status", "verify"})
 
 
 class TorchTrainer:
@@ -104,12 +111,11 @@ class TorchTrainer:
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
-        seed: int = 0,
+        seed: int = UNSAID_SEED,
         bucket_cap_mb: float = 25,
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
-        self._ended: BaseException | None = None
         self._engine: Any = None
         refuse_further(further)
         self._operator_cls = checked_operator(training_operator_cls)
@@ -121,18 +127,23 @@ class TorchTrainer:
             scheduler_step_freq,
             '"batch", "epoch", "manual" or None',
         )
-        require(timeout_s > 0, "timeout_s", timeout_s, "a positive number of seconds")
+        checked_numbers(timeout_s=timeout_s, bucket_cap_mb=bucket_cap_mb)
+        require(is_int(seed), "seed", seed, "an int")
+        checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
         name = pick_precision(precision, use_fp16, self._operator_cls)
         self._use_tqdm = use_tqdm
         self._callbacks = tuple(callbacks)
-        self._explicit = {"num_shards": num_shards, "seed": seed or None}
+        self._explicit = {
+            "num_shards": num_shards,
+            "seed": None if seed is UNSAID_SEED else seed,
+        }
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
             num_workers=num_workers,
             num_shards=num_shards or num_workers,
-            seed=seed,
+            seed=int(seed),
             initialization_hook=initialization_hook,
             threads=num_cpus_per_worker if num_workers > 1 else None,
             use_gpu=gpu,
@@ -152,7 +163,13 @@ class TorchTrainer:
         )
         self._use_local = use_local
         self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
-        self._tell("on_start")
+        try:
+            self._tell("on_start")
+        except BaseException:
+            # Nobody gets hold of a trainer whose construction failed.
+            engine, self._engine = self._engine, None
+            engine.close(force=True)
+            raise
 
     # ------------------------------------------------------------------- training, validation
 
@@ -189,7 +206,7 @@ class TorchTrainer:
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
         reduced = results.merged(reports, with_epoch=True, profile=profile)
-        self._tell("on_train_end", dict(reduced))
+        self._tell("on_train_end", reduced)
         if reduce_results:
             return reduced
         return results.one_by_one(reports, with_epoch=True, profile=profile)
@@ -208,7 +225,7 @@ class TorchTrainer:
         """
         reports = self._loop("validation", num_steps, profile, info)
         reduced = results.merged(reports, with_epoch=False, profile=profile)
-        self._tell("on_validate_end", dict(reduced))
+        self._tell("on_validate_end", reduced)
         if reduce_results:
             return reduced
         return results.one_by_one(reports, with_epoch=False, profile=profile)
@@ -216,15 +233,37 @@ class TorchTrainer:
     def _loop(
         self, purpose: str, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None
     ) -> list[Any]:
+        self._check_open()
         require(
-            num_steps is None or (isinstance(num_steps, int) and num_steps > 0),
+            num_steps is None or is_positive_int(num_steps),
             "num_steps",
             num_steps,
             "a positive number of global batches, or None",
         )
+        if not isinstance(info, dict | None):
+            raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
+        self._check_loader(purpose)
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
             return self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+
+    def _check_loader(self, purpose: str) -> None:
+        # Asked here and not of the workers: a failed step ends them, a forgotten loader
+        # should not.
+        cls = self._operator_cls.__name__
+        for rank, worker in enumerate(self._engine.started):
+            if purpose not in worker["loaders"]:
+                raise ConfigurationError(
+                    f"{cls} registered no {purpose} loader",
+                    where=f"rank {rank}",
+                    fix=f"call self.register_data({purpose}_loader=...) inside setup",
+                )
+        if all(worker["loaders"][purpose] == 0 for worker in self._engine.started):
+            raise ConfigurationError(
+                f"the {purpose} loader of {cls} has not one batch",
+                cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
+                fix="drop_last=False, or a smaller batch size",
+            )
 
     @contextlib.contextmanager
     def _bar(
@@ -266,7 +305,8 @@ class TorchTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
         state: dict[str, Any] = self._call_rank(0, "state_dict")
-        if self._spec.num_workers > 1 and state["operator"] is not None:
+        own_state = self._operator_cls.state_dict is not TrainingOperator.state_dict
+        if self._spec.num_workers > 1 and own_state:
             state["operator_by_rank"] = self._call("operator_state")
         return state
 
@@ -281,6 +321,13 @@ class TorchTrainer:
                 than the trainer was explicitly given.
         """
         require(blocking is True, "blocking", blocking, "True")
+        self._check_open()
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                "this is not the state of a trainer",
+                expected="what trainer.state_dict() returned",
+                got=f"{type(state).__name__}: {state!r:.60}",
+            )
         for name, explicit in self._explicit.items():
             if explicit is not None and state.get(name, explicit) != explicit:
                 raise CheckpointError(
@@ -329,6 +376,14 @@ class TorchTrainer:
         """Call ``fn(operator)`` in every worker; results by rank."""
         return self._call("call_with_operator", fn)
 
+    @classmethod
+    def as_trainable(cls, *args: Any, **kwargs: Any) -> Any:
+        """Not in this version: a Ray Tune trainable around a trainer."""
+        raise NotAvailableError(
+            "TorchTrainer.as_trainable is not in this version",
+            fix="give Tune a function that builds a TorchTrainer and reports train()'s result",
+        )
+
     # ---------------------------------------------------------------------------------- ending
 
     def shutdown(self, force: bool = False) -> None:
@@ -337,12 +392,16 @@ class TorchTrainer:
         Args:
             force: kill them instead of letting them close loaders and connections first.
         """
-        engine, self._engine = self._engine, None
+        engine = self._engine
         if engine is None or engine.ended is not None:
+            self._engine = None
             return
-        for callback in self._callbacks:
-            callback.on_shutdown(self)
-        engine.close(force=force)
+        try:
+            # While calls still work: a callback may save.
+            self._tell("on_shutdown")
+        finally:
+            self._engine = None
+            engine.close(force=force)
 
     def __enter__(self) -> TorchTrainer:
         return self
@@ -360,9 +419,10 @@ class TorchTrainer:
             raise AttributeError(f"TorchTrainer has no {name} in this version of lockstep")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _tell(self, event: str, *args: Any) -> None:
+    def _tell(self, event: str, *results: dict[str, Any]) -> None:
         for callback in self._callbacks:
-            getattr(callback, event)(self, *args)
+            # A copy for each: what one takes out of it the next, and the caller, still get.
+            getattr(callback, event)(self, *map(dict, results))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         self._check_open()

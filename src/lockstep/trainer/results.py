@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 def merged(reports: Sequence[Report], *, with_epoch: bool, profile: bool) -> dict[str, Any]:
     """One dict for all workers: every sample counts once, whoever saw it."""
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
+    kept = {key for report in reports for key in _kept(report)}
+    if kept:
+        ours = merge([report.sums for report in reports])
+        result.update({key: value for key, value in ours.items() if key in kept})
     own = [_own_results(report) for report in reports]
-    weights = [float(report.samples) for report in reports]
     if any(own):
-        result.update(merge_user_results(own, weights))
-    sums = [_sums(report) for report in reports]
-    if any(state is not None for state in sums):
-        result.update(merge([state for state in sums if state is not None]))
-    result.setdefault(NUM_SAMPLES, sum(report.samples for report in reports))
+        users = merge_user_results(own, [float(report.samples) for report in reports])
+        if not any(NUM_SAMPLES in each for each in own):
+            del users[NUM_SAMPLES]
+        result.update(users)
     result[BATCH_COUNT] = max(report.steps for report in reports)
     return _finished(result, reports, with_epoch, profile)
 
@@ -36,26 +38,32 @@ def one_by_one(
     return [merged([report], with_epoch=with_epoch, profile=profile) for report in reports]
 
 
-def _sums(report: Report) -> dict[str, Any] | None:
-    """The sums behind the default loops' metrics; cumulative over the call, so the last."""
-    states = [metrics.sums for metrics in report.metrics if hasattr(metrics, "sums")]
-    return states[-1] if states else None
+def _kept(report: Report) -> set[str]:
+    """The metrics of lockstep's own loop that the user's loop around it left as they were."""
+    return {
+        key
+        for metrics, summary in zip(report.metrics, report.summaries, strict=True)
+        for key, value in metrics.items()
+        if summary is not None and key in summary and _same(summary[key], value)
+    }
 
 
 def _own_results(report: Report) -> dict[str, Any]:
-    """What the user's own loop returned, or added to what the default loop did."""
-    passes: list[dict[str, Any]] = []
-    for metrics in report.metrics:
-        from_default = getattr(metrics, "summary", {})
-        passes.append(
-            {
-                key: value
-                for key, value in metrics.items()
-                if key not in from_default or not _same(from_default[key], value)
-            }
-        )
-    weights = [float(samples) for samples in report.samples_by_pass]
-    return merge_user_results(passes, weights) if any(passes) else {}
+    """What the user's own loop returned, or added to what lockstep's loop did."""
+    passes = [
+        {
+            key: value
+            for key, value in metrics.items()
+            if summary is None or key not in summary or not _same(summary[key], value)
+        }
+        for metrics, summary in zip(report.metrics, report.summaries, strict=True)
+    ]
+    if not any(passes):
+        return {}
+    merged = merge_user_results(passes, [float(samples) for samples in report.samples_by_pass])
+    if not any(NUM_SAMPLES in each for each in passes):
+        del merged[NUM_SAMPLES]
+    return merged
 
 
 def _same(before: Any, after: Any) -> bool:

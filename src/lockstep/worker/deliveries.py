@@ -51,6 +51,7 @@ class Cursor:
         self.epoch = 0
         self.step = 0
         self._steps: Generator[Step, None, None] | None = None
+        self._ahead: Step | None = None
 
     def move_to(self, epoch: int, step: int) -> None:
         self._abandon()
@@ -62,16 +63,28 @@ class Cursor:
         self.source.close()
 
     def _abandon(self) -> None:
-        steps, self._steps = self._steps, None
+        steps, self._steps, self._ahead = self._steps, None, None
         if steps is not None:
             # Closing the generator ends the loader's processes now, not at some collection.
             steps.close()
 
     def take(self) -> Step | None:
         """The step at the position; None at the end of the epoch."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return ahead
         if self._steps is None:
             self._steps = self.source.batches(self.epoch, self.step)
         return next(self._steps, None)
+
+    def is_exhausted(self) -> bool:
+        """Nothing is left of the epoch; reads one step ahead if the data has no length."""
+        total = self.source.steps_per_epoch
+        if total is not None:
+            return self.step >= total
+        if self._ahead is None:
+            self._ahead = self.take()
+        return self._ahead is None
 
     def commit(self) -> None:
         self.step += 1
@@ -135,20 +148,20 @@ class Deliveries:
         return left if self._limit is None else min(left, self._limit - self.delivered)
 
     def __next__(self) -> Any:
-        self.commit()
-        if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
-            self._look_for_the_end()
-            raise StopIteration
-        step = self._cursor.take()
-        if step is None:
-            self.epoch_over = True
-            raise StopIteration
-        self._open = sum(part.num_samples for part in step.parts)
-        self.delivered += 1
-        if self._cursor.source.joint and not step.parts:
-            # Nothing of this step is ours, and nobody waits for us (see `borrow`).
-            return next(self)
-        return self._deliver(step)
+        while True:
+            self.commit()
+            if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
+                self._look_for_the_end()
+                raise StopIteration
+            step = self._cursor.take()
+            if step is None:
+                self.epoch_over = True
+                raise StopIteration
+            self._open = sum(part.num_samples for part in step.parts)
+            self.delivered += 1
+            # Without parts nothing of this step is ours, and nobody waits for us (see `borrow`).
+            if step.parts or not self._cursor.source.joint:
+                return self._deliver(step)
 
     def commit(self) -> None:
         """The step in hand has happened."""

@@ -8,6 +8,7 @@ anything is changed, and what fails later is undone from a copy.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
     """A copy, on the CPU, of everything that the operator registered."""
     state: dict[str, Any] = {
-        "models": [_copied(model.state_dict()) for model in run.models],
+        "models": [_copied(model.state_dict()) for model in run.plain_models()],
         "optimizers": [_copied(optimizer.state_dict()) for optimizer in run.optimizers],
         "schedulers": [_copied(scheduler.state_dict()) for scheduler in run.schedulers],
         "criterion": _copied(run.criterion.state_dict())
@@ -42,7 +43,13 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+        copied = OrderedDict((key, _copied(item)) for key, item in value.items())
+        # A module's `state_dict()` carries the versions of its layouts.
+        metadata = getattr(value, "_metadata", None)
+        if metadata is None:
+            return dict(copied)
+        vars(copied)["_metadata"] = copy.deepcopy(metadata)
+        return copied
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
     return copy.deepcopy(value)
@@ -57,11 +64,15 @@ def problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
         ("schedulers", run.schedulers),
     ):
         theirs = state.get(what) or []
-        if len(theirs) != len(mine):
+        if not isinstance(theirs, list | tuple) or any(
+            not isinstance(each, Mapping) for each in theirs
+        ):
+            found.append(f"its {what} are no list of state_dicts")
+        elif len(theirs) != len(mine):
             found.append(f"it holds {len(theirs)} {what}, the operator registered {len(mine)}")
     if found:
         return found
-    for index, (model, saved) in enumerate(zip(run.models, state["models"], strict=True)):
+    for index, (model, saved) in enumerate(zip(run.plain_models(), state["models"], strict=True)):
         found += _module_problems(f"model {index}", model, saved)
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
@@ -70,7 +81,7 @@ def problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
         zip(run.optimizers, state["optimizers"], strict=True)
     ):
         mine_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+        saved_sizes = [len(group["params"]) for group in saved.get("param_groups", [])]
         if mine_sizes != saved_sizes:
             found.append(
                 f"optimizer {index} holds parameter groups of sizes {saved_sizes} there,"
@@ -108,7 +119,7 @@ def check(run: Registered, state: Mapping[str, Any]) -> None:
 
 def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
-    for model, saved in zip(run.models, state["models"], strict=True):
+    for model, saved in zip(run.plain_models(), state["models"], strict=True):
         model.load_state_dict(saved)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
         run.criterion.load_state_dict(state["criterion"])
@@ -129,14 +140,15 @@ def plain_models(run: Registered) -> nn.Module | list[nn.Module]:
     Parameters and buffers are moved before the modules are copied, so that a device that is
     nearly full need not hold a second model.
     """
+    models = run.plain_models()
     copies: list[nn.Module] = []
     memo: dict[int, Any] = {}
-    for model in run.models:
+    for model in models:
         for parameter in model.parameters():
             moved = parameter.detach().to("cpu", copy=True)
             memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-    for model in run.models:
+    for model in models:
         copies.append(copy.deepcopy(model, memo))
     return copies[0] if run.models_given_alone else copies

@@ -13,6 +13,7 @@ from lockstep.data import Placement
 from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
+from lockstep.operator.loops import registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting, shards_of
 from lockstep.randomness import derive_seed, preserved
@@ -40,7 +41,9 @@ class Report:
 
     Attributes:
         metrics: what the operator's loop returned, one entry a pass over (part of) an epoch.
-        samples_by_pass: this worker's samples in each of them.
+        summaries: what lockstep's own loop had returned inside it; None where it did not run.
+        sums: the sums behind the summaries, over the whole call (see `lockstep.metrics.merge`).
+        samples_by_pass: this worker's samples in each pass.
         samples: samples of this worker, each counted once.
         steps: global batches.
         epoch: passes over the data begun, this call's included.
@@ -48,6 +51,8 @@ class Report:
     """
 
     metrics: list[dict[str, Any]]
+    summaries: list[dict[str, Any] | None]
+    sums: dict[str, Any]
     samples_by_pass: list[int]
     samples: int
     steps: int
@@ -70,24 +75,31 @@ class Worker:
         self._cursors: dict[str, Cursor] = {}
         self._before_load: dict[str, Any] | None = None
         self._tally = Tally()
+        self._threads_before: int | None = None
         self.on_commit: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------- life and death
 
     def start(self, rendezvous: Rendezvous | None) -> dict[str, Any]:
-        """Meet the peers, build the operator, run its `setup`; returns pid and device."""
+        """Meet the peers, build the operator, run its `setup`.
+
+        Returns:
+            ``pid``, ``device``, and ``loaders``: steps in an epoch by purpose, None if unknown.
+        """
         spec = self.spec
         if spec.threads is not None:
+            self._threads_before = torch.get_num_threads()
             torch.set_num_threads(spec.threads)
         device = _pick_device(spec.use_gpu, self.local_rank)
         if spec.initialization_hook is not None:
             spec.initialization_hook()
         if rendezvous is not None:
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
-        self._operator = self._build_operator(device)
-        return {"pid": os.getpid(), "device": str(device)}
+        self._build_operator(device)
+        loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
+        return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
-    def _build_operator(self, device: torch.device) -> TrainingOperator:
+    def _build_operator(self, device: torch.device) -> None:
         spec = self.spec
         shards = shards_of(self.rank, spec.num_workers, spec.num_shards)
         setting = Setting(
@@ -107,12 +119,15 @@ class Worker:
             bucket_cap_mb=spec.bucket_cap_mb,
         )
         operator = spec.operator_cls(config_for(spec.config, spec.num_shards, shards[0]), setting)
+        # Known before `setup` may fail, so that what it registered is let go of.
+        self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
             operator.setup(operator.config)
+        registered(operator)
         self._open_loaders(operator)
-        return operator
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
+        self._close_loaders()
         placement = Placement(
             operator._setting.num_shards, operator._setting.shards, operator._setting.seed
         )
@@ -122,6 +137,11 @@ class Worker:
                     self._cursors[purpose].close()
                 source = open_source(operator, loader, placement, purpose)
                 self._cursors[purpose] = Cursor(source)
+
+    def _close_loaders(self) -> None:
+        for cursor in self._cursors.values():
+            cursor.close()
+        self._cursors.clear()
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
@@ -135,27 +155,22 @@ class Worker:
 
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
-        for cursor in self._cursors.values():
-            cursor.close()
-        self._cursors.clear()
+        self._close_loaders()
         self.leave()
         self._operator = None
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
 
     # ------------------------------------------------------------------- training, validation
 
     def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
         operator, cursor = self.operator, self._cursor("train")
         full_info = self._info(info, num_steps, cursor)
-        own_loop = operator._brings("train_epoch")
 
         def one_pass(deliveries: Deliveries) -> dict[str, Any]:
             full_info["epoch_idx"] = cursor.epoch
-            result = operator.train_epoch(deliveries, full_info)
-            deliveries.commit()
-            epoch_freq = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-            if deliveries.epoch_over and epoch_freq and not own_loop:
-                step_schedulers(self.run.schedulers)
-            return result
+            return operator.train_epoch(deliveries, full_info)
 
         return self._passes("train", cursor, num_steps, profile, one_pass)
 
@@ -182,25 +197,49 @@ class Worker:
         self._tally = tally = Tally(on_commit=self.on_commit)
         operator._begin_call()
         metrics: list[dict[str, Any]] = []
+        summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
         with preserved():
             while True:
+                if not cursor.at_epoch_start and cursor.is_exhausted():
+                    self._end_epoch(cursor, purpose)
                 if cursor.at_epoch_start:
                     self._agree(cursor)
+                operator._summary = None
                 left = None if num_steps is None else num_steps - tally.steps
                 deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
                 metrics.append(_checked_metrics(one_pass(deliveries), operator, purpose))
                 deliveries.commit()
+                summaries.append(operator._summary)
                 samples_by_pass.append(tally.samples - sum(samples_by_pass))
                 epoch = max(epoch, cursor.epochs_entered)
                 if deliveries.epoch_over:
-                    cursor.finish_epoch()
+                    self._end_epoch(cursor, purpose)
                 finished = num_steps is None or tally.steps >= num_steps
                 if finished or not deliveries.epoch_over or deliveries.delivered == 0:
                     break
         timers = operator.timers.stats() if profile else {}
-        return Report(metrics, samples_by_pass, tally.samples, tally.steps, epoch, timers)
+        return Report(
+            metrics=metrics,
+            summaries=summaries,
+            sums=operator._meters.state(),
+            samples_by_pass=samples_by_pass,
+            samples=tally.samples,
+            steps=tally.steps,
+            epoch=epoch,
+            timers=timers,
+        )
+
+    def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
+        """Also where an epoch of unknown length turns out to have ended with the last call."""
+        operator = self.operator
+        wanted = purpose == "train" and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+        # A loop of the user's own steps them itself, unless it ran ours.
+        if wanted and (operator._ran_our_epoch or not operator._brings("train_epoch")):
+            step_schedulers(self.run.schedulers)
+        operator._ran_our_epoch = False
+        cursor.finish_epoch()
 
     def _agree(self, cursor: Cursor) -> None:
         """Once an epoch: every rank is about to read the same data in the same order."""
@@ -319,20 +358,9 @@ class Worker:
 
     @property
     def run(self) -> Registered:
-        if self.operator._registered is None:
-            raise ConfigurationError(
-                f"{type(self.operator).__name__}.setup registered no model",
-                fix="call self.register(models=..., optimizers=...) inside setup",
-            )
-        return self.operator._registered
+        return registered(self.operator)
 
     def _cursor(self, purpose: str) -> Cursor:
-        _ = self.run
-        if purpose not in self._cursors:
-            raise ConfigurationError(
-                f"{type(self.operator).__name__} registered no {purpose} loader",
-                fix=f"call self.register_data({purpose}_loader=...) inside setup",
-            )
         return self._cursors[purpose]
 
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys and the values that `train` and `validate` return."""
+
+import math
+
+import pytest
+import torch
+from tests.unit.trainer.programs import SAMPLES, Regression, linear, problem, sgd, trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TrainingOperator
+
+TRAIN_KEYS = {"num_samples", "epoch", "batch_count", "train_loss", "last_train_loss"}
+VALIDATE_KEYS = {"num_samples", "batch_count", "val_loss", "last_val_loss"}
+ACCURACY_KEYS = {"val_accuracy", "last_val_accuracy"}
+
+
+def test_the_keys_of_a_regression():
+    with trainer() as one:
+        assert one.train().keys() == TRAIN_KEYS
+        assert one.validate().keys() == VALIDATE_KEYS
+
+
+def test_profile_adds_the_seconds_of_each_phase():
+    with trainer() as one:
+        train, validate = one.train(profile=True), one.validate(profile=True)
+        assert train["profile"].keys() == {
+            "mean_fwd_s", "mean_grad_s", "mean_apply_s", "mean_train_epoch_s",
+        }  # fmt: skip
+        assert validate["profile"].keys() == {"mean_eval_fwd_s", "mean_validation_s"}
+        assert all(0 < seconds < 10 for seconds in train["profile"].values())
+        assert one.train().keys() == TRAIN_KEYS
+
+
+def test_own_timers_are_profiled():
+    class Timed(Regression):
+        def compute_loss(self, batch, batch_info):
+            with self.timers.record("mine"):
+                return super().compute_loss(batch, batch_info)
+
+    with trainer(Timed) as one:
+        assert one.train(profile=True)["profile"]["mean_mine_s"] > 0
+        assert "profile" not in one.train()
+
+
+def test_results_of_each_worker():
+    with trainer() as one:
+        whole = one.validate()
+        assert one.validate(reduce_results=False) == [whole]
+        (train,) = one.train(reduce_results=False)
+        assert train.keys() == TRAIN_KEYS
+
+
+def test_the_loss_is_the_mean_over_samples():
+    features, target = problem()
+    expected = nn.functional.mse_loss(linear()(features), target).item()
+    with trainer() as one:
+        result = one.validate()
+    assert result["val_loss"] == pytest.approx(expected, rel=1e-12)
+    assert (result["num_samples"], result["batch_count"]) == (SAMPLES, 4)
+
+
+def test_nan_stays_nan():
+    class Broken(Regression):
+        def compute_loss(self, batch, batch_info):
+            loss = super().compute_loss(batch, batch_info)
+            return loss, {"odd": math.nan if batch_info["batch_idx"] == 1 else 1.0}
+
+    with trainer(Broken) as one:
+        result = one.train()
+    assert math.isnan(result["odd"])
+    assert result["last_odd"] == 1.0
+
+
+def classes(output_width, target):
+    class Classes(TrainingOperator):
+        def setup(self, config):
+            model = nn.Linear(3, output_width, dtype=torch.float64)
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=sgd(model), criterion=self.loss
+            )
+            data = TensorDataset(problem()[0], target)
+            self.register_data(
+                train_loader=DataLoader(data, 6), validation_loader=DataLoader(data, 6)
+            )
+
+        @staticmethod
+        def loss(output, target):
+            return output.square().mean()
+
+    return Classes
+
+
+def test_accuracy_for_class_targets():
+    target = torch.arange(SAMPLES) % 3
+    with trainer(classes(3, target)) as one:
+        result = one.validate()
+        model = one.get_model()
+    assert result.keys() == VALIDATE_KEYS | ACCURACY_KEYS
+    hits = (model(problem()[0]).argmax(dim=1) == target).double()
+    assert result["val_accuracy"] == pytest.approx(hits.mean().item(), abs=1e-12)
+    assert result["last_val_accuracy"] == pytest.approx(hits[18:].mean().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("width", "target"),
+    [
+        (1, torch.zeros(SAMPLES, 1, dtype=torch.float64)),
+        (1, torch.zeros(SAMPLES, 1, dtype=torch.long)),
+        (2, torch.zeros(SAMPLES, 2, dtype=torch.long)),
+        (2, torch.zeros(SAMPLES)),
+    ],
+)
+def test_no_accuracy_where_targets_are_no_classes(width, target):
+    with trainer(classes(width, target)) as one:
+        assert one.validate().keys() == VALIDATE_KEYS

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run is cut into calls changes nothing: weights, metrics, epochs, schedules."""
+
+import itertools
+
+import pytest
+import torch
+from tests.unit.trainer.programs import (
+    SAMPLES,
+    STEPS_PER_EPOCH,
+    Regression,
+    Streaming,
+    by_hand,
+    same,
+    trainer,
+    weights,
+)
+
+WHOLE = None
+
+
+class Scheduled(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self._registered.schedulers.append(
+            torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+        )
+
+
+class ScheduledStream(Scheduled, Streaming):
+    pass
+
+
+def run(calls, operator=Regression, **arguments):
+    with trainer(operator, **arguments) as one:
+        results = [one.train() if steps is WHOLE else one.train(num_steps=steps) for steps in calls]
+        model = one.get_model()
+        learning_rate = one.get_local_operator().optimizer.param_groups[0]["lr"]
+        state = one.state_dict()
+    return weights(model), results, learning_rate, state
+
+
+@pytest.mark.parametrize("operator", [Regression, Streaming])
+@pytest.mark.parametrize("calls", [[10], [4, 4, 2], [3, 7], [1] * 10, [4, 1, 5], [6, WHOLE, 2]])
+def test_the_cut_of_calls_does_not_change_the_weights(operator, calls):
+    got, results, _, state = run(calls, operator)
+    assert same(got, by_hand(10))
+    assert sum(result["batch_count"] for result in results) == 10
+    assert sum(result["num_samples"] for result in results) == 2 * SAMPLES + 12
+    assert results[-1]["epoch"] == state["epoch"] == 3
+    assert state["global_step"] == 10
+
+
+@pytest.mark.parametrize("operator", [Regression, Streaming])
+def test_shuffled_epochs_do_not_depend_on_the_cut(operator):
+    whole, *_ = run([WHOLE, WHOLE, WHOLE], operator, config={"shuffle": True})
+    cut, *_ = run([5, 2, 5], operator, config={"shuffle": True})
+    assert torch.equal(whole, cut)
+
+
+def test_the_sum_behind_the_metrics_does_not_depend_on_the_cut():
+    _, whole, *_ = run([12])
+    _, cut, *_ = run([1, 5, 3, 3])
+    total = sum(result["train_loss"] * result["num_samples"] for result in whole)
+    parts = sum(result["train_loss"] * result["num_samples"] for result in cut)
+    assert parts == pytest.approx(total, rel=1e-12)
+    assert cut[-1]["last_train_loss"] == whole[-1]["last_train_loss"]
+
+
+@pytest.mark.parametrize("operator", [Scheduled, ScheduledStream])
+@pytest.mark.parametrize("calls", [[9], [4, 4, 1], [4, 5], [8, 1], [3, WHOLE, 5], [1] * 9])
+def test_an_epoch_schedule_steps_once_an_epoch_however_calls_are_cut(operator, calls):
+    *_, learning_rate, _ = run(calls, operator, scheduler_step_freq="epoch")
+    assert learning_rate == 0.1 * 0.5**2
+
+
+def test_a_batch_schedule_steps_once_a_step():
+    *_, learning_rate, _ = run([3, WHOLE, 2], Scheduled, scheduler_step_freq="batch")
+    assert learning_rate == pytest.approx(0.1 * 0.5**6, rel=1e-12)
+
+
+def test_whole_epochs_after_a_part_of_one():
+    with trainer() as one:
+        assert one.train(num_steps=3)["batch_count"] == 3
+        rest = one.train()
+        assert (rest["batch_count"], rest["num_samples"], rest["epoch"]) == (1, 4, 1)
+        assert one.train()["epoch"] == 2
+        # The end of an epoch of unknown length shows only when one looks further.
+    with trainer(Streaming) as one:
+        one.train(num_steps=STEPS_PER_EPOCH)
+        assert one.train()["batch_count"] == STEPS_PER_EPOCH
+        assert one.train(num_steps=STEPS_PER_EPOCH + 1)["batch_count"] == STEPS_PER_EPOCH + 1
+
+
+def test_validation_goes_on_where_it_stopped():
+    with trainer() as one:
+        whole = one.validate()
+        parts = [one.validate(num_steps=steps) for steps in (1, 2, 1)]
+        again = one.validate()
+    assert whole == again
+    assert [part["num_samples"] for part in parts] == [6, 12, 4]
+    total = sum(part["val_loss"] * part["num_samples"] for part in parts) / SAMPLES
+    assert total == pytest.approx(whole["val_loss"], rel=1e-12)
+
+
+def test_validation_across_ends_of_its_data():
+    with trainer() as one:
+        result = one.validate(num_steps=9)
+    assert (result["batch_count"], result["num_samples"]) == (9, 2 * SAMPLES + 6)
+
+
+def test_training_and_validation_keep_separate_positions():
+    with trainer() as one:
+        for _ in range(5):
+            one.train(num_steps=2)
+            one.validate(num_steps=3)
+        got = weights(one.get_model())
+    assert same(got, by_hand(10))
+
+
+class Watching(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.seen = []
+
+    def train_batch(self, batch, batch_info):
+        self.seen.append((batch_info["epoch_idx"], batch_info["batch_idx"], self.global_step))
+        assert batch_info["global_step"] == self.global_step
+        return super().train_batch(batch, batch_info)
+
+
+def test_epoch_index_and_global_step_count_epochs_and_steps():
+    with trainer(Watching) as one:
+        one.train(num_steps=3)
+        one.train(num_steps=3)
+        operator = one.get_local_operator()
+        assert operator.global_step == 6
+    epochs, batches, steps = zip(*operator.seen, strict=True)
+    assert epochs == (0, 0, 0, 0, 1, 1)
+    assert batches == (0, 1, 2, 0, 0, 1)
+    assert list(steps) == list(itertools.islice(itertools.count(), 6))

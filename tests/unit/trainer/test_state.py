@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is saved, loaded and continued ends where the undisturbed run ends."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.trainer.programs import (
+    Regression,
+    by_hand,
+    linear,
+    loader,
+    same,
+    sgd,
+    trainer,
+    weights,
+)
+from torch import nn
+
+from lockstep.errors import CheckpointError, CheckpointNotFoundError
+from lockstep.keys import BATCH_SIZE
+
+SHUFFLED = {"shuffle": True}
+
+
+class Everything(Regression):
+    """Dropout, BatchNorm, Adam, a schedule, a criterion with parameters, state of its own."""
+
+    def setup(self, config):
+        torch.manual_seed(1)
+        self.model = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+        ).double()
+        self.criterion = Temperature()
+        parameters = [*self.model.parameters(), *self.criterion.parameters()]
+        self.optimizer = torch.optim.Adam(parameters, lr=0.01)
+        self.register(
+            models=self.model,
+            optimizers=self.optimizer,
+            criterion=self.criterion,
+            schedulers=torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5),
+        )
+        self.register_data(train_loader=loader(shuffle=True), validation_loader=loader())
+        self.drawn = []
+
+    def compute_loss(self, batch, batch_info):
+        self.drawn.append((random.random(), float(np.random.rand()), float(batch[0][0, 0])))
+        return super().compute_loss(batch, batch_info)
+
+    def state_dict(self):
+        return {"drawn": list(self.drawn)}
+
+    def load_state_dict(self, state):
+        self.drawn = [tuple(draw) for draw in state["drawn"]]
+
+
+class Temperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, target):
+        return (output * self.scale - target).square().mean()
+
+
+def everything(one):
+    state = one.state_dict()
+    operator = one.get_local_operator()
+    return state, operator.drawn, one.validate()
+
+
+@pytest.mark.parametrize("through", ["file", "memory"])
+@pytest.mark.parametrize("before", [3, 4, 6])
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, through, before):
+    arguments = {"operator": Everything, "scheduler_step_freq": "batch", "seed": 3}
+    with trainer(**arguments) as one:
+        one.train(num_steps=9)
+        expected = everything(one)
+    with trainer(**arguments) as one:
+        one.train(num_steps=before)
+        state = one.state_dict()
+        path = one.save(tmp_path / "run.pt")
+        one.train(num_steps=1)  # what is saved is a copy
+    with trainer(**arguments) as one:
+        one.train(num_steps=2)
+        one.load(path) if through == "file" else one.load_state_dict(state)
+        assert one.get_local_operator().global_step == before
+        one.train(num_steps=9 - before)
+        got = everything(one)
+    assert got[1] == expected[1]
+    assert got[2] == expected[2]
+    _assert_equal(got[0], expected[0])
+
+
+def _assert_equal(got, expected):
+    assert type(got) is type(expected)
+    if isinstance(got, torch.Tensor):
+        assert torch.equal(got, expected)
+    elif isinstance(got, dict):
+        assert got.keys() == expected.keys()
+        for key in got:
+            _assert_equal(got[key], expected[key])
+    elif isinstance(got, list | tuple):
+        assert len(got) == len(expected)
+        for mine, theirs in zip(got, expected, strict=True):
+            _assert_equal(mine, theirs)
+    else:
+        assert got == expected
+
+
+def test_the_keys_of_a_state():
+    with trainer(Everything, scheduler_step_freq="epoch") as one:
+        one.train(num_steps=5)
+        one.validate(num_steps=2)
+        state = one.state_dict()
+    assert {"epoch", "operator", "models", "optimizers", "schedulers"} <= state.keys()
+    assert state["epoch"] == 2
+    assert state["position"] == {
+        "train": {"epoch": 1, "step": 1},
+        "validation": {"epoch": 0, "step": 2},
+    }
+    assert list(state["criterion"]) == ["scale"]
+    assert not any(key.startswith("module.") for key in state["models"][0])
+
+
+def test_layout_versions_of_modules_travel():
+    with trainer(Everything, scheduler_step_freq="epoch") as one:
+        (saved,) = one.state_dict()["models"]
+        assert saved._metadata["1"] == one.get_model().state_dict()._metadata["1"]
+
+
+def test_seed_and_shards_come_from_the_state():
+    config = {BATCH_SIZE: 6, **SHUFFLED}
+    with trainer(config=config, seed=11, num_shards=3) as one:
+        one.train(num_steps=2)
+        state = one.state_dict()
+        one.train(num_steps=7)
+        expected = weights(one.get_model())
+    with trainer(config=config) as one:
+        one.load_state_dict(state)
+        assert one.state_dict()["seed"] == 11
+        assert one.state_dict()["num_shards"] == 3
+        one.train(num_steps=7)
+        assert torch.equal(weights(one.get_model()), expected)
+
+
+@pytest.mark.parametrize("other", [{"seed": 5}, {"seed": 0}, {"num_shards": 2}])
+def test_another_explicit_seed_or_number_of_shards_is_refused(other):
+    with trainer(seed=11, num_shards=3) as one:
+        state = one.state_dict()
+    (name,) = other
+    with trainer(**other) as one:
+        with pytest.raises(CheckpointError, match=f"leave {name} out"):
+            one.load_state_dict(state)
+        assert one.train()["batch_count"] > 0
+
+
+def test_get_model_is_a_plain_copy():
+    with trainer() as one:
+        model = one.get_model()
+        one.train()
+        trained = one.get_model()
+    assert torch.equal(weights(model), weights(linear()))
+    assert same(weights(trained), by_hand(4))
+    assert trained.weight.grad is None
+    assert trained.weight.requires_grad
+    assert not trained.weight._post_accumulate_grad_hooks
+    copy.deepcopy(trained)(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+
+
+# ---------------------------------------------------------------- what cannot be taken over
+
+
+class Wider(Regression):
+    def setup(self, config):
+        model = nn.Linear(3, 5, dtype=torch.float64)
+        self.register(models=model, optimizers=sgd(model))
+
+
+class TwoModels(Regression):
+    def setup(self, config):
+        models = [linear(), linear()]
+        self.register(models=models, optimizers=[sgd(model) for model in models])
+
+
+class TwoGroups(Regression):
+    def setup(self, config):
+        model = linear()
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        self.register(models=model, optimizers=torch.optim.SGD(groups, lr=1))
+
+
+def state_of(operator):
+    with trainer(operator) as one:
+        return one.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make_state", "named"),
+    [
+        (lambda: state_of(Wider), "'weight' has shape (5, 3) there, (2, 3) here"),
+        (lambda: state_of(TwoModels), "it holds 2 models, the operator registered 1"),
+        (lambda: state_of(TwoGroups), "parameter groups of sizes [1, 1] there, [2] here"),
+        (dict, "it holds 0 models"),
+        (lambda: {"models": [1], "optimizers": [2]}, "its models are no list"),
+        (lambda: {"models": 3, "optimizers": "x"}, "its optimizers are no list"),
+        (lambda: {**state_of(Regression), "optimizers": [{}]}, "of sizes [] there, [2] here"),
+        (lambda: [1], "what trainer.state_dict() returned"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(make_state, named):
+    state = make_state()
+    with trainer() as one:
+        one.train(num_steps=3)
+        with pytest.raises(CheckpointError) as caught:
+            one.load_state_dict(state)
+        assert named in str(caught.value)
+        one.train(num_steps=5)
+        assert same(weights(one.get_model()), by_hand(8))
+
+
+class FailsToLoad(Everything):
+    """Its own `load_state_dict` fails once everything else has been taken over."""
+
+    def load_state_dict(self, state):
+        if state.get("poison"):
+            raise KeyError("poison")
+        super().load_state_dict(state)
+
+
+def test_a_failure_in_the_middle_of_loading_is_undone():
+    arguments = {"operator": FailsToLoad, "scheduler_step_freq": "batch"}
+    with trainer(**arguments) as one:
+        one.train(num_steps=9)
+        expected = everything(one)
+    with trainer(**arguments) as one:
+        poisoned = {**one.state_dict(), "operator": {"poison": True}}
+        one.train(num_steps=5)
+        with pytest.raises(KeyError, match="poison"):
+            one.load_state_dict(poisoned)
+        one.train(num_steps=4)
+        got = everything(one)
+    assert got[1] == expected[1]
+    _assert_equal(got[0], expected[0])
+
+
+def test_files_that_cannot_be_loaded_change_nothing(tmp_path):
+    with trainer() as one:
+        path = one.save(tmp_path / "run.pt")
+        assert path == str(tmp_path / "run.pt")
+        whole = (tmp_path / "run.pt").read_bytes()
+        (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
+        torch.save({"weights": 1}, tmp_path / "foreign.pt")
+        one.train(num_steps=2)
+        for name in ("cut.pt", "foreign.pt"):
+            with pytest.raises(CheckpointError):
+                one.load(tmp_path / name)
+        with pytest.raises(FileNotFoundError) as caught:
+            one.load(tmp_path / "missing.pt")
+        assert isinstance(caught.value, CheckpointNotFoundError)
+        one.train(num_steps=6)
+        assert same(weights(one.get_model()), by_hand(8))
+
+
+def test_a_load_that_does_not_block_is_refused():
+    with trainer() as one, pytest.raises(ValueError, match="blocking"):
+        one.load_state_dict(one.state_dict(), blocking=False)
