@@ -18,19 +18,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
-from lockstep.errors import (
-    ConfigurationError,
-    GradientNotReducedError,
-    NotAvailableError,
-)
+from lockstep.errors import ConfigurationError
 from lockstep.sync import guard
 from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
 from lockstep.sync.inventory import agree, take_inventory
+from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.verdict import Unread, is_out_of_step, judge
+from lockstep.sync.verdict import (
+    Unread,
+    broken,
+    detached,
+    is_out_of_step,
+    judge,
+    out_of_order,
+)
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.group import Group
+    from lockstep.sync.shard_order import ShardOrder
 
 _BUFFER_WAYS = ("after_backward", "manual")
 
@@ -67,6 +72,7 @@ class GradientSync:
         buffers: str = "after_backward",
         owns_group: bool = False,
         averages: bool = True,
+        order: ShardOrder | None = None,
     ) -> None:
         if buffers not in _BUFFER_WAYS or not bucket_cap_mb > 0:
             raise ConfigurationError(
@@ -81,6 +87,8 @@ class GradientSync:
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers, averages])
         self._averages = averages
+        self._order = order
+        self._taken_weight = 0.0
         self._group: Group | None = group
         self._owns_group = owns_group
         self._buffers = list(found.buffers.values())
@@ -207,6 +215,29 @@ class GradientSync:
         self._begin_round()
         self._end_round()
 
+    def forget_window(self) -> None:
+        """Drop the gradients that were accumulated since the last round.
+
+        Collective:
+            None: every rank does it, or none.
+        """
+        self._take_grads(dict.fromkeys(self._slots))
+        self._reset()
+
+    def take_shard(self, shard: int) -> None:
+        """With a shard order: the backwards since the last call were those of `shard`.
+
+        Gradient:
+            Leaves ``parameter.grad``, which becomes None, until `reduce_pending` adds up all
+            shards in their order.
+
+        Collective:
+            None.
+        """
+        assert isinstance(self._reducer, OrderedReducer), "made without a shard order"
+        self._reducer.take_shard(shard, self._window.weight - self._taken_weight)
+        self._taken_weight = self._window.weight
+
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's.
 
@@ -299,6 +330,8 @@ class GradientSync:
     def _open_window(self, kind: str) -> None:
         self._attached()
         self._settle()
+        if self._order is not None:
+            self._check_in_order()
         if self._is_open:
             self._reset()  # an earlier backward raised and never ended
             self._attached()
@@ -311,6 +344,13 @@ class GradientSync:
             self._window.enter_sum(self._delivered, self.place)
         if is_first and self._window.kind == WEIGHTED:
             self._window.aside = self._reducer.set_aside()
+
+    def _check_in_order(self) -> None:
+        if not self._is_paused:
+            raise out_of_order(self.place)
+        # Unfrozen since the layout was made: every worker runs the same operator.
+        if self._window.kind is None and any(slot.param.requires_grad for slot in self._dormant):
+            self._build([slot for slot in self._slots if slot.param.requires_grad])
 
     def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
@@ -382,7 +422,8 @@ class GradientSync:
         group = self._attached()
         self._is_broken = is_out_of_step(sums, mine, group)
         judge(sums, mine, group, together=self._reducer.reads_are_free)
-        if self._averages:
+        # Units follow the mean weight of a rank; in a fixed order nothing may follow ranks.
+        if self._averages and self._order is None:
             self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
@@ -410,18 +451,19 @@ class GradientSync:
         self._build([slot for slot in self._slots if slot.number in active])
 
     def _build(self, active: list[Slot]) -> None:
-        self._reducer = Reducer(
-            active,
-            self._attached(),
-            self._cap_bytes,
-            signature=self._signature,
-            divides=self._averages,
-        )
+        self._reducer = self._reducer_for(active)
         members = {slot.number for slot in active}
         self._dormant = [slot for slot in self._slots if slot.number not in members]
         # No overlap in the first backward: what arrives twice in one backward (a parameter in
         # two reentrant checkpoints) must not leave after the first time, so look first.
         self._arrivals = {} if self._reducer.can_overlap else None
+
+    def _reducer_for(self, slots: list[Slot]) -> Reducer:
+        group, divides = self._attached(), self._averages
+        if self._order is not None:
+            order, signature = self._order, self._signature
+            return OrderedReducer(slots, group, self._cap_bytes, order, signature, divides=divides)
+        return Reducer(slots, group, self._cap_bytes, signature=self._signature, divides=divides)
 
     def _finish_learning(self) -> None:
         if self._arrivals:
@@ -441,6 +483,7 @@ class GradientSync:
         self._is_broken = self._is_broken or self._reducer.has_launched
         self._reducer.abandon()
         self._window = Window()
+        self._taken_weight = 0.0
         self._tasks.clear()
         self._is_open = False
         self._is_driven = False
@@ -448,18 +491,9 @@ class GradientSync:
 
     def _attached(self) -> Group:
         if self._group is None:
-            raise NotAvailableError(
-                "this GradientSync was detached",
-                where=self.place,
-                fix="lockstep.replicate(model) makes a new one",
-            )
+            raise detached(self.place)
         if self._is_broken:
-            raise GradientNotReducedError(
-                "an earlier backward failed after part of its gradients had been sent",
-                where=self.place,
-                cause="an exception inside backward was caught and training went on",
-                fix="detach(), form a new group, and replicate() again on every rank",
-            )
+            raise broken(self.place)
         return self._group
 
     def _buffer_tensors(self) -> list[torch.Tensor]:

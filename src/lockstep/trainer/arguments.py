@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NOT_YET: Final = frozenset(
     {
-        "sync", "reproducible", "accumulate", "clip_grad_norm", "audit",
+        "sync", "audit",
         "min_workers", "spare_workers", "hang_timeout_s",
         "checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume",
     }
@@ -188,3 +188,53 @@ def pick_precision(
                     " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
                 )
     return name
+
+
+_OWN_LOOP_LINES: Final = {
+    "reproducible": "override compute_loss instead: only shards that are computed one by one can"
+    " be added up in a fixed order",
+    "accumulate": "in your loop write: with self.no_sync(): self.backward(loss) for every batch"
+    " but the last of a window, and step the optimizer after that one",
+    "clip_grad_norm": "in your loop write, before optimizer.step():"
+    " torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
+}
+
+
+def check_default_loop(
+    operator_cls: type[TrainingOperator],
+    *,
+    reproducible: bool,
+    accumulate: int,
+    clip_grad_norm: float | None,
+) -> None:
+    """Refuse what belongs to the default loop where the operator brings its own."""
+    require(is_positive_int(accumulate), "accumulate", accumulate, "an int, 1 or more")
+    require(
+        clip_grad_norm is None or clip_grad_norm > 0,
+        "clip_grad_norm",
+        clip_grad_norm,
+        "a positive norm, or None",
+    )
+    wanted = {
+        "reproducible": reproducible,
+        "accumulate": accumulate > 1,
+        "clip_grad_norm": clip_grad_norm is not None,
+    }
+    own = [
+        method
+        for method in ("train_batch", "train_epoch")
+        if getattr(operator_cls, method) is not getattr(TrainingOperator, method)
+    ]
+    for name, is_wanted in wanted.items():
+        if is_wanted and own:
+            raise ConfigurationError(
+                f"{name} belongs to the default loop; {operator_cls.__name__} has its own {own[0]}",
+                fix=_OWN_LOOP_LINES[name],
+            )
+    if reproducible and operator_cls.joint_loss:
+        raise ConfigurationError(
+            "reproducible=True cannot hold for a joint loss",
+            got=f"{operator_cls.__name__}.joint_loss = True",
+            cause="its shards go through as one batch, whose size depends on num_workers",
+            fix="leave reproducible out; the result is still that of one process, to rounding",
+        )

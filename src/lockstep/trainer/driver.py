@@ -22,6 +22,7 @@ from lockstep.operator import TrainingOperator
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
     UNSAID_SEED,
+    check_default_loop,
     checked_config,
     checked_functions,
     checked_numbers,
@@ -82,6 +83,11 @@ class TorchTrainer:
         scheduler_step_freq: "batch", "epoch" or "manual"; needed with schedulers.
         use_local: rank 0 runs in this process, so that a breakpoint in it works.
         seed: data order and every random number follow from it.
+        reproducible: the weights are the same bits at every `num_workers`, with `num_shards`
+            fixed; for the default loop.
+        accumulate: global batches that one optimizer step of the default loop consumes; the
+            last window of an epoch may be shorter, and counts rightly.
+        clip_grad_norm: largest norm of the global gradient, for the default loop.
         bucket_cap_mb: size of the buckets that gradients travel in, in MiB.
         callbacks: `Callback` objects.
 
@@ -112,6 +118,9 @@ class TorchTrainer:
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
         seed: int = UNSAID_SEED,
+        reproducible: bool = False,
+        accumulate: int = 1,
+        clip_grad_norm: float | None = None,
         bucket_cap_mb: float = 25,
         callbacks: Sequence[Callback] = (),
         **further: Any,
@@ -130,6 +139,12 @@ class TorchTrainer:
         checked_numbers(timeout_s=timeout_s, bucket_cap_mb=bucket_cap_mb)
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
+        check_default_loop(
+            self._operator_cls,
+            reproducible=reproducible,
+            accumulate=accumulate,
+            clip_grad_norm=clip_grad_norm,
+        )
         gpu, gpu_here = pick_gpu(use_gpu)
         name = pick_precision(precision, use_fp16, self._operator_cls)
         self._use_tqdm = use_tqdm
@@ -145,7 +160,7 @@ class TorchTrainer:
             num_shards=num_shards or num_workers,
             seed=int(seed),
             initialization_hook=initialization_hook,
-            threads=num_cpus_per_worker if num_workers > 1 else None,
+            threads=num_cpus_per_worker if num_workers > 1 or reproducible else None,
             use_gpu=gpu,
             precision=name,
             use_tqdm=use_tqdm,
@@ -153,6 +168,9 @@ class TorchTrainer:
             wrap_ddp=wrap_ddp,
             add_dist_sampler=add_dist_sampler,
             bucket_cap_mb=bucket_cap_mb,
+            reproducible=reproducible,
+            accumulate=accumulate,
+            clip_grad_norm=clip_grad_norm,
         )
         resources = Resources(
             num_cpus=num_cpus_per_worker,

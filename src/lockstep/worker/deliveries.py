@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.operator.staging import Part, ShardedBatch
+from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -82,6 +82,15 @@ class Cursor:
         total = self.source.steps_per_epoch
         if total is not None:
             return self.step >= total
+        if self._ahead is None:
+            self._ahead = self.take()
+        return self._ahead is None
+
+    def is_last(self, index: int) -> bool:
+        """Whether the epoch ends with step `index`, which was taken; may read one ahead."""
+        total = self.source.steps_per_epoch
+        if total is not None:
+            return index + 1 >= total
         if self._ahead is None:
             self._ahead = self.take()
         return self._ahead is None
@@ -183,7 +192,18 @@ class Deliveries:
         if self._cursor.step == self._cursor.source.steps_per_epoch:
             self.epoch_over = True
 
+    def _place(self, step: Step) -> PlaceInWindow:
+        """Windows begin with the epoch; its last one is short if it does not come out even."""
+        every = self._operator._setting.accumulate
+        if every == 1:
+            return PlaceInWindow(opens=True, closes=True)
+        full = (step.index + 1) % every == 0
+        closes = full or self._cursor.is_last(step.index)
+        return PlaceInWindow(opens=step.index % every == 0, closes=closes)
+
     def _deliver(self, step: Step) -> Any:
+        if self._purpose == "train":
+            self._operator._place = self._place(step)
         parts = tuple(
             Part(
                 part.batch,
@@ -195,6 +215,7 @@ class Deliveries:
                     step.index,
                     part.shards[0] if part.shards else -1,
                 ),
+                part.shards[0] if part.shards else -1,
             )
             for part in step.parts
         )

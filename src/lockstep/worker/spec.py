@@ -34,6 +34,9 @@ class WorkerSpec:
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     bucket_cap_mb: float = 25.0
+    reproducible: bool = False
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:

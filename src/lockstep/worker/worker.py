@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lockstep.operator.setting import Setting, shards_of
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
+from lockstep.worker.determinism import deterministic
 from lockstep.worker.process_group import Rendezvous, form_group, leave_group
 from lockstep.worker.sources import open_source
 
@@ -117,6 +119,9 @@ class Worker:
             wrap_ddp=spec.wrap_ddp,
             add_dist_sampler=spec.add_dist_sampler,
             bucket_cap_mb=spec.bucket_cap_mb,
+            reproducible=spec.reproducible,
+            accumulate=spec.accumulate,
+            clip_grad_norm=spec.clip_grad_norm,
         )
         operator = spec.operator_cls(config_for(spec.config, spec.num_shards, shards[0]), setting)
         # Known before `setup` may fail, so that what it registered is let go of.
@@ -200,7 +205,7 @@ class Worker:
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved():
+        with preserved(), self._arithmetic():
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
@@ -230,6 +235,9 @@ class Worker:
             epoch=epoch,
             timers=timers,
         )
+
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        return deterministic(self.spec.threads) if self.spec.reproducible else nullcontext()
 
     def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
         """Also where an epoch of unknown length turns out to have ended with the last call."""
@@ -291,9 +299,18 @@ class Worker:
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
             for purpose, cursor in self._cursors.items()
         }
+        self._rewind_to_window(state)
         setting = self.operator._setting
         state["seed"], state["num_shards"] = setting.seed, setting.num_shards
         return state
+
+    def _rewind_to_window(self, state: dict[str, Any]) -> None:
+        """Gradients are not saved: a window that is open is computed again from its start."""
+        place = state["position"].get("train")
+        ahead = place["step"] % self.spec.accumulate if place else 0
+        if ahead:
+            place["step"] -= ahead
+            state["global_step"] -= ahead
 
     def operator_state(self) -> Any:
         return states._copied(self.operator.state_dict())
