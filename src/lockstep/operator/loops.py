@@ -234,6 +234,7 @@ def validate(
         for batch_idx, batch in enumerate(iterator):
             metrics = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             recorder.add(metrics)
+            operator._latest = metrics
     return recorder.summary()
 
 

@@ -273,7 +273,7 @@ class TorchTrainer:
             yield None
             return
         total = self._call_rank(0, "steps_ahead", purpose, num_steps)
-        with ProgressBar(purpose, total, self._spec.num_workers) as bar:
+        with ProgressBar(purpose, total) as bar:
             yield bar.watch
 
     def update_scheduler(self, metric: float) -> None:
