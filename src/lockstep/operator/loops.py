@@ -189,7 +189,9 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
         return
     delivered = operator._delivered
     if weight is None:
-        weight = 1.0 if delivered is None else delivered.num_samples
+        sync.check_delivered_weight()
+        # A loop that reads ahead ends after the iteration has; the last weight still holds.
+        weight = None if delivered is None else delivered.num_samples
     sync.backward(loss, weight=weight)
 
 

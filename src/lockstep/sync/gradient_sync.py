@@ -21,6 +21,7 @@ from lockstep import reduction
 from lockstep.errors import (
     ConfigurationError,
     GradientNotReducedError,
+    LockstepError,
     NotAvailableError,
 )
 from lockstep.sync import guard
@@ -100,6 +101,7 @@ class GradientSync:
         self._arrive: Callable[[Slot], None] | None = None
         self._arrivals: dict[int, int] | None = None
         self._delivered: float | None = None
+        self._refusal: LockstepError | None = None
         self._units = Units()
         self._window = Window()
         self._unread: Unread | None = None
@@ -166,6 +168,20 @@ class GradientSync:
             WeightError: negative, NaN or infinite.
         """
         self._delivered = None if weight is None else checked_weight(weight, self.place)
+        self._refusal = None
+
+    def refuse_delivered_weight(self, error: LockstepError) -> None:
+        """Raise `error` from the next backward without an explicit weight, until one is set.
+
+        Collective:
+            None. The backward raises on this rank alone, before it communicates.
+        """
+        self._refusal = error
+
+    def check_delivered_weight(self) -> None:
+        """Raise what `refuse_delivered_weight` was given, if that is the last word."""
+        if self._refusal is not None:
+            raise self._refusal
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -302,6 +318,8 @@ class GradientSync:
         if self._is_open:
             self._reset()  # an earlier backward raised and never ended
             self._attached()
+        if kind == PLAIN:
+            self.check_delivered_weight()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
             self._window.enter(WEIGHTED, self.place)
