@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.engine.base import Engine
+from lockstep.engine.imports import no_collections
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def open_engine(
 
         return InlineEngine(spec)
     try:
-        from lockstep.engine.ray import RayEngine
+        with no_collections():
+            from lockstep.engine.ray import RayEngine
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":
             raise

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,36 +11,21 @@ import cloudpickle
 
 import ray
 from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.imports import no_collections
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lockstep.worker import Outcome, Worker
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Imports make objects by the hundred thousand and no garbage.
-
-    Measured: importing torch and its compiler front end (which every optimizer imports)
-    takes a sixth less without the collector going through them again and again. What they
-    made lives as long as the process, so later collections need not look at it either.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 class WorkerActor:
     """Answers with an `Outcome`, never with an exception. `progress` has a lane of its own."""
 
     def __init__(self, spec: bytes, rank: int, local_rank: int) -> None:
-        with _no_collections():
+        with no_collections():
             for module in ("torch._dynamo", "lockstep.worker"):
                 import_module(module)
+        # What the imports made lives as long as the process: no collection need look at it.
+        gc.freeze()
         self._spec = spec
         self._rank = rank
         self._local_rank = local_rank

@@ -31,15 +31,16 @@ class CommittedBuffers:
     def __init__(
         self, modules: Iterable[nn.Module], num_parts: int, sync: GradientSync | None
     ) -> None:
-        self._live = [buffer for module in modules for buffer in module.buffers()]
         self._sync = sync
-        self._several = num_parts > 1 and bool(self._live)
-        self._before = [buffer.clone() for buffer in self._live] if self._several else []
+        # One part is the common case, and walking through the modules is not free.
+        several = num_parts > 1
+        self._live = [b for module in modules for b in module.buffers()] if several else []
+        self._before = [buffer.clone() for buffer in self._live]
         self._first: list[torch.Tensor] = []
 
     def begin_part(self, position: int) -> None:
         """Before the forward of the worker's shard number `position`."""
-        if not self._several or position == 0:
+        if not self._live or position == 0:
             return
         if position == 1:
             self._first = [buffer.clone() for buffer in self._live]
@@ -51,7 +52,7 @@ class CommittedBuffers:
         Collective:
             Every rank: one broadcast if there are buffers.
         """
-        if self._several:
+        if self._live:
             _copy(self._first, self._live)
         if self._sync is not None:
             self._sync.broadcast_buffers()

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importing large packages without collecting garbage that is not there."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Imports make objects by the hundred thousand, and no garbage.
+
+    Measured: importing torch and its compiler front end (which every optimizer imports)
+    takes a sixth less when the collector does not go through them again and again, and
+    importing Ray after torch a third less.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
