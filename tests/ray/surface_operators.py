@@ -183,3 +183,35 @@ def optimizer_creator(model, config):
 def data_creator(config):
     data = TensorDataset(*problem())
     return DataLoader(data, config[BATCH_SIZE]), DataLoader(data, config[BATCH_SIZE])
+
+
+class ReadsAhead(TrainingOperator):
+    """A loop of the user's own that has the next batch in hand before it uses this one."""
+
+    def setup(self, config):
+        self.model = net()
+        self.optimizer = sgd(self.model)
+        self.register(models=self.model, optimizers=self.optimizer)
+        data = TensorDataset(*(tensor[: config["rows"]] for tensor in problem()))
+        self.register_data(train_loader=DataLoader(data, config[BATCH_SIZE]))
+
+    def train_epoch(self, iterator, info):
+        batch = next(iterator)
+        for following in [*iterator] if info.get("all") else iterator:
+            self.step(batch, info)
+            batch = following
+        self.step(batch, info)
+        return {}
+
+    def step(self, batch, info):
+        features, target = batch
+        self.optimizer.zero_grad()
+        loss = (self.model(features) - target).square().mean()
+        if info.get("weight"):
+            # The batch that rank 1 borrows in the last step is rank 0's only sample.
+            self.backward(loss, weight=len(features) if len(features) > 1 else 1 - self.world_rank)
+        elif info.get("ours"):
+            self.backward(loss)
+        else:
+            loss.backward()
+        self.optimizer.step()

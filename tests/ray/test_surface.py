@@ -15,7 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ray
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.errors import ConfigurationError, NotEnoughResourcesError, TrainerClosedError
+from lockstep.errors import (
+    ConfigurationError,
+    NotEnoughResourcesError,
+    TrainerClosedError,
+    WeightError,
+)
 from lockstep.keys import BATCH_SIZE
 
 CONFIG = {BATCH_SIZE: 12}
@@ -268,3 +273,30 @@ def test_resources_that_are_not_there_are_named(monkeypatch):
     with pytest.raises(NotEnoughResourcesError, match="3 lane") as caught:
         start(DefaultLoop, num_workers=1, resources_per_worker={"lane": 3})
     assert "2 of 2 lane" in str(caught.value)
+
+
+def test_a_loop_that_reads_ahead_is_exact_or_refused():
+    """Which batch a plain backward belongs to is not known; it matters in the short last one."""
+    whole, uneven = {BATCH_SIZE: 11, "rows": 33}, {**CONFIG, "rows": 37}
+    expected = {}
+    for config in (whole, uneven):
+        with start(operators.ReadsAhead, num_workers=1, config=config) as one:
+            one.train()
+            expected[config["rows"]] = one.get_model()
+    with start(operators.ReadsAhead, config=whole) as two:
+        state = two.state_dict()
+        for info in ({}, {"ours": True}):
+            two.load_state_dict(state)
+            two.train(info=info)
+            assert farthest(two.get_model(), expected[33]) < 1e-12
+    with start(operators.ReadsAhead, config=uneven) as two:
+        two.train(info={"weight": True})
+        assert farthest(two.get_model(), expected[37]) < 1e-12
+        with pytest.raises(WeightError, match="reads ahead") as caught:
+            two.train(info={"ours": True})
+        assert "self.backward(loss, weight=" in str(caught.value)
+    with (
+        start(operators.ReadsAhead, config=uneven) as two,
+        pytest.raises(WeightError, match="reads ahead"),
+    ):
+        two.train(info={"all": True})

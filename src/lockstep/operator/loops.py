@@ -201,7 +201,9 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
         return
     delivered = operator._delivered
     if weight is None:
-        weight = 1.0 if delivered is None else delivered.num_samples
+        sync.check_delivered_weight()
+        # A loop that reads ahead ends after the iteration has; the last weight still holds.
+        weight = None if delivered is None else delivered.num_samples
     sync.backward(loss, weight=weight)
 
 
@@ -246,6 +248,7 @@ def validate(
         for batch_idx, batch in enumerate(iterator):
             metrics = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             recorder.add(metrics)
+            operator._latest = metrics
     return recorder.summary()
 
 

@@ -18,23 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
-from lockstep.errors import ConfigurationError
-from lockstep.sync import guard
+from lockstep.sync import guard, verdict
 from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, take_inventory
+from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.verdict import (
-    Unread,
-    broken,
-    detached,
-    is_out_of_step,
-    judge,
-    out_of_order,
-)
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 
 if TYPE_CHECKING:
@@ -43,10 +34,9 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
+    from lockstep.errors import LockstepError
     from lockstep.group import Group
     from lockstep.sync.shard_order import ShardOrder
-
-_BUFFER_WAYS = ("after_backward", "manual")
 
 
 class GradientSync:
@@ -74,11 +64,7 @@ class GradientSync:
         averages: bool = True,
         order: ShardOrder | None = None,
     ) -> None:
-        if buffers not in _BUFFER_WAYS or not bucket_cap_mb > 0:
-            raise ConfigurationError(
-                "buffers is 'after_backward' or 'manual', bucket_cap_mb is above zero",
-                got=f"buffers={buffers!r}, bucket_cap_mb={bucket_cap_mb!r}",
-            )
+        check_options(buffers, bucket_cap_mb)
         found = take_inventory(modules)
         guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
         self.place = f"rank {group.rank} of {group.size}"
@@ -108,9 +94,10 @@ class GradientSync:
         self._arrive: Callable[[Slot], None] | None = None
         self._arrivals: dict[int, int] | None = None
         self._delivered: float | None = None
+        self._refusal: LockstepError | None = None
         self._units = Units()
         self._window = Window()
-        self._unread: Unread | None = None
+        self._unread: verdict.Unread | None = None
         self._is_broken = False
         self._signature = found.signature()
         self._build([slot for slot in self._slots if slot.param.requires_grad])
@@ -174,6 +161,20 @@ class GradientSync:
             WeightError: negative, NaN or infinite.
         """
         self._delivered = None if weight is None else checked_weight(weight, self.place)
+        self._refusal = None
+
+    def refuse_delivered_weight(self, error: LockstepError) -> None:
+        """Raise `error` from the next backward without an explicit weight, until one is set.
+
+        Collective:
+            None. The backward raises on this rank alone, before it communicates.
+        """
+        self._refusal = error
+
+    def check_delivered_weight(self) -> None:
+        """Raise what `refuse_delivered_weight` was given, if that is the last word."""
+        if self._refusal is not None:
+            raise self._refusal
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -228,8 +229,7 @@ class GradientSync:
         """With a shard order: the backwards since the last call were those of `shard`.
 
         Gradient:
-            Leaves ``parameter.grad``, which becomes None, until `reduce_pending` adds up all
-            shards in their order.
+            Leaves ``parameter.grad`` until `reduce_pending` adds up all shards in order.
 
         Collective:
             None.
@@ -301,10 +301,7 @@ class GradientSync:
             task = current_task()
             if task in self._tasks:
                 return
-            if self._is_open and (self._is_driven or nesting_depth()):
-                self._tasks.add(task)
-                return
-            if self._is_driven:
+            if self._is_driven or (self._is_open and nesting_depth()):
                 self._tasks.add(task)
                 return
             self._open_window(PLAIN)
@@ -335,6 +332,8 @@ class GradientSync:
         if self._is_open:
             self._reset()  # an earlier backward raised and never ended
             self._attached()
+        if kind == PLAIN:
+            self.check_delivered_weight()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
             self._window.enter(WEIGHTED, self.place)
@@ -347,7 +346,7 @@ class GradientSync:
 
     def _check_in_order(self) -> None:
         if not self._is_paused:
-            raise out_of_order(self.place)
+            raise verdict.out_of_order(self.place)
         # Unfrozen since the layout was made: every worker runs the same operator.
         if self._window.kind is None and any(slot.param.requires_grad for slot in self._dormant):
             self._build([slot for slot in self._slots if slot.param.requires_grad])
@@ -412,7 +411,7 @@ class GradientSync:
             self.broadcast_buffers()
         # Refusals last: every rank has made the same calls by now, and can go on.
         if sums is None:
-            self._unread = Unread(self._reducer.layout.sums_on_device, contribution)
+            self._unread = verdict.Unread(self._reducer.layout.sums_on_device, contribution)
         else:
             self._judge(sums, contribution)
         if sums is None or sums.plain + sums.weighted:
@@ -420,8 +419,8 @@ class GradientSync:
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
         group = self._attached()
-        self._is_broken = is_out_of_step(sums, mine, group)
-        judge(sums, mine, group, together=self._reducer.reads_are_free)
+        self._is_broken = verdict.is_out_of_step(sums, mine, group)
+        verdict.judge(sums, mine, group, together=self._reducer.reads_are_free)
         # Units follow the mean weight of a rank; in a fixed order nothing may follow ranks.
         if self._averages and self._order is None:
             self._units.learn(sums)
@@ -491,9 +490,9 @@ class GradientSync:
 
     def _attached(self) -> Group:
         if self._group is None:
-            raise detached(self.place)
+            raise verdict.detached(self.place)
         if self._is_broken:
-            raise broken(self.place)
+            raise verdict.broken(self.place)
         return self._group
 
     def _buffer_tensors(self) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 import torch
 
 from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
-from lockstep.keys import BATCH_SIZE
+from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
@@ -200,9 +200,17 @@ _OWN_LOOP_LINES: Final = {
 }
 
 
+def checked_schedule(step_freq: Any) -> None:
+    require(
+        step_freq is None or step_freq in VALID_SCHEDULER_STEP,
+        "scheduler_step_freq",
+        step_freq,
+        '"batch", "epoch", "manual" or None',
+    )
+
+
 def check_default_loop(
     operator_cls: type[TrainingOperator],
-    *,
     reproducible: bool,
     accumulate: int,
     clip_grad_norm: float | None,

@@ -17,7 +17,6 @@ from lockstep.errors import (
     TrainerClosedError,
     WrongTypeError,
 )
-from lockstep.keys import VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
@@ -27,6 +26,7 @@ from lockstep.trainer.arguments import (
     checked_functions,
     checked_numbers,
     checked_operator,
+    checked_schedule,
     checked_workers,
     is_int,
     is_positive_int,
@@ -130,29 +130,17 @@ class TorchTrainer:
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
         checked_workers(num_workers, num_shards, num_cpus_per_worker)
-        require(
-            scheduler_step_freq is None or scheduler_step_freq in VALID_SCHEDULER_STEP,
-            "scheduler_step_freq",
-            scheduler_step_freq,
-            '"batch", "epoch", "manual" or None',
-        )
+        checked_schedule(scheduler_step_freq)
         checked_numbers(timeout_s=timeout_s, bucket_cap_mb=bucket_cap_mb)
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
-        check_default_loop(
-            self._operator_cls,
-            reproducible=reproducible,
-            accumulate=accumulate,
-            clip_grad_norm=clip_grad_norm,
-        )
+        check_default_loop(self._operator_cls, reproducible, accumulate, clip_grad_norm)
         gpu, gpu_here = pick_gpu(use_gpu)
         name = pick_precision(precision, use_fp16, self._operator_cls)
         self._use_tqdm = use_tqdm
         self._callbacks = tuple(callbacks)
-        self._explicit = {
-            "num_shards": num_shards,
-            "seed": None if seed is UNSAID_SEED else seed,
-        }
+        said_seed = None if seed is UNSAID_SEED else seed
+        self._explicit = {"num_shards": num_shards, "seed": said_seed}
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
@@ -291,7 +279,7 @@ class TorchTrainer:
             yield None
             return
         total = self._call_rank(0, "steps_ahead", purpose, num_steps)
-        with ProgressBar(purpose, total, self._spec.num_workers) as bar:
+        with ProgressBar(purpose, total) as bar:
             yield bar.watch
 
     def update_scheduler(self, metric: float) -> None:

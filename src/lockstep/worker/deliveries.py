@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.errors import WeightError
 from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from lockstep.data import Step
     from lockstep.operator import TrainingOperator
+    from lockstep.sync import GradientSync
 
 
 class StepSource(Protocol):
@@ -142,6 +144,8 @@ class Deliveries:
         self._limit = limit
         self._purpose = purpose
         self._open: int | None = None
+        self._unused: list[int] = []
+        self._rounds = 0
         self.delivered = 0
         self.epoch_over = False
 
@@ -227,5 +231,28 @@ class Deliveries:
         sync = self._operator._sync
         if sync is not None:
             sync.set_delivered_weight(part.num_samples)
+            self._refuse_reading_ahead(sync, part.num_samples)
         part.seed_randomness()
         return part.batch
+
+    def _refuse_reading_ahead(self, sync: GradientSync, weight: int) -> None:
+        """A loop that reads ahead runs its backward for an earlier batch than the last one.
+
+        Which one it is cannot be seen from here. That matters when they count differently.
+        """
+        if self._unused and sync.rounds > self._rounds:
+            del self._unused[0]
+        self._unused.append(weight)
+        self._rounds = sync.rounds
+        own_loop = self._operator._brings("train_epoch") and self._purpose == "train"
+        if own_loop and sync.needs_guard and len(set(self._unused)) > 1:
+            sync.refuse_delivered_weight(
+                WeightError(
+                    "the weight of this backward is not known",
+                    where=f"rank {self._operator.world_rank}, step {self._operator.global_step}",
+                    got=f"batches of {self._unused} samples, read and not yet trained on",
+                    cause="train_epoch reads ahead of the batch that it trains on, or left one out",
+                    fix="self.backward(loss, weight=number_of_its_samples), or override"
+                    " train_batch instead",
+                )
+            )

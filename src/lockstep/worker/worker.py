@@ -14,6 +14,7 @@ from lockstep.data import Placement
 from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
+from lockstep.metrics.numeric import as_number
 from lockstep.operator.loops import registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting, shards_of
@@ -268,10 +269,17 @@ class Worker:
         }
 
     def progress(self) -> dict[str, Any]:
-        """Steps and samples so far in the call that runs, and its latest loss."""
+        """Steps and samples so far, over all workers, in the call that runs; its latest loss."""
         tally, operator = self._tally, self._operator
-        latest = {} if operator is None else operator._latest
-        return {"steps": tally.steps, "samples": tally.samples, "loss": latest.get("train_loss")}
+        if operator is None:
+            return {}
+        setting = operator._setting
+        samples = tally.samples * setting.num_shards / len(setting.shards)
+        latest = operator._latest
+        loss = as_number(latest.get("train_loss", latest.get("val_loss")))
+        # A number: a driver without CUDA could not even receive a tensor that lives there.
+        loss = None if loss is None else float(loss)
+        return {"steps": tally.steps, "samples": samples, "loss": loss}
 
     def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
         """Global batches that the next call will make; None if the data has no length."""
