@@ -37,6 +37,7 @@ WITHOUT_MOCKS = ("ranks", "procs", "ray", "faults")
 """Tests of communication: a mock there proves that the mock works."""
 
 # Written so that this file does not hold what it forbids.
+CONFLICT_MARKS = ("<" * 7 + " ", ">" * 7 + " ")
 MACHINE_PATHS = re.compile(r"(?<![\w.-])/(work|home|root|Users)/[A-Za-z]|\b[A-Z]:\\Users")
 
 
@@ -175,5 +176,15 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
         for path in FILES
         for number, line in enumerate(_lines_of_text(path), start=1)
         if MACHINE_PATHS.search(line)
+    ]
+    assert offenders == []
+
+
+def test_no_merge_was_left_half_done() -> None:
+    offenders = [
+        f"{_name(path)}:{number}"
+        for path in FILES
+        for number, line in enumerate(_lines_of_text(path), start=1)
+        if line.startswith(CONFLICT_MARKS)
     ]
     assert offenders == []
