@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.trainer.callbacks import Callback
-
+    from lockstep.worker import Report
 
 _NOT_YET: Final = frozenset({"predict", "status", "verify"})
 
@@ -161,7 +161,6 @@ class TorchTrainer:
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
         )
-        self._use_local = use_local
         self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
         try:
             self._tell("on_start")
@@ -205,11 +204,7 @@ class TorchTrainer:
             )
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
-        reduced = results.merged(reports, with_epoch=True, profile=profile)
-        self._tell("on_train_end", reduced)
-        if reduce_results:
-            return reduced
-        return results.one_by_one(reports, with_epoch=True, profile=profile)
+        return self._announced("on_train_end", reports, reduce_results)
 
     def validate(
         self,
@@ -224,15 +219,11 @@ class TorchTrainer:
         those of `train`, without ``epoch``.
         """
         reports = self._loop("validation", num_steps, profile, info)
-        reduced = results.merged(reports, with_epoch=False, profile=profile)
-        self._tell("on_validate_end", reduced)
-        if reduce_results:
-            return reduced
-        return results.one_by_one(reports, with_epoch=False, profile=profile)
+        return self._announced("on_validate_end", reports, reduce_results)
 
     def _loop(
         self, purpose: str, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None
-    ) -> list[Any]:
+    ) -> list[Report]:
         self._check_open()
         require(
             num_steps is None or is_positive_int(num_steps),
@@ -246,6 +237,12 @@ class TorchTrainer:
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
             return self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+
+    def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:
+        """What the call returns; callbacks hear of the reduced results in either case."""
+        reduced = results.merged(reports)
+        self._tell(event, reduced)
+        return reduced if reduce_results else [results.merged([report]) for report in reports]
 
     def _check_loader(self, purpose: str) -> None:
         # Asked here and not of the workers: a failed step ends them, a forgotten loader

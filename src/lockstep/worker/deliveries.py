@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from lockstep.data import Step
+    from lockstep.group import Group
     from lockstep.operator import TrainingOperator
 
 
 class StepSource(Protocol):
-    """A loader cut into global steps; see `lockstep.data.ShardedLoader`.
+    """A loader cut into global steps; see `lockstep.worker.sources`.
 
     Attributes:
         joint: a worker's shards of a step come as one batch, not one after the other.
@@ -34,6 +35,13 @@ class StepSource(Protocol):
     def steps_per_epoch(self) -> int | None: ...
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
+
+    def agree(self, group: Group, epoch: int) -> None:
+        """Before an epoch's first step: every rank is about to read by the same plan.
+
+        Collective:
+            Every rank of `group`; one small exchange.
+        """
 
     def close(self) -> None: ...
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardBatchSize, split_batch_size
+from lockstep.data import split_batch_size
 from lockstep.keys import BATCH_SIZE
 
 if TYPE_CHECKING:
@@ -41,7 +41,5 @@ def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:
     if config.get(BATCH_SIZE) is None:
         return config
     own = dict(config)
-    whole = own[BATCH_SIZE]
-    whole = whole.whole if isinstance(whole, ShardBatchSize) else whole
-    own[BATCH_SIZE] = split_batch_size(whole, num_shards, shard)
+    own[BATCH_SIZE] = split_batch_size(own[BATCH_SIZE], num_shards, shard)
     return own

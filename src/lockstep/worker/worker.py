@@ -21,6 +21,7 @@ from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.process_group import Rendezvous, form_group, leave_group
 from lockstep.worker.sources import open_source
+from lockstep.worker.spec import config_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
-
-from lockstep.worker.spec import config_for
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Report:
         samples_by_pass: this worker's samples in each pass.
         samples: samples of this worker, each counted once.
         steps: global batches.
-        epoch: passes over the data begun, this call's included.
-        timers: seconds by phase, while `profile=True`.
+        epoch: passes over the training data begun, this call's included; None for `validate`.
+        timers: seconds by phase; None unless asked for (`profile`).
     """
 
     metrics: list[dict[str, Any]]
@@ -56,8 +55,8 @@ class Report:
     samples_by_pass: list[int]
     samples: int
     steps: int
-    epoch: int
-    timers: dict[str, float]
+    epoch: int | None
+    timers: dict[str, float] | None
 
 
 class Worker:
@@ -133,8 +132,6 @@ class Worker:
         )
         for purpose, loader in operator._loaders.items():
             if loader is not None:
-                if purpose in self._cursors:
-                    self._cursors[purpose].close()
                 source = open_source(operator, loader, placement, purpose)
                 self._cursors[purpose] = Cursor(source)
 
@@ -165,7 +162,7 @@ class Worker:
     # ------------------------------------------------------------------- training, validation
 
     def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
-        operator, cursor = self.operator, self._cursor("train")
+        operator, cursor = self.operator, self._cursors["train"]
         full_info = self._info(info, num_steps, cursor)
 
         def one_pass(deliveries: Deliveries) -> dict[str, Any]:
@@ -175,7 +172,7 @@ class Worker:
         return self._passes("train", cursor, num_steps, profile, one_pass)
 
     def validate(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
-        operator, cursor = self.operator, self._cursor("validation")
+        operator, cursor = self.operator, self._cursors["validation"]
 
         def one_pass(deliveries: Deliveries) -> dict[str, Any]:
             return operator.validate(deliveries, dict(info))
@@ -205,7 +202,7 @@ class Worker:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
                 if cursor.at_epoch_start:
-                    self._agree(cursor)
+                    cursor.source.agree(operator._setting.group, cursor.epoch)
                 operator._summary = None
                 left = None if num_steps is None else num_steps - tally.steps
                 deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
@@ -219,7 +216,6 @@ class Worker:
                 finished = num_steps is None or tally.steps >= num_steps
                 if finished or not deliveries.epoch_over or deliveries.delivered == 0:
                     break
-        timers = operator.timers.stats() if profile else {}
         return Report(
             metrics=metrics,
             summaries=summaries,
@@ -227,8 +223,8 @@ class Worker:
             samples_by_pass=samples_by_pass,
             samples=tally.samples,
             steps=tally.steps,
-            epoch=epoch,
-            timers=timers,
+            epoch=epoch if purpose == "train" else None,
+            timers=operator.timers.stats() if profile else None,
         )
 
     def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
@@ -240,12 +236,6 @@ class Worker:
             step_schedulers(self.run.schedulers)
         operator._ran_our_epoch = False
         cursor.finish_epoch()
-
-    def _agree(self, cursor: Cursor) -> None:
-        """Once an epoch: every rank is about to read the same data in the same order."""
-        agree = getattr(cursor.source, "agree", None)
-        if agree is not None:
-            agree(self.operator._setting.group, cursor.epoch)
 
     def _info(
         self, info: Mapping[str, Any], num_steps: int | None, cursor: Cursor
@@ -269,7 +259,7 @@ class Worker:
         """Global batches that the next call will make; None if the data has no length."""
         if num_steps is not None:
             return num_steps
-        cursor = self._cursor(purpose)
+        cursor = self._cursors[purpose]
         total = cursor.source.steps_per_epoch
         return None if total is None else total - cursor.step
 
@@ -296,7 +286,7 @@ class Worker:
         return state
 
     def operator_state(self) -> Any:
-        return states._copied(self.operator.state_dict())
+        return states.copied(self.operator.state_dict())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         states.check(self.run, state)
@@ -341,7 +331,7 @@ class Worker:
         return {**state, "operator": by_rank[self.rank]}
 
     def models(self) -> nn.Module | list[nn.Module]:
-        return states.plain_models(self.run)
+        return states.model_copies(self.run)
 
     # ------------------------------------------------------------------------ users' functions
 
@@ -359,9 +349,6 @@ class Worker:
     @property
     def run(self) -> Registered:
         return registered(self.operator)
-
-    def _cursor(self, purpose: str) -> Cursor:
-        return self._cursors[purpose]
 
 
 def _checked_metrics(result: Any, operator: TrainingOperator, purpose: str) -> dict[str, Any]:
