@@ -21,37 +21,11 @@ from lockstep.data.delivery import DirectDelivery, LoaderDelivery, PartPlan, Ste
 from lockstep.data.fetch import ItemKind, Request, RequestedDataset, Segment, as_it_is
 from lockstep.data.layout import Window, describe
 from lockstep.data.structure import leading_length
-from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-
-@dataclass(frozen=True)
-class Placement:
-    """Which shards a worker carries.
-
-    Args:
-        num_shards: into how many parts every global batch is cut.
-        shards: this worker's, contiguous.
-        seed: the run's.
-
-    Raises:
-        ConfigurationError: no shards at all, or shards that do not exist.
-    """
-
-    num_shards: int
-    shards: range
-    seed: int
-
-    def __post_init__(self) -> None:
-        inside = self.shards.start >= 0 and self.shards.stop <= self.num_shards
-        if self.num_shards < 1 or self.shards.step != 1 or (self.shards and not inside):
-            raise ConfigurationError(
-                "a worker cannot carry these shards",
-                expected=f"a contiguous range within 0 to {self.num_shards}",
-                got=f"num_shards={self.num_shards}, shards={self.shards}",
-            )
+    from lockstep.data.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lockstep.data.isolation import Isolation, held_generators
 from lockstep.data.layout import check_reiterable
-from lockstep.data.sharded import Part, Placement, Step
+from lockstep.data.sharded import Part, Step
 from lockstep.data.structure import leading_length
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+    from lockstep.data.placement import Placement
 
 
 class Unsharded:

@@ -90,7 +90,7 @@ def assemble(
     registered = Registered(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
-        schedulers=_checked_schedulers(schedulers, setting.scheduler_step_freq),
+        schedulers=_checked_schedulers(schedulers, setting.options.scheduler_step_freq),
         criterion=criterion,
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
@@ -99,13 +99,13 @@ def assemble(
         module.to(setting.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
-    if setting.wrap_ddp:
+    if setting.options.wrap_ddp:
         _refuse_strangers(registered)
         if any(True for _ in registered.parameters()):
             registered.sync = GradientSync(
                 registered.modules(),
                 setting.group,
-                bucket_cap_mb=setting.bucket_cap_mb,
+                bucket_cap_mb=setting.options.bucket_cap_mb,
                 buffers=buffers,
                 averages=averages,
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.data import Placement
 from lockstep.group import Group
 
 if TYPE_CHECKING:
@@ -15,25 +16,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Everything about its place that a worker tells its operator, fixed for a generation.
+class Options:
+    """How a run was asked to train: the trainer's arguments that every operator follows.
 
     Attributes:
-        shards: the contiguous shards of every global batch that this worker carries.
         scheduler_step_freq: "batch", "epoch", "manual", or None without schedulers.
         wrap_ddp: False leaves synchronisation to the user's own wrapper.
         add_dist_sampler: False lets every worker read its own loader as it is.
         bucket_cap_mb: how large a bucket of gradients grows before it is sent, in MiB.
     """
 
-    world_rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    group: Group = field(default_factory=lambda: Group(None))
-    num_shards: int = 1
-    shards: range = range(1)
-    seed: int = 0
     precision: PrecisionName = "fp32"
     use_tqdm: bool = False
     scheduler_step_freq: str | None = None
@@ -42,6 +34,18 @@ class Setting:
     bucket_cap_mb: float = 25.0
 
 
-def shards_of(rank: int, world_size: int, num_shards: int) -> range:
-    """The contiguous shards that `rank` carries; each shard is carried by exactly one rank."""
-    return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a worker tells its operator; only a loaded state puts another in place.
+
+    Attributes:
+        placement: the shards of every global batch that this worker carries.
+    """
+
+    world_rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: Group = field(default_factory=lambda: Group(None))
+    placement: Placement = field(default_factory=lambda: Placement(1, range(1), seed=0))
+    options: Options = field(default_factory=Options)

@@ -18,7 +18,7 @@ from lockstep.errors import (
     WrongTypeError,
 )
 from lockstep.keys import VALID_SCHEDULER_STEP
-from lockstep.operator import TrainingOperator
+from lockstep.operator import Options, TrainingOperator
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
     UNSAID_SEED,
@@ -132,7 +132,6 @@ class TorchTrainer:
         checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
         name = pick_precision(precision, use_fp16, self._operator_cls)
-        self._use_tqdm = use_tqdm
         self._callbacks = tuple(callbacks)
         self._explicit = {
             "num_shards": num_shards,
@@ -147,12 +146,14 @@ class TorchTrainer:
             initialization_hook=initialization_hook,
             threads=num_cpus_per_worker if num_workers > 1 else None,
             use_gpu=gpu,
-            precision=name,
-            use_tqdm=use_tqdm,
-            scheduler_step_freq=scheduler_step_freq,
-            wrap_ddp=wrap_ddp,
-            add_dist_sampler=add_dist_sampler,
-            bucket_cap_mb=bucket_cap_mb,
+            options=Options(
+                precision=name,
+                use_tqdm=use_tqdm,
+                scheduler_step_freq=scheduler_step_freq,
+                wrap_ddp=wrap_ddp,
+                add_dist_sampler=add_dist_sampler,
+                bucket_cap_mb=bucket_cap_mb,
+            ),
         )
         resources = Resources(
             num_cpus=num_cpus_per_worker,
@@ -266,7 +267,7 @@ class TorchTrainer:
     def _bar(
         self, purpose: str, num_steps: int | None
     ) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-        if not wants_bar(self._use_tqdm):
+        if not wants_bar(self._spec.options.use_tqdm):
             yield None
             return
         total = self._call_rank(0, "steps_ahead", purpose, num_steps)

@@ -197,7 +197,7 @@ class Deliveries:
                 part.batch,
                 part.num_samples,
                 derive_seed(
-                    self._operator._setting.seed,
+                    self._operator._setting.placement.seed,
                     self._purpose,
                     self._cursor.epoch,
                     step.index,

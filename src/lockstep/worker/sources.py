@@ -11,7 +11,7 @@ from lockstep.errors import DataOrderError, NotShardableError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from lockstep.data import Placement, Step
+    from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
 
@@ -82,12 +82,10 @@ class OwnSource:
         self._steps = max(lengths)
 
 
-def open_source(
-    operator: TrainingOperator, loader: Any, placement: Placement, purpose: str
-) -> AgreedSource | OwnSource:
+def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> AgreedSource | OwnSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
-    setting = operator._setting
-    if not setting.add_dist_sampler:
+    options, placement = operator._setting.options, operator._setting.placement
+    if not options.add_dist_sampler:
         return OwnSource(Unsharded(loader, placement))
     training = purpose == "train"
     epoch_method, batch_method = (
@@ -95,7 +93,7 @@ def open_source(
     )
     own_loop = operator._brings(epoch_method)
     joint = (
-        own_loop or operator._brings(batch_method) or operator.joint_loss or not setting.wrap_ddp
+        own_loop or operator._brings(batch_method) or operator.joint_loss or not options.wrap_ddp
     )
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import split_batch_size
 from lockstep.keys import BATCH_SIZE
+from lockstep.operator import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.precision import PrecisionName
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,7 @@ class WorkerSpec:
     initialization_hook: Callable[[], Any] | None = None
     threads: int | None = None
     use_gpu: bool = False
-    precision: PrecisionName = "fp32"
-    use_tqdm: bool = False
-    scheduler_step_freq: str | None = None
-    wrap_ddp: bool = True
-    add_dist_sampler: bool = True
-    bucket_cap_mb: float = 25.0
+    options: Options = field(default_factory=Options)
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data import Placement
+from lockstep.data import Placement, shards_of
 from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.operator.loops import registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
-from lockstep.operator.setting import Setting, shards_of
+from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
@@ -100,24 +100,17 @@ class Worker:
 
     def _build_operator(self, device: torch.device) -> None:
         spec = self.spec
-        shards = shards_of(self.rank, spec.num_workers, spec.num_shards)
         setting = Setting(
             world_rank=self.rank,
             world_size=spec.num_workers,
             local_rank=self.local_rank,
             device=device,
             group=Group(self._group, device),
-            num_shards=spec.num_shards,
-            shards=shards,
-            seed=spec.seed,
-            precision=spec.precision,
-            use_tqdm=spec.use_tqdm,
-            scheduler_step_freq=spec.scheduler_step_freq,
-            wrap_ddp=spec.wrap_ddp,
-            add_dist_sampler=spec.add_dist_sampler,
-            bucket_cap_mb=spec.bucket_cap_mb,
+            placement=self._placement(spec.num_shards, spec.seed),
+            options=spec.options,
         )
-        operator = spec.operator_cls(config_for(spec.config, spec.num_shards, shards[0]), setting)
+        config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
+        operator = spec.operator_cls(config, setting)
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
@@ -125,14 +118,14 @@ class Worker:
         registered(operator)
         self._open_loaders(operator)
 
+    def _placement(self, num_shards: int, seed: int) -> Placement:
+        return Placement(num_shards, shards_of(self.rank, self.spec.num_workers, num_shards), seed)
+
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()
-        placement = Placement(
-            operator._setting.num_shards, operator._setting.shards, operator._setting.seed
-        )
         for purpose, loader in operator._loaders.items():
             if loader is not None:
-                source = open_source(operator, loader, placement, purpose)
+                source = open_source(operator, loader, purpose)
                 self._cursors[purpose] = Cursor(source)
 
     def _close_loaders(self) -> None:
@@ -281,8 +274,8 @@ class Worker:
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
             for purpose, cursor in self._cursors.items()
         }
-        setting = self.operator._setting
-        state["seed"], state["num_shards"] = setting.seed, setting.num_shards
+        placement = self.operator._setting.placement
+        state["seed"], state["num_shards"] = placement.seed, placement.num_shards
         return state
 
     def operator_state(self) -> Any:
@@ -312,13 +305,12 @@ class Worker:
     def _take(self, state: Mapping[str, Any]) -> None:
         operator = self.operator
         states.apply(operator, self.run, self._own_part(state))
-        num_shards = state.get("num_shards", operator._setting.num_shards)
-        seed = state.get("seed", operator._setting.seed)
-        if (num_shards, seed) != (operator._setting.num_shards, operator._setting.seed):
-            shards = shards_of(self.rank, self.spec.num_workers, num_shards)
-            operator._setting = replace(
-                operator._setting, num_shards=num_shards, shards=shards, seed=seed
-            )
+        before = operator._setting.placement
+        placement = self._placement(
+            state.get("num_shards", before.num_shards), state.get("seed", before.seed)
+        )
+        if placement != before:
+            operator._setting = replace(operator._setting, placement=placement)
             self._open_loaders(operator)
         for purpose, place in state.get("position", {}).items():
             if purpose in self._cursors:
