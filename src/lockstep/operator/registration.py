@@ -52,17 +52,15 @@ class Registered:
             module.train(training)
 
 
-def as_list(given: Any, kind: type | tuple[type, ...], argument: str) -> list[Any]:
+def as_list(given: Any, kind: type, argument: str) -> list[Any]:
     """One object or a sequence of them as a list, each checked to be of `kind`."""
     items = list(given) if isinstance(given, Sequence) else [given]
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join(f"{each.__module__.split('.')[0]} {each.__name__}" for each in kinds)
     for item in items:
         if not isinstance(item, kind):
             hint = "call it first: pass an instance" if isinstance(item, type) else None
             raise WrongTypeError(
                 f"register({argument}=...) was given something else",
-                expected=f"a {names}, or a list of them",
+                expected=f"a torch {kind.__name__}, or a list of them",
                 got=f"{type(item).__name__}: {item!r:.80}",
                 fix=hint,
             )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StepSource(Protocol):
-    """A loader cut into global steps; see `lockstep.worker.sources`.
+    """A loader cut into global steps; see `lockstep.data.ShardedLoader`.
 
     Attributes:
         joint: a worker's shards of a step come as one batch, not one after the other.
