@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 import torch
 
 from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
-from lockstep.keys import BATCH_SIZE
+from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from lockstep.operator import Options
 
 _NOT_YET: Final = frozenset(
     {
@@ -166,9 +168,7 @@ def pick_backend(backend: str, gpu: bool) -> str:
     return ("nccl" if gpu else "gloo") if backend == "auto" else backend
 
 
-def pick_precision(
-    precision: str, use_fp16: bool, operator_cls: type[TrainingOperator]
-) -> PrecisionName:
+def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     require(
         precision in get_args(PrecisionName),
         "precision",
@@ -176,15 +176,25 @@ def pick_precision(
         '"fp32", "bf16" or "fp16"',
     )
     require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
-    name = cast("PrecisionName", "fp16" if use_fp16 else precision)
-    if name == "fp16":
-        for method in ("train_batch", "train_epoch"):
-            if getattr(operator_cls, method) is not getattr(TrainingOperator, method):
-                raise ConfigurationError(
-                    f'precision="fp16" belongs to the default loop; {operator_cls.__name__}'
-                    f" has its own {method}",
-                    fix="override compute_loss instead; or in your loop write: with"
-                    " torch.autocast(self.device.type, torch.float16): ..., and"
-                    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
-                )
-    return name
+    return cast("PrecisionName", "fp16" if use_fp16 else precision)
+
+
+def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:
+    """Refuse options that cannot be right, alone or with the loop that the operator brings."""
+    require(
+        options.scheduler_step_freq is None or options.scheduler_step_freq in VALID_SCHEDULER_STEP,
+        "scheduler_step_freq",
+        options.scheduler_step_freq,
+        '"batch", "epoch", "manual" or None',
+    )
+    checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
+    for method in ("train_batch", "train_epoch"):
+        own = getattr(operator_cls, method) is not getattr(TrainingOperator, method)
+        if own and options.precision == "fp16":
+            raise ConfigurationError(
+                f'precision="fp16" belongs to the default loop; {operator_cls.__name__}'
+                f" has its own {method}",
+                fix="override compute_loss instead; or in your loop write: with"
+                " torch.autocast(self.device.type, torch.float16): ..., and"
+                " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+            )

@@ -17,11 +17,11 @@ from lockstep.errors import (
     TrainerClosedError,
     WrongTypeError,
 )
-from lockstep.keys import VALID_SCHEDULER_STEP
 from lockstep.operator import Options, TrainingOperator
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
     UNSAID_SEED,
+    check_options,
     checked_config,
     checked_functions,
     checked_numbers,
@@ -121,17 +121,19 @@ class TorchTrainer:
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
         checked_workers(num_workers, num_shards, num_cpus_per_worker)
-        require(
-            scheduler_step_freq is None or scheduler_step_freq in VALID_SCHEDULER_STEP,
-            "scheduler_step_freq",
-            scheduler_step_freq,
-            '"batch", "epoch", "manual" or None',
-        )
-        checked_numbers(timeout_s=timeout_s, bucket_cap_mb=bucket_cap_mb)
+        checked_numbers(timeout_s=timeout_s)
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
-        name = pick_precision(precision, use_fp16, self._operator_cls)
+        options = Options(
+            precision=pick_precision(precision, use_fp16),
+            use_tqdm=use_tqdm,
+            scheduler_step_freq=scheduler_step_freq,
+            wrap_ddp=wrap_ddp,
+            add_dist_sampler=add_dist_sampler,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        check_options(options, self._operator_cls)
         self._callbacks = tuple(callbacks)
         self._explicit = {
             "num_shards": num_shards,
@@ -146,14 +148,7 @@ class TorchTrainer:
             initialization_hook=initialization_hook,
             threads=num_cpus_per_worker if num_workers > 1 else None,
             use_gpu=gpu,
-            options=Options(
-                precision=name,
-                use_tqdm=use_tqdm,
-                scheduler_step_freq=scheduler_step_freq,
-                wrap_ddp=wrap_ddp,
-                add_dist_sampler=add_dist_sampler,
-                bucket_cap_mb=bucket_cap_mb,
-            ),
+            options=options,
         )
         resources = Resources(
             num_cpus=num_cpus_per_worker,
