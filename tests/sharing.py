@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.data import Placement, ShardedLoader, Step
+from lockstep.data import Placement, ShardedLoader, Step, shards_of
 
 
 def placements(num_shards: int, num_workers: int, seed: int = 0) -> list[Placement]:
     """Contiguous shards for every worker; workers beyond the shards carry none."""
-    cuts = [num_shards * worker // num_workers for worker in range(num_workers + 1)]
-    return [Placement(num_shards, range(cuts[w], cuts[w + 1]), seed) for w in range(num_workers)]
+    return [
+        Placement(num_shards, shards_of(worker, num_workers, num_shards), seed)
+        for worker in range(num_workers)
+    ]
 
 
 def share_out(

@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import lockstep
@@ -37,6 +38,7 @@ WITHOUT_MOCKS = ("ranks", "procs", "ray", "faults")
 """Tests of communication: a mock there proves that the mock works."""
 
 # Written so that this file does not hold what it forbids.
+CONFLICT_MARKS = ("<" * 7 + " ", ">" * 7 + " ")
 MACHINE_PATHS = re.compile(r"(?<![\w.-])/(work|home|root|Users)/[A-Za-z]|\b[A-Z]:\\Users")
 
 
@@ -169,11 +171,18 @@ def test_importing_lockstep_does_not_import_ray() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_no_file_names_a_place_on_somebodys_machine() -> None:
-    offenders = [
+def _places_where(holds: Callable[[str], object]) -> list[str]:
+    return [
         f"{_name(path)}:{number}"
         for path in FILES
         for number, line in enumerate(_lines_of_text(path), start=1)
-        if MACHINE_PATHS.search(line)
+        if holds(line)
     ]
-    assert offenders == []
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    assert _places_where(MACHINE_PATHS.search) == []
+
+
+def test_no_merge_was_left_half_done() -> None:
+    assert _places_where(lambda line: line.startswith(CONFLICT_MARKS)) == []

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from lockstep.operator.setting import shards_of
+from lockstep.data import shards_of
 from lockstep.sync.shard_order import ShardOrder, fold, ordered_sum
 
 

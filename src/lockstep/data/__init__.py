@@ -3,8 +3,9 @@
 
 from lockstep.data.agreement import check_agreement
 from lockstep.data.batch_size import ShardBatchSize, split_batch_size
+from lockstep.data.placement import Placement, shards_of
 from lockstep.data.shard_loader import RankLoader, shard_loader
-from lockstep.data.sharded import Part, Placement, ShardedLoader, Step
+from lockstep.data.sharded import Part, ShardedLoader, Step
 from lockstep.data.unsharded import Unsharded
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "Unsharded",
     "check_agreement",
     "shard_loader",
+    "shards_of",
     "split_batch_size",
 ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.data.layout import Layout
-    from lockstep.data.sharded import Placement
+    from lockstep.data.placement import Placement
 
 _MEANING: Final = {
     "kind": ("kinds of loaders", "setup builds another loader on some ranks"),

@@ -30,7 +30,7 @@ from lockstep.errors import NotShardableError, WrongTypeError
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _DRAWN_AT_A_TIME = 256
 
@@ -71,10 +71,7 @@ class Layout:
     @property
     def length(self) -> int | None:
         """Items in an epoch, where the user's objects tell."""
-        try:
-            return len(self.items)
-        except (TypeError, NotImplementedError):
-            return None
+        return known_length(self.items)
 
     def num_steps(self, offset: int = 0) -> int | None:
         """Steps that begin at or after item `offset`."""
@@ -85,7 +82,7 @@ class Layout:
 
     def windows(self, seed: int, epoch: int, offset: int = 0) -> Iterator[Window]:
         """The global batches of an epoch, from item `offset` on."""
-        self._announce(epoch)
+        announce_epoch(epoch, (self.items, getattr(self.items, "sampler", None)))
         order = self._seekable(seed, epoch)
         if order is None:
             yield from self._drawn(seed, epoch, offset)
@@ -95,12 +92,6 @@ class Layout:
             stop = min(start + self.per_step, length)
             if stop - start == self.per_step or not self.drop_last:
                 yield Window(read, start, stop)
-
-    def _announce(self, epoch: int) -> None:
-        for holder in (self.items, getattr(self.items, "sampler", None)):
-            set_epoch = getattr(holder, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
 
     def _seekable(
         self, seed: int, epoch: int
@@ -143,6 +134,22 @@ class Layout:
 
 def _reader(drawn: list[Any]) -> Callable[[int, int], list[Any]]:
     return lambda start, stop: drawn[start:stop]
+
+
+def known_length(sized: Any) -> int | None:
+    """Its length, or None: what has ``__len__`` may still not know."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def announce_epoch(epoch: int, holders: Iterable[Any]) -> None:
+    """Call ``set_epoch`` of the samplers and loaders that have it."""
+    for holder in holders:
+        set_epoch = getattr(holder, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def describe(loader: Any, num_shards: int, global_batch_size: int | None = None) -> Layout:

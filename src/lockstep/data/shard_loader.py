@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lockstep.data.sharded import Placement, ShardedLoader
+from lockstep.data.placement import Placement
+from lockstep.data.sharded import ShardedLoader
 from lockstep.data.structure import no_rows
 from lockstep.errors import CheckpointError
 

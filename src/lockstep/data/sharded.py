@@ -15,43 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.agreement import plan_fingerprint
+from lockstep.data.agreement import check_agreement, plan_fingerprint
 from lockstep.data.batch_size import share_bounds
 from lockstep.data.delivery import DirectDelivery, LoaderDelivery, PartPlan, StepPlan
 from lockstep.data.fetch import ItemKind, Request, RequestedDataset, Segment, as_it_is
 from lockstep.data.layout import Window, describe
 from lockstep.data.structure import leading_length
-from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-
-@dataclass(frozen=True)
-class Placement:
-    """Which shards a worker carries.
-
-    Args:
-        num_shards: into how many parts every global batch is cut.
-        shards: this worker's, contiguous.
-        seed: the run's.
-
-    Raises:
-        ConfigurationError: no shards at all, or shards that do not exist.
-    """
-
-    num_shards: int
-    shards: range
-    seed: int
-
-    def __post_init__(self) -> None:
-        inside = self.shards.start >= 0 and self.shards.stop <= self.num_shards
-        if self.num_shards < 1 or self.shards.step != 1 or (self.shards and not inside):
-            raise ConfigurationError(
-                "a worker cannot carry these shards",
-                expected=f"a contiguous range within 0 to {self.num_shards}",
-                got=f"num_shards={self.num_shards}, shards={self.shards}",
-            )
+    from lockstep.data.placement import Placement
+    from lockstep.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +62,13 @@ class Step:
 class ShardedLoader:
     """The user's loader, as far as the shards of one worker go.
 
+    Attributes:
+        joint: one part per step with all the worker's samples, instead of one per shard.
+
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
         placement: the worker's shards.
-        joint: one part per step with all the worker's samples, instead of one per shard.
+        joint: as above.
         borrow: with `joint`, a worker without samples in a step gets shard 0's, to be counted
             as 0 samples, so that it takes part in what its peers compute.
         global_batch_size: in samples; overrides what the loader says.
@@ -110,7 +88,7 @@ class ShardedLoader:
         global_batch_size: int | None = None,
     ) -> None:
         self.placement = placement
-        self._joint = joint
+        self.joint = joint
         self._borrow = borrow
         self._layout = describe(loader, placement.num_shards, global_batch_size)
         kind, seed = self._layout.kind, placement.seed
@@ -171,6 +149,22 @@ class ShardedLoader:
         """
         return plan_fingerprint(self._layout, self.placement, epoch)
 
+    def agree(self, group: Group, epoch: int) -> None:
+        """Make sure that all workers will read `epoch` by the same plan.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank of `group`. Blocks. One exchange; a rank alone communicates nothing.
+
+        Raises:
+            DataOrderError: the plans differ; on every rank.
+            PeerLostError: another rank went away.
+        """
+        if group.size > 1:
+            check_agreement(group.exchange(self.fingerprint(epoch)))
+
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
         self._delivery.close()
@@ -183,7 +177,7 @@ class ShardedLoader:
     def _part_plans(self, epoch: int, step: int, window: Window) -> list[PartPlan]:
         own = [self._segment(window, shard) for shard in self.placement.shards]
         carried = [segment for segment in own if segment.items]
-        if not self._joint:
+        if not self.joint:
             return [self._planned(epoch, step, [segment]) for segment in carried]
         if carried:
             return [self._planned(epoch, step, carried)]

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from lockstep.data.isolation import Isolation, held_generators
-from lockstep.data.layout import check_reiterable
-from lockstep.data.sharded import Part, Placement, Step
+from lockstep.data.layout import announce_epoch, check_reiterable, known_length
+from lockstep.data.sharded import Part, Step
 from lockstep.data.structure import leading_length
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+    from lockstep.data.placement import Placement
 
 
 class Unsharded:
@@ -50,17 +52,9 @@ class Unsharded:
             self._holders = [loader.generator, loader.sampler, loader.batch_sampler]
 
     @property
-    def global_batch_size(self) -> None:
-        """Unknown: what the other workers read is the user's business."""
-        return None
-
-    @property
     def steps_per_epoch(self) -> int | None:
         """Batches in this worker's epoch, where the loader tells; others may have another."""
-        try:
-            return len(self._loader)
-        except (TypeError, NotImplementedError):
-            return None
+        return known_length(self._loader)
 
     def batches(
         self, epoch: int, start_step: int = 0, num_steps: int | None = None
@@ -85,20 +79,12 @@ class Unsharded:
         for index in range(max(step, start_step), num_steps or 0):
             yield Step(index, [Part(last[0], 0, self._shards)] if last else [], None)
 
-    def fingerprint(self, epoch: int) -> dict[str, Any]:
-        """What all workers must agree on: only that none of them shares the data out."""
-        return {
-            "kind": "as it is",
-            "num_shards": self.placement.num_shards,
-            "seed": self.placement.seed,
-            "epoch": epoch,
-        }
-
     def close(self) -> None:
         """Nothing to end: the loader, and its worker processes, are the user's."""
 
     def _read(self, epoch: int) -> Iterator[Any]:
-        self._announce(epoch)
+        holders = (self._loader, *self._holders)
+        announce_epoch(epoch, (h.sampler if type(h) is BatchSampler else h for h in holders))
         first = self._shards[0] if self._shards else -1
         isolation = Isolation(
             derive_seed(self.placement.seed, "unsharded", epoch, first),
@@ -107,10 +93,3 @@ class Unsharded:
         iterator = isolation.open(self._loader)
         while drawn := isolation.draw(iterator, 1):
             yield drawn[0]
-
-    def _announce(self, epoch: int) -> None:
-        for holder in (self._loader, *self._holders):
-            inner = holder.sampler if type(holder) is BatchSampler else holder
-            set_epoch = getattr(inner, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)

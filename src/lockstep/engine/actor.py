@@ -36,28 +36,24 @@ class WorkerActor:
         return f"rank {self._rank}"
 
     def perform(self, method: str, arguments: bytes) -> Outcome:
-        return _perform(self, method, arguments)
+        from lockstep.engine.travel import pickled
+        from lockstep.worker import Outcome, Worker, failure
+
+        try:
+            if self._worker is None:
+                self._worker = Worker(_loaded(self._spec), self._rank, self._local_rank)
+            value = getattr(self._worker, method)(*cloudpickle.loads(arguments))
+            # Pickled here, so that a result that cannot travel is an error of this call.
+            return Outcome(self._rank, pickled(value, "what the worker returned"))
+        except BaseException as error:
+            # The peers wait for this rank in a collective: closing the sockets frees them.
+            if method in COLLECTIVE_METHODS and self._worker is not None:
+                self._worker.leave()
+            return failure(self._rank, error)
 
     @ray.method(concurrency_group="control")
     def progress(self) -> dict[str, Any]:
         return {} if self._worker is None else self._worker.progress()
-
-
-def _perform(actor: Any, method: str, arguments: bytes) -> Outcome:
-    from lockstep.engine.travel import pickled
-    from lockstep.worker import Outcome, Worker, failure
-
-    try:
-        if actor._worker is None:
-            actor._worker = Worker(_loaded(actor._spec), actor._rank, actor._local_rank)
-        value = getattr(actor._worker, method)(*cloudpickle.loads(arguments))
-        # Pickled here, so that a result that cannot travel is an error of this call.
-        return Outcome(actor._rank, pickled(value, "what the worker returned"))
-    except BaseException as error:
-        # The peers wait for this rank in a collective: closing the sockets frees them.
-        if method in COLLECTIVE_METHODS and actor._worker is not None:
-            actor._worker.leave()
-        return failure(actor._rank, error)
 
 
 def _loaded(spec: bytes) -> Any:

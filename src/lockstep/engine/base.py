@@ -19,7 +19,6 @@ class Engine(Protocol):
     died) has ended them all by the time it raises, and says why in `ended`.
     """
 
-    num_workers: int
     ended: BaseException | None
     started: list[dict[str, Any]]
     """What each worker's `start` returned, by rank."""

@@ -20,7 +20,6 @@ class InlineEngine:
     """See `Engine`. Exceptions are raised as they are: they are the user's own already."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self.num_workers = 1
         self.ended: BaseException | None = None
         self._worker = Worker(spec, rank=0, local_rank=0)
         self.started = [self._run("start", None)]

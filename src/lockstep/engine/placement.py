@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray.util.placement_group import (
     PlacementGroup,
@@ -43,8 +43,8 @@ def bundle_for(
     return {name: amount for name, amount in bundle.items() if amount}
 
 
-def find_room(bundles: Sequence[dict[str, float]], own_cluster: bool) -> PlacementGroup:
-    """Reserve one bundle a worker, spread over the nodes.
+def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> PlacementGroup:
+    """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
     Args:
         own_cluster: Ray was started by us on this machine alone, so nothing can join it and
@@ -54,21 +54,19 @@ def find_room(bundles: Sequence[dict[str, float]], own_cluster: bool) -> Placeme
         NotEnoughResourcesError: no room within the start timeout; nothing stays reserved.
     """
     timeout_s = start_timeout_s()
-    asked = _sum(bundles)
+    asked = {name: amount * count for name, amount in bundle.items()}
     if own_cluster and _lacking(asked, ray.cluster_resources()):
-        raise _no_room(bundles, asked, 0.0)
-    group: PlacementGroup = placement_group(list(bundles), strategy="SPREAD")
-    deadline = time.monotonic() + timeout_s
+        raise _no_room(bundle, count, 0.0)
+    began = time.monotonic()
+    group: PlacementGroup = placement_group([dict(bundle)] * count, strategy="SPREAD")
     try:
         if group.wait(timeout_seconds=max(1, round(timeout_s))):
             return group
+        # Asked before the room is given back: the message says what was free meanwhile.
+        raise _no_room(bundle, count, time.monotonic() - began)
     except BaseException:
         remove_placement_group(group)
         raise
-    waited = timeout_s + time.monotonic() - deadline
-    error = _no_room(bundles, asked, waited)
-    remove_placement_group(group)
-    raise error
 
 
 def nodes_of(group: PlacementGroup, count: int) -> list[str]:
@@ -87,49 +85,34 @@ def local_ranks(nodes: Sequence[str]) -> list[int]:
     return ranks
 
 
-def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] += amount  # type: ignore[assignment]
-    return dict(total)
-
-
 def _lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
     return any(there.get(name, 0) < amount for name, amount in asked.items())
 
 
-def _no_room(
-    bundles: Sequence[Mapping[str, float]], asked: Mapping[str, float], waited_s: float
-) -> NotEnoughResourcesError:
+def _no_room(bundle: Mapping[str, float], count: int, waited_s: float) -> NotEnoughResourcesError:
+    asked = {name: amount * count for name, amount in bundle.items()}
     total, free = ray.cluster_resources(), ray.available_resources()
     there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in asked)
     wanted = ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
+    each = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    cpus = max(1, round(asked.get("CPU", 1)))
     too_small = _lacking(asked, total)
     return NotEnoughResourcesError(
-        f"the Ray cluster has no room for {len(bundles)} workers",
+        f"the Ray cluster has no room for {count} workers",
         where=f"after waiting {waited_s:.0f} s" if waited_s else None,
-        expected=f"{wanted} ({_one(bundles[0])} each)",
+        expected=f"{wanted} ({each} each)",
         got=f"{there} free",
         cause="the cluster is too small"
         if too_small
         else "other jobs, or another trainer that was not shut down, hold the rest",
-        fix=f"fewer workers, a smaller num_cpus_per_worker, ray.init(num_cpus={_cpus(asked)}) on"
+        fix=f"fewer workers, a smaller num_cpus_per_worker, ray.init(num_cpus={cpus}) on"
         " one machine before the trainer"
         + ("" if too_small else ", or other_trainer.shutdown()")
         + f"; {START_TIMEOUT_VARIABLE} sets how long to wait",
     )
 
 
-def _one(bundle: Mapping[str, float]) -> str:
-    return " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-
-
-def _cpus(asked: Mapping[str, float]) -> int:
-    return max(1, round(asked.get("CPU", 1)))
-
-
-def release(group: Any) -> None:
+def release(group: PlacementGroup) -> None:
     """Give the room back; harmless when Ray is already gone."""
     if ray.is_initialized():
         remove_placement_group(group)

@@ -28,7 +28,9 @@ from lockstep.errors import WorkerDiedError
 from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ray.util.placement_group import PlacementGroup
 
     from lockstep.engine import Resources
     from lockstep.operator import TrainingOperator
@@ -44,25 +46,31 @@ class RayEngine:
     """See `Engine`."""
 
     def __init__(self, spec: WorkerSpec, resources: Resources, *, use_local: bool) -> None:
-        self.num_workers = spec.num_workers
+        self._num_workers = spec.num_workers
         self.ended: BaseException | None = None
         self.started: list[dict[str, Any]] = []
         self._local: Worker | None = None
         self._actors: dict[int, Any] = {}
+        # Filled only when every worker runs on this machine, where they can be waited for.
         self._pids: list[int] = []
-        self._room: Any = None
+        self._room: PlacementGroup | None = None
+        self._store: RendezvousStore | None = None
         payload = pickled_spec(spec)
         own_cluster = _connect()
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
         remote_ranks = range(1 if use_local else 0, spec.num_workers)
         try:
-            nodes = self._reserve(bundle, remote_ranks, own_cluster)
-            self._create(payload, spec, bundle, nodes, use_local)
-            self._store = _open_store(nodes, resources.timeout_s)
-            one_node = self._store.host == LOOPBACK
+            room = self._room = placement.find_room(bundle, len(remote_ranks), own_cluster)
+            nodes = placement.nodes_of(room, len(remote_ranks))
+            if use_local:
+                nodes.insert(0, _this_node())
+                self._local = Worker(spec, 0, 0)
+            self._create(payload, bundle, room, remote_ranks, placement.local_ranks(nodes))
+            store = self._store = _open_store(nodes, resources.timeout_s)
+            one_node = store.host == LOOPBACK
             rendezvous = Rendezvous(
-                self._store.host,
-                self._store.port,
+                store.host,
+                store.port,
                 generation=0,
                 backend=resources.backend,
                 one_node=one_node,
@@ -73,65 +81,48 @@ class RayEngine:
             self.ended = self.ended or error
             self.close(force=True)
             raise
-        self._pids = [self.started[rank]["pid"] for rank in self._actors]
-        self._one_node = one_node
-
-    def _reserve(
-        self, bundle: dict[str, float], remote_ranks: range, own_cluster: bool
-    ) -> list[str]:
-        if not remote_ranks:
-            return [_this_node()]
-        self._room = placement.find_room([bundle] * len(remote_ranks), own_cluster)
-        nodes = placement.nodes_of(self._room, len(remote_ranks))
-        return [_this_node(), *nodes] if remote_ranks.start else nodes
+        if one_node:
+            self._pids = [self.started[rank]["pid"] for rank in self._actors]
 
     def _create(
         self,
         payload: bytes,
-        spec: WorkerSpec,
         bundle: Mapping[str, float],
-        nodes: list[str],
-        use_local: bool,
+        room: PlacementGroup,
+        remote_ranks: range,
+        local_ranks: list[int],
     ) -> None:
         """All actors at once: starting a process and importing torch is most of a launch."""
-        ranks = placement.local_ranks(nodes)
-        if use_local:
-            self._local = Worker(spec, 0, ranks[0])
         shared = ray.put(payload)
         further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
-        for index, rank in enumerate(range(1 if use_local else 0, spec.num_workers)):
-            strategy = PlacementGroupSchedulingStrategy(
-                self._room, placement_group_bundle_index=index
-            )
+        for index, rank in enumerate(remote_ranks):
+            strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
             self._actors[rank] = RemoteWorker.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=further or None,
                 scheduling_strategy=strategy,
-            ).remote(shared, rank, ranks[rank])
+            ).remote(shared, rank, local_ranks[rank])
 
     # -------------------------------------------------------------------------------- calling
 
     def call(
         self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
     ) -> list[Any]:
-        arguments = pickled(args, f"an argument of {method}")
-        return self._gather(method, arguments, args, range(self.num_workers), watch)
+        return self._gather(method, args, range(self._num_workers), watch)
 
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
-        arguments = pickled(args, f"an argument of {method}")
-        return self._gather(method, arguments, args, [rank], None)[0]
+        return self._gather(method, args, [rank], None)[0]
 
     def _gather(
         self,
         method: str,
-        arguments: bytes,
         args: tuple[Any, ...],
-        ranks: Iterable[int],
+        ranks: Sequence[int],
         watch: Callable[[dict[str, Any]], None] | None,
     ) -> list[Any]:
-        hearing = _Hearing(method, {})
-        ranks = list(ranks)
+        arguments = pickled(args, f"an argument of {method}")
+        hearing = _Hearing(method)
         try:
             shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
             for rank in ranks:
@@ -139,9 +130,9 @@ class RayEngine:
                     ref = self._actors[rank].perform.remote(method, shared)
                     hearing.pending[ref] = rank
             if self._local is not None and 0 in ranks:
-                hearing.heard(self._perform_locally(method, args, watch))
+                self._perform_locally(self._local, hearing, args, watch)
                 watch = None
-            hearing.listen(self._looker(watch, ranks))
+            hearing.listen(self._looker(watch))
             cause = hearing.cause()
             must_end = cause is not None and (
                 method in COLLECTIVE_METHODS or bool(hearing.pending) or hearing.dead
@@ -160,25 +151,23 @@ class RayEngine:
 
     def _perform_locally(
         self,
-        method: str,
+        worker: Worker,
+        hearing: _Hearing,
         args: tuple[Any, ...],
         watch: Callable[[dict[str, Any]], None] | None,
-    ) -> Outcome | tuple[int, Any] | BaseException:
-        assert self._local is not None
-        self._local.on_commit = every(_WATCH_S, watch, self._local)
+    ) -> None:
+        worker.on_commit = every(_WATCH_S, watch, worker)
         try:
-            return 0, getattr(self._local, method)(*args)
+            hearing.values[0] = getattr(worker, hearing.method)(*args)
         except Exception as error:
-            if method in COLLECTIVE_METHODS:
-                self._local.leave()
+            if hearing.method in COLLECTIVE_METHODS:
+                worker.leave()
             add_rank(error, 0)
-            return error
+            hearing.failed(error, peer_lost=is_peer_lost(error))
         finally:
-            self._local.on_commit = None
+            worker.on_commit = None
 
-    def _looker(
-        self, watch: Callable[[dict[str, Any]], None] | None, ranks: list[int]
-    ) -> Callable[[], None] | None:
+    def _looker(self, watch: Callable[[dict[str, Any]], None] | None) -> Callable[[], None] | None:
         if watch is None or not self._actors:
             return None
         first = self._actors[min(self._actors)]
@@ -216,38 +205,31 @@ class RayEngine:
         room, self._room = self._room, None
         if room is not None:
             placement.release(room)
-        if getattr(self, "_one_node", False):
-            _wait_until_gone(self._pids)
+        _wait_until_gone(self._pids)
         self._pids = []
-        store = getattr(self, "_store", None)
-        if store is not None:
-            store.close()
+        if self._store is not None:
+            self._store.close()
 
 
 class _Hearing:
     """What the driver has heard from the ranks of one call, and what it makes of it."""
 
-    def __init__(self, method: str, pending: dict[Any, int]) -> None:
+    def __init__(self, method: str) -> None:
         self.method = method
-        self.pending = pending
+        self.pending: dict[Any, int] = {}
         self.values: dict[int, Any] = {}
         self.dead = False
         self._causes: list[BaseException] = []
         self._consequences: list[BaseException] = []
 
-    def heard(self, outcome: Outcome | tuple[int, Any] | BaseException) -> None:
-        if isinstance(outcome, tuple):
-            self.values[outcome[0]] = outcome[1]
-        elif isinstance(outcome, BaseException):
-            self._sort(outcome, is_peer_lost(outcome))
-        elif outcome.error is None:
+    def heard(self, outcome: Outcome) -> None:
+        error = outcome.exception()
+        if error is None:
             self.values[outcome.rank] = cloudpickle.loads(outcome.value)
         else:
-            error = outcome.exception()
-            assert error is not None
-            self._sort(error, outcome.peer_lost)
+            self.failed(error, peer_lost=outcome.peer_lost)
 
-    def _sort(self, error: BaseException, peer_lost: bool) -> None:
+    def failed(self, error: BaseException, *, peer_lost: bool) -> None:
         (self._consequences if peer_lost else self._causes).append(error)
 
     def listen(self, look: Callable[[], None] | None) -> None:
@@ -280,7 +262,7 @@ class _Hearing:
                 " trainer and load the last checkpoint",
             )
             died.__cause__ = error
-            self._causes.append(died)
+            self.failed(died, peer_lost=False)
 
     def cause(self) -> BaseException | None:
         return next(iter([*self._causes, *self._consequences]), None)

@@ -2,6 +2,6 @@
 """What the user writes, and the loops of an operator that brings none of its own."""
 
 from lockstep.operator.definition import TrainingOperator
-from lockstep.operator.setting import Setting
+from lockstep.operator.setting import Options, Setting
 
-__all__ = ["Setting", "TrainingOperator"]
+__all__ = ["Options", "Setting", "TrainingOperator"]

@@ -57,7 +57,7 @@ class TrainingOperator:
     def __init__(self, config: Mapping[str, Any], setting: Setting | None = None) -> None:
         self._config = dict(config) if type(config) is dict else config
         self._setting = setting or Setting()
-        self._precision = Precision(self._setting.precision, self._setting.device)
+        self._precision = Precision(self._setting.options.precision, self._setting.device)
         self._registered: Registered | None = None
         self._loaders: dict[str, Any] = {}
         self._delivered: Part | None = None
@@ -283,11 +283,11 @@ class TrainingOperator:
 
     @property
     def use_tqdm(self) -> bool:
-        return self._setting.use_tqdm
+        return self._setting.options.use_tqdm
 
     @property
     def scheduler_step_freq(self) -> str | None:
-        return self._setting.scheduler_step_freq
+        return self._setting.options.scheduler_step_freq
 
     def _brings(self, method: str) -> bool:
         """Whether the user's class has its own `method` instead of the one above."""

@@ -113,7 +113,7 @@ def train_batch(
     parts = parts_of(operator, batch)
     if operator._place.opens:
         _open_window(run, optimizer)
-    in_order = operator._setting.reproducible
+    in_order = operator._setting.options.reproducible
     buffers = CommittedBuffers(run.modules(), len(parts), run.sync)
     results: list[tuple[dict[str, Any], int]] = []
     for position, part in enumerate(parts):
@@ -127,7 +127,9 @@ def train_batch(
     buffers.commit()
     if operator._place.closes:
         with operator.timers.record("apply"):
-            operator._precision.step(optimizer, run.parameters(), operator._setting.clip_grad_norm)
+            operator._precision.step(
+                optimizer, run.parameters(), operator._setting.options.clip_grad_norm
+            )
     return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}
 
 

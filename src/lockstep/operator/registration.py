@@ -53,17 +53,15 @@ class Registered:
             module.train(training)
 
 
-def as_list(given: Any, kind: type | tuple[type, ...], argument: str) -> list[Any]:
+def as_list(given: Any, kind: type, argument: str) -> list[Any]:
     """One object or a sequence of them as a list, each checked to be of `kind`."""
     items = list(given) if isinstance(given, Sequence) else [given]
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join(f"{each.__module__.split('.')[0]} {each.__name__}" for each in kinds)
     for item in items:
         if not isinstance(item, kind):
             hint = "call it first: pass an instance" if isinstance(item, type) else None
             raise WrongTypeError(
                 f"register({argument}=...) was given something else",
-                expected=f"a {names}, or a list of them",
+                expected=f"a torch {kind.__name__}, or a list of them",
                 got=f"{type(item).__name__}: {item!r:.80}",
                 fix=hint,
             )
@@ -91,7 +89,7 @@ def assemble(
     registered = Registered(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
-        schedulers=_checked_schedulers(schedulers, setting.scheduler_step_freq),
+        schedulers=_checked_schedulers(schedulers, setting.options.scheduler_step_freq),
         criterion=criterion,
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
@@ -100,13 +98,13 @@ def assemble(
         module.to(setting.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
-    if setting.wrap_ddp:
+    if setting.options.wrap_ddp:
         _refuse_strangers(registered)
         if any(True for _ in registered.parameters()):
             registered.sync = GradientSync(
                 registered.modules(),
                 setting.group,
-                bucket_cap_mb=setting.bucket_cap_mb,
+                bucket_cap_mb=setting.options.bucket_cap_mb,
                 buffers=buffers,
                 averages=averages,
                 order=shard_order(setting),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.data import Placement, shards_of
 from lockstep.group import Group
 from lockstep.sync import ShardOrder
 
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Everything about its place that a worker tells its operator, fixed for a generation.
+class Options:
+    """How a run was asked to train: the trainer's arguments that every operator follows.
 
     Attributes:
-        shards: the contiguous shards of every global batch that this worker carries.
         scheduler_step_freq: "batch", "epoch", "manual", or None without schedulers.
         wrap_ddp: False leaves synchronisation to the user's own wrapper.
         add_dist_sampler: False lets every worker read its own loader as it is.
@@ -31,14 +31,6 @@ class Setting:
         clip_grad_norm: largest norm of the whole gradient that the default loop lets through.
     """
 
-    world_rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    group: Group = field(default_factory=lambda: Group(None))
-    num_shards: int = 1
-    shards: range = range(1)
-    seed: int = 0
     precision: PrecisionName = "fp32"
     use_tqdm: bool = False
     scheduler_step_freq: str | None = None
@@ -50,15 +42,27 @@ class Setting:
     clip_grad_norm: float | None = None
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a worker tells its operator; only a loaded state puts another in place.
+
+    Attributes:
+        placement: the shards of every global batch that this worker carries.
+    """
+
+    world_rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: Group = field(default_factory=lambda: Group(None))
+    placement: Placement = field(default_factory=lambda: Placement(1, range(1), seed=0))
+    options: Options = field(default_factory=Options)
+
+
 def shard_order(setting: Setting) -> ShardOrder | None:
     """The order in which gradients are added up; None where any order will do."""
-    if not setting.reproducible:
+    if not setting.options.reproducible:
         return None
-    size, shards = setting.world_size, setting.num_shards
-    by_rank = [shards_of(rank, size, shards) for rank in range(size)]
-    return ShardOrder(shards, by_rank, setting.world_rank)
-
-
-def shards_of(rank: int, world_size: int, num_shards: int) -> range:
-    """The contiguous shards that `rank` carries; each shard is carried by exactly one rank."""
-    return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
+    size, num_shards = setting.world_size, setting.placement.num_shards
+    by_rank = [shards_of(rank, size, num_shards) for rank in range(size)]
+    return ShardOrder(num_shards, by_rank, setting.world_rank)

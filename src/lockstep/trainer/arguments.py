@@ -17,6 +17,8 @@ from lockstep.trainer.callbacks import Callback
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lockstep.operator import Options
+
 _NOT_YET: Final = frozenset(
     {
         "sync", "audit",
@@ -166,9 +168,7 @@ def pick_backend(backend: str, gpu: bool) -> str:
     return ("nccl" if gpu else "gloo") if backend == "auto" else backend
 
 
-def pick_precision(
-    precision: str, use_fp16: bool, operator_cls: type[TrainingOperator]
-) -> PrecisionName:
+def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     require(
         precision in get_args(PrecisionName),
         "precision",
@@ -176,21 +176,37 @@ def pick_precision(
         '"fp32", "bf16" or "fp16"',
     )
     require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
-    name = cast("PrecisionName", "fp16" if use_fp16 else precision)
-    if name == "fp16":
-        for method in ("train_batch", "train_epoch"):
-            if getattr(operator_cls, method) is not getattr(TrainingOperator, method):
-                raise ConfigurationError(
-                    f'precision="fp16" belongs to the default loop; {operator_cls.__name__}'
-                    f" has its own {method}",
-                    fix="override compute_loss instead; or in your loop write: with"
-                    " torch.autocast(self.device.type, torch.float16): ..., and"
-                    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
-                )
-    return name
+    return cast("PrecisionName", "fp16" if use_fp16 else precision)
+
+
+def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:
+    """Refuse options that cannot be right, alone or with the loop that the operator brings."""
+    require(
+        options.scheduler_step_freq is None or options.scheduler_step_freq in VALID_SCHEDULER_STEP,
+        "scheduler_step_freq",
+        options.scheduler_step_freq,
+        '"batch", "epoch", "manual" or None',
+    )
+    require(
+        is_positive_int(options.accumulate), "accumulate", options.accumulate, "an int, 1 or more"
+    )
+    clip = options.clip_grad_norm
+    require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
+    checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
+    _refuse_with_own_loop(options, operator_cls)
+    if options.reproducible and operator_cls.joint_loss:
+        raise ConfigurationError(
+            "reproducible=True cannot hold for a joint loss",
+            got=f"{operator_cls.__name__}.joint_loss = True",
+            cause="its shards go through as one batch, whose size depends on num_workers",
+            fix="leave reproducible out; the result is still that of one process, to rounding",
+        )
 
 
 _OWN_LOOP_LINES: Final = {
+    'precision="fp16"': "override compute_loss instead; or in your loop write: with"
+    " torch.autocast(self.device.type, torch.float16): ..., and"
+    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
     "reproducible": "override compute_loss instead: only shards that are computed one by one can"
     " be added up in a fixed order",
     "accumulate": "in your loop write: with self.no_sync(): self.backward(loss) for every batch"
@@ -200,49 +216,18 @@ _OWN_LOOP_LINES: Final = {
 }
 
 
-def checked_schedule(step_freq: Any) -> None:
-    require(
-        step_freq is None or step_freq in VALID_SCHEDULER_STEP,
-        "scheduler_step_freq",
-        step_freq,
-        '"batch", "epoch", "manual" or None',
-    )
-
-
-def check_default_loop(
-    operator_cls: type[TrainingOperator],
-    reproducible: bool,
-    accumulate: int,
-    clip_grad_norm: float | None,
-) -> None:
-    """Refuse what belongs to the default loop where the operator brings its own."""
-    require(is_positive_int(accumulate), "accumulate", accumulate, "an int, 1 or more")
-    require(
-        clip_grad_norm is None or clip_grad_norm > 0,
-        "clip_grad_norm",
-        clip_grad_norm,
-        "a positive norm, or None",
-    )
+def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]) -> None:
+    """What belongs to the default loop cannot act on a loop of the user's own."""
     wanted = {
-        "reproducible": reproducible,
-        "accumulate": accumulate > 1,
-        "clip_grad_norm": clip_grad_norm is not None,
+        'precision="fp16"': options.precision == "fp16",
+        "reproducible": options.reproducible,
+        "accumulate": options.accumulate > 1,
+        "clip_grad_norm": options.clip_grad_norm is not None,
     }
-    own = [
-        method
-        for method in ("train_batch", "train_epoch")
-        if getattr(operator_cls, method) is not getattr(TrainingOperator, method)
-    ]
-    for name, is_wanted in wanted.items():
-        if is_wanted and own:
+    for method in ("train_batch", "train_epoch"):
+        own = getattr(operator_cls, method) is not getattr(TrainingOperator, method)
+        for name in [name for name, is_wanted in wanted.items() if is_wanted and own]:
             raise ConfigurationError(
-                f"{name} belongs to the default loop; {operator_cls.__name__} has its own {own[0]}",
+                f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",
                 fix=_OWN_LOOP_LINES[name],
             )
-    if reproducible and operator_cls.joint_loss:
-        raise ConfigurationError(
-            "reproducible=True cannot hold for a joint loss",
-            got=f"{operator_cls.__name__}.joint_loss = True",
-            cause="its shards go through as one batch, whose size depends on num_workers",
-            fix="leave reproducible out; the result is still that of one process, to rounding",
-        )

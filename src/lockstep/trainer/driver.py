@@ -17,16 +17,15 @@ from lockstep.errors import (
     TrainerClosedError,
     WrongTypeError,
 )
-from lockstep.operator import TrainingOperator
+from lockstep.operator import Options, TrainingOperator
 from lockstep.trainer import results
 from lockstep.trainer.arguments import (
     UNSAID_SEED,
-    check_default_loop,
+    check_options,
     checked_config,
     checked_functions,
     checked_numbers,
     checked_operator,
-    checked_schedule,
     checked_workers,
     is_int,
     is_positive_int,
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.trainer.callbacks import Callback
-
+    from lockstep.worker import Report
 
 _NOT_YET: Final = frozenset({"predict", "status", "verify"})
 
@@ -130,14 +129,22 @@ class TorchTrainer:
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
         checked_workers(num_workers, num_shards, num_cpus_per_worker)
-        checked_schedule(scheduler_step_freq)
-        checked_numbers(timeout_s=timeout_s, bucket_cap_mb=bucket_cap_mb)
+        checked_numbers(timeout_s=timeout_s)
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
-        check_default_loop(self._operator_cls, reproducible, accumulate, clip_grad_norm)
         gpu, gpu_here = pick_gpu(use_gpu)
-        name = pick_precision(precision, use_fp16, self._operator_cls)
-        self._use_tqdm = use_tqdm
+        options = Options(
+            precision=pick_precision(precision, use_fp16),
+            use_tqdm=use_tqdm,
+            scheduler_step_freq=scheduler_step_freq,
+            wrap_ddp=wrap_ddp,
+            add_dist_sampler=add_dist_sampler,
+            bucket_cap_mb=bucket_cap_mb,
+            reproducible=reproducible,
+            accumulate=accumulate,
+            clip_grad_norm=clip_grad_norm,
+        )
+        check_options(options, self._operator_cls)
         self._callbacks = tuple(callbacks)
         said_seed = None if seed is UNSAID_SEED else seed
         self._explicit = {"num_shards": num_shards, "seed": said_seed}
@@ -150,15 +157,7 @@ class TorchTrainer:
             initialization_hook=initialization_hook,
             threads=num_cpus_per_worker if num_workers > 1 or reproducible else None,
             use_gpu=gpu,
-            precision=name,
-            use_tqdm=use_tqdm,
-            scheduler_step_freq=scheduler_step_freq,
-            wrap_ddp=wrap_ddp,
-            add_dist_sampler=add_dist_sampler,
-            bucket_cap_mb=bucket_cap_mb,
-            reproducible=reproducible,
-            accumulate=accumulate,
-            clip_grad_norm=clip_grad_norm,
+            options=options,
         )
         resources = Resources(
             num_cpus=num_cpus_per_worker,
@@ -167,7 +166,6 @@ class TorchTrainer:
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
         )
-        self._use_local = use_local
         self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
         try:
             self._tell("on_start")
@@ -211,11 +209,7 @@ class TorchTrainer:
             )
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
-        reduced = results.merged(reports, with_epoch=True, profile=profile)
-        self._tell("on_train_end", reduced)
-        if reduce_results:
-            return reduced
-        return results.one_by_one(reports, with_epoch=True, profile=profile)
+        return self._announced("on_train_end", reports, reduce_results)
 
     def validate(
         self,
@@ -230,15 +224,11 @@ class TorchTrainer:
         those of `train`, without ``epoch``.
         """
         reports = self._loop("validation", num_steps, profile, info)
-        reduced = results.merged(reports, with_epoch=False, profile=profile)
-        self._tell("on_validate_end", reduced)
-        if reduce_results:
-            return reduced
-        return results.one_by_one(reports, with_epoch=False, profile=profile)
+        return self._announced("on_validate_end", reports, reduce_results)
 
     def _loop(
         self, purpose: str, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None
-    ) -> list[Any]:
+    ) -> list[Report]:
         self._check_open()
         require(
             num_steps is None or is_positive_int(num_steps),
@@ -252,6 +242,12 @@ class TorchTrainer:
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
             return self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+
+    def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:
+        """What the call returns; callbacks hear of the reduced results in either case."""
+        reduced = results.merged(reports)
+        self._tell(event, reduced)
+        return reduced if reduce_results else [results.merged([report]) for report in reports]
 
     def _check_loader(self, purpose: str) -> None:
         # Asked here and not of the workers: a failed step ends them, a forgotten loader
@@ -275,7 +271,7 @@ class TorchTrainer:
     def _bar(
         self, purpose: str, num_steps: int | None
     ) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-        if not wants_bar(self._use_tqdm):
+        if not wants_bar(self._spec.options.use_tqdm):
             yield None
             return
         total = self._call_rank(0, "steps_ahead", purpose, num_steps)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.worker import Report
 
 
-def merged(reports: Sequence[Report], *, with_epoch: bool, profile: bool) -> dict[str, Any]:
+def merged(reports: Sequence[Report]) -> dict[str, Any]:
     """One dict for all workers: every sample counts once, whoever saw it."""
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
     kept = {key for report in reports for key in _kept(report)}
@@ -22,20 +22,15 @@ def merged(reports: Sequence[Report], *, with_epoch: bool, profile: bool) -> dic
         ours = merge([report.sums for report in reports])
         result.update({key: value for key, value in ours.items() if key in kept})
     own = [_own_results(report) for report in reports]
-    if any(own):
-        users = merge_user_results(own, [float(report.samples) for report in reports])
-        if not any(NUM_SAMPLES in each for each in own):
-            del users[NUM_SAMPLES]
-        result.update(users)
+    result.update(_merged_by_samples(own, [report.samples for report in reports]))
     result[BATCH_COUNT] = max(report.steps for report in reports)
-    return _finished(result, reports, with_epoch, profile)
-
-
-def one_by_one(
-    reports: Sequence[Report], *, with_epoch: bool, profile: bool
-) -> list[dict[str, Any]]:
-    """One dict a worker, of its own samples only."""
-    return [merged([report], with_epoch=with_epoch, profile=profile) for report in reports]
+    epochs = [report.epoch for report in reports if report.epoch is not None]
+    if epochs:
+        result["epoch"] = max(epochs)
+    timers = [report.timers for report in reports if report.timers is not None]
+    if timers:
+        result["profile"] = _mean_timers(timers)
+    return result
 
 
 def _kept(report: Report) -> set[str]:
@@ -58,10 +53,15 @@ def _own_results(report: Report) -> dict[str, Any]:
         }
         for metrics, summary in zip(report.metrics, report.summaries, strict=True)
     ]
-    if not any(passes):
+    return _merged_by_samples(passes, report.samples_by_pass)
+
+
+def _merged_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int]) -> dict[str, Any]:
+    """As `merge_user_results`, but ``num_samples`` only if somebody said it."""
+    if not any(results):
         return {}
-    merged = merge_user_results(passes, [float(samples) for samples in report.samples_by_pass])
-    if not any(NUM_SAMPLES in each for each in passes):
+    merged = merge_user_results(results, samples)
+    if not any(NUM_SAMPLES in each for each in results):
         del merged[NUM_SAMPLES]
     return merged
 
@@ -73,16 +73,6 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, float) and isinstance(after, float):
         return before == after or (before != before and after != after)
     return type(before) is type(after) and isinstance(after, int | str) and before == after
-
-
-def _finished(
-    result: dict[str, Any], reports: Sequence[Report], with_epoch: bool, profile: bool
-) -> dict[str, Any]:
-    if with_epoch:
-        result["epoch"] = max(report.epoch for report in reports)
-    if profile:
-        result["profile"] = _mean_timers([report.timers for report in reports])
-    return result
 
 
 def _mean_timers(timers: Sequence[dict[str, float]]) -> dict[str, float]:

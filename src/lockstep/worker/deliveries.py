@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from lockstep.data import Step
+    from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.sync import GradientSync
 
@@ -36,6 +37,13 @@ class StepSource(Protocol):
     def steps_per_epoch(self) -> int | None: ...
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
+
+    def agree(self, group: Group, epoch: int) -> None:
+        """Before an epoch's first step: every rank is about to read by the same plan.
+
+        Collective:
+            Every rank of `group`; one small exchange.
+        """
 
     def close(self) -> None: ...
 
@@ -198,7 +206,7 @@ class Deliveries:
 
     def _place(self, step: Step) -> PlaceInWindow:
         """Windows begin with the epoch; its last one is short if it does not come out even."""
-        every = self._operator._setting.accumulate
+        every = self._operator._setting.options.accumulate
         if every == 1:
             return PlaceInWindow(opens=True, closes=True)
         full = (step.index + 1) % every == 0
@@ -213,7 +221,7 @@ class Deliveries:
                 part.batch,
                 part.num_samples,
                 derive_seed(
-                    self._operator._setting.seed,
+                    self._operator._setting.placement.seed,
                     self._purpose,
                     self._cursor.epoch,
                     step.index,

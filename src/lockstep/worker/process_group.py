@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
@@ -55,10 +54,9 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
         rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
-    if dist.is_initialized():
-        with _gloo_on_loopback(rendezvous.one_node):
-            return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     with _gloo_on_loopback(rendezvous.one_node):
+        if dist.is_initialized():
+            return dist.ProcessGroupGloo(store, rank, world_size, timeout)
         dist.init_process_group(
             rendezvous.backend,
             store=store,
@@ -96,12 +94,5 @@ def leave_group(group: dist.ProcessGroup) -> None:
     if not dist.is_initialized() or group is not dist.group.WORLD:
         return
     if dist.get_backend() == "nccl":
-        backend = group._get_backend(_cuda())
-        backend.abort()
+        group._get_backend(torch.device("cuda")).abort()
     dist.destroy_process_group()
-
-
-def _cuda() -> torch.device:
-    import torch
-
-    return torch.device("cuda")

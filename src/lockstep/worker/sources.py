@@ -5,38 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardedLoader, Unsharded, check_agreement
+from lockstep.data import ShardedLoader, Unsharded
 from lockstep.errors import DataOrderError, NotShardableError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from lockstep.data import Placement, Step
+    from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
-
-
-class AgreedSource:
-    """A sharded loader whose plan the ranks compare at the start of every epoch."""
-
-    def __init__(self, loader: ShardedLoader, joint: bool) -> None:
-        self._loader = loader
-        self.joint = joint
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return self._loader.steps_per_epoch
-
-    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
-        return self._loader.batches(epoch, start_step)
-
-    def close(self) -> None:
-        self._loader.close()
-
-    def agree(self, group: Group, epoch: int) -> None:
-        """Collective: every rank of `group`; one small exchange."""
-        if group.size > 1:
-            check_agreement(group.exchange(self._loader.fingerprint(epoch)))
+    from lockstep.worker.deliveries import StepSource
 
 
 class OwnSource:
@@ -82,12 +60,10 @@ class OwnSource:
         self._steps = max(lengths)
 
 
-def open_source(
-    operator: TrainingOperator, loader: Any, placement: Placement, purpose: str
-) -> AgreedSource | OwnSource:
+def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
-    setting = operator._setting
-    if not setting.add_dist_sampler:
+    options, placement = operator._setting.options, operator._setting.placement
+    if not options.add_dist_sampler:
         return OwnSource(Unsharded(loader, placement))
     training = purpose == "train"
     epoch_method, batch_method = (
@@ -95,9 +71,9 @@ def open_source(
     )
     own_loop = operator._brings(epoch_method)
     joint = (
-        own_loop or operator._brings(batch_method) or operator.joint_loss or not setting.wrap_ddp
+        own_loop or operator._brings(batch_method) or operator.joint_loss or not options.wrap_ddp
     )
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
     borrow = training or operator.joint_loss or not own_loop
-    return AgreedSource(ShardedLoader(loader, placement, joint=joint, borrow=borrow), joint)
+    return ShardedLoader(loader, placement, joint=joint, borrow=borrow)

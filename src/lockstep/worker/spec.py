@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardBatchSize, split_batch_size
+from lockstep.data import split_batch_size
 from lockstep.keys import BATCH_SIZE
+from lockstep.operator import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.precision import PrecisionName
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,7 @@ class WorkerSpec:
     initialization_hook: Callable[[], Any] | None = None
     threads: int | None = None
     use_gpu: bool = False
-    precision: PrecisionName = "fp32"
-    use_tqdm: bool = False
-    scheduler_step_freq: str | None = None
-    wrap_ddp: bool = True
-    add_dist_sampler: bool = True
-    bucket_cap_mb: float = 25.0
-    reproducible: bool = False
-    accumulate: int = 1
-    clip_grad_norm: float | None = None
+    options: Options = field(default_factory=Options)
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:
@@ -44,7 +36,5 @@ def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:
     if config.get(BATCH_SIZE) is None:
         return config
     own = dict(config)
-    whole = own[BATCH_SIZE]
-    whole = whole.whole if isinstance(whole, ShardBatchSize) else whole
-    own[BATCH_SIZE] = split_batch_size(whole, num_shards, shard)
+    own[BATCH_SIZE] = split_batch_size(own[BATCH_SIZE], num_shards, shard)
     return own

@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
     """A copy, on the CPU, of everything that the operator registered."""
     state: dict[str, Any] = {
-        "models": [_copied(model.state_dict()) for model in run.plain_models()],
-        "optimizers": [_copied(optimizer.state_dict()) for optimizer in run.optimizers],
-        "schedulers": [_copied(scheduler.state_dict()) for scheduler in run.schedulers],
-        "criterion": _copied(run.criterion.state_dict())
+        "models": [copied(model.state_dict()) for model in run.plain_models()],
+        "optimizers": [copied(optimizer.state_dict()) for optimizer in run.optimizers],
+        "schedulers": [copied(scheduler.state_dict()) for scheduler in run.schedulers],
+        "criterion": copied(run.criterion.state_dict())
         if isinstance(run.criterion, nn.Module)
         else None,
-        "precision": _copied(operator._precision.state_dict()),
-        "operator": _copied(operator.state_dict()),
+        "precision": copied(operator._precision.state_dict()),
+        "operator": copied(operator.state_dict()),
         "global_step": operator._committed,
     }
     return state
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """The same structure with tensors cloned to the CPU; later training must not move them."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        copied = OrderedDict((key, _copied(item)) for key, item in value.items())
+        copies = OrderedDict((key, copied(item)) for key, item in value.items())
         # A module's `state_dict()` carries the versions of its layouts.
         metadata = getattr(value, "_metadata", None)
         if metadata is None:
-            return dict(copied)
-        vars(copied)["_metadata"] = copy.deepcopy(metadata)
-        return copied
+            return dict(copies)
+        vars(copies)["_metadata"] = copy.deepcopy(metadata)
+        return copies
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(copied(item) for item in value)
     return copy.deepcopy(value)
 
 
@@ -134,7 +134,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 
 
-def plain_models(run: Registered) -> nn.Module | list[nn.Module]:
+def model_copies(run: Registered) -> nn.Module | list[nn.Module]:
     """Copies of the models on the CPU, without gradients, hooks or any trace of lockstep.
 
     Parameters and buffers are moved before the modules are copied, so that a device that is

@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data import Placement
+from lockstep.data import Placement, shards_of
 from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.metrics.numeric import as_number
 from lockstep.operator.loops import registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
-from lockstep.operator.setting import Setting, shards_of
+from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.determinism import deterministic
 from lockstep.worker.process_group import Rendezvous, form_group, leave_group
 from lockstep.worker.sources import open_source
+from lockstep.worker.spec import config_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
-
-from lockstep.worker.spec import config_for
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Report:
         samples_by_pass: this worker's samples in each pass.
         samples: samples of this worker, each counted once.
         steps: global batches.
-        epoch: passes over the data begun, this call's included.
-        timers: seconds by phase, while `profile=True`.
+        epoch: passes over the training data begun, this call's included; None for `validate`.
+        timers: seconds by phase; None unless asked for (`profile`).
     """
 
     metrics: list[dict[str, Any]]
@@ -59,8 +58,8 @@ class Report:
     samples_by_pass: list[int]
     samples: int
     steps: int
-    epoch: int
-    timers: dict[str, float]
+    epoch: int | None
+    timers: dict[str, float] | None
 
 
 class Worker:
@@ -104,27 +103,17 @@ class Worker:
 
     def _build_operator(self, device: torch.device) -> None:
         spec = self.spec
-        shards = shards_of(self.rank, spec.num_workers, spec.num_shards)
         setting = Setting(
             world_rank=self.rank,
             world_size=spec.num_workers,
             local_rank=self.local_rank,
             device=device,
             group=Group(self._group, device),
-            num_shards=spec.num_shards,
-            shards=shards,
-            seed=spec.seed,
-            precision=spec.precision,
-            use_tqdm=spec.use_tqdm,
-            scheduler_step_freq=spec.scheduler_step_freq,
-            wrap_ddp=spec.wrap_ddp,
-            add_dist_sampler=spec.add_dist_sampler,
-            bucket_cap_mb=spec.bucket_cap_mb,
-            reproducible=spec.reproducible,
-            accumulate=spec.accumulate,
-            clip_grad_norm=spec.clip_grad_norm,
+            placement=self._placement(spec.num_shards, spec.seed),
+            options=spec.options,
         )
-        operator = spec.operator_cls(config_for(spec.config, spec.num_shards, shards[0]), setting)
+        config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
+        operator = spec.operator_cls(config, setting)
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
@@ -132,16 +121,14 @@ class Worker:
         registered(operator)
         self._open_loaders(operator)
 
+    def _placement(self, num_shards: int, seed: int) -> Placement:
+        return Placement(num_shards, shards_of(self.rank, self.spec.num_workers, num_shards), seed)
+
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()
-        placement = Placement(
-            operator._setting.num_shards, operator._setting.shards, operator._setting.seed
-        )
         for purpose, loader in operator._loaders.items():
             if loader is not None:
-                if purpose in self._cursors:
-                    self._cursors[purpose].close()
-                source = open_source(operator, loader, placement, purpose)
+                source = open_source(operator, loader, purpose)
                 self._cursors[purpose] = Cursor(source)
 
     def _close_loaders(self) -> None:
@@ -171,7 +158,7 @@ class Worker:
     # ------------------------------------------------------------------- training, validation
 
     def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
-        operator, cursor = self.operator, self._cursor("train")
+        operator, cursor = self.operator, self._cursors["train"]
         full_info = self._info(info, num_steps, cursor)
 
         def one_pass(deliveries: Deliveries) -> dict[str, Any]:
@@ -181,7 +168,7 @@ class Worker:
         return self._passes("train", cursor, num_steps, profile, one_pass)
 
     def validate(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
-        operator, cursor = self.operator, self._cursor("validation")
+        operator, cursor = self.operator, self._cursors["validation"]
 
         def one_pass(deliveries: Deliveries) -> dict[str, Any]:
             return operator.validate(deliveries, dict(info))
@@ -211,7 +198,7 @@ class Worker:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
                 if cursor.at_epoch_start:
-                    self._agree(cursor)
+                    cursor.source.agree(operator._setting.group, cursor.epoch)
                 operator._summary = None
                 left = None if num_steps is None else num_steps - tally.steps
                 deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
@@ -225,7 +212,6 @@ class Worker:
                 finished = num_steps is None or tally.steps >= num_steps
                 if finished or not deliveries.epoch_over or deliveries.delivered == 0:
                     break
-        timers = operator.timers.stats() if profile else {}
         return Report(
             metrics=metrics,
             summaries=summaries,
@@ -233,12 +219,12 @@ class Worker:
             samples_by_pass=samples_by_pass,
             samples=tally.samples,
             steps=tally.steps,
-            epoch=epoch,
-            timers=timers,
+            epoch=epoch if purpose == "train" else None,
+            timers=operator.timers.stats() if profile else None,
         )
 
     def _arithmetic(self) -> AbstractContextManager[None]:
-        return deterministic(self.spec.threads) if self.spec.reproducible else nullcontext()
+        return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
 
     def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
         """Also where an epoch of unknown length turns out to have ended with the last call."""
@@ -249,12 +235,6 @@ class Worker:
             step_schedulers(self.run.schedulers)
         operator._ran_our_epoch = False
         cursor.finish_epoch()
-
-    def _agree(self, cursor: Cursor) -> None:
-        """Once an epoch: every rank is about to read the same data in the same order."""
-        agree = getattr(cursor.source, "agree", None)
-        if agree is not None:
-            agree(self.operator._setting.group, cursor.epoch)
 
     def _info(
         self, info: Mapping[str, Any], num_steps: int | None, cursor: Cursor
@@ -273,8 +253,8 @@ class Worker:
         tally, operator = self._tally, self._operator
         if operator is None:
             return {}
-        setting = operator._setting
-        samples = tally.samples * setting.num_shards / len(setting.shards)
+        placement = operator._setting.placement
+        samples = tally.samples * placement.num_shards / len(placement.shards)
         latest = operator._latest
         loss = as_number(latest.get("train_loss", latest.get("val_loss")))
         # A number: a driver without CUDA could not even receive a tensor that lives there.
@@ -285,7 +265,7 @@ class Worker:
         """Global batches that the next call will make; None if the data has no length."""
         if num_steps is not None:
             return num_steps
-        cursor = self._cursor(purpose)
+        cursor = self._cursors[purpose]
         total = cursor.source.steps_per_epoch
         return None if total is None else total - cursor.step
 
@@ -308,20 +288,20 @@ class Worker:
             for purpose, cursor in self._cursors.items()
         }
         self._rewind_to_window(state)
-        setting = self.operator._setting
-        state["seed"], state["num_shards"] = setting.seed, setting.num_shards
+        placement = self.operator._setting.placement
+        state["seed"], state["num_shards"] = placement.seed, placement.num_shards
         return state
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Gradients are not saved: a window that is open is computed again from its start."""
         place = state["position"].get("train")
-        ahead = place["step"] % self.spec.accumulate if place else 0
+        ahead = place["step"] % self.spec.options.accumulate if place else 0
         if ahead:
             place["step"] -= ahead
             state["global_step"] -= ahead
 
     def operator_state(self) -> Any:
-        return states._copied(self.operator.state_dict())
+        return states.copied(self.operator.state_dict())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         states.check(self.run, state)
@@ -347,13 +327,12 @@ class Worker:
     def _take(self, state: Mapping[str, Any]) -> None:
         operator = self.operator
         states.apply(operator, self.run, self._own_part(state))
-        num_shards = state.get("num_shards", operator._setting.num_shards)
-        seed = state.get("seed", operator._setting.seed)
-        if (num_shards, seed) != (operator._setting.num_shards, operator._setting.seed):
-            shards = shards_of(self.rank, self.spec.num_workers, num_shards)
-            operator._setting = replace(
-                operator._setting, num_shards=num_shards, shards=shards, seed=seed
-            )
+        before = operator._setting.placement
+        placement = self._placement(
+            state.get("num_shards", before.num_shards), state.get("seed", before.seed)
+        )
+        if placement != before:
+            operator._setting = replace(operator._setting, placement=placement)
             self._open_loaders(operator)
         for purpose, place in state.get("position", {}).items():
             if purpose in self._cursors:
@@ -366,7 +345,7 @@ class Worker:
         return {**state, "operator": by_rank[self.rank]}
 
     def models(self) -> nn.Module | list[nn.Module]:
-        return states.plain_models(self.run)
+        return states.model_copies(self.run)
 
     # ------------------------------------------------------------------------ users' functions
 
@@ -384,9 +363,6 @@ class Worker:
     @property
     def run(self) -> Registered:
         return registered(self.operator)
-
-    def _cursor(self, purpose: str) -> Cursor:
-        return self._cursors[purpose]
 
 
 def _checked_metrics(result: Any, operator: TrainingOperator, purpose: str) -> dict[str, Any]:

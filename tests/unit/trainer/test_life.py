@@ -237,6 +237,7 @@ def test_the_bar_shows_total_loss_and_speed_in_a_terminal():
 def test_no_bar_where_nobody_looks():
     with _draw(subprocess.PIPE) as process:
         assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_an_engine_that_ray_would_have_to_run_says_what_to_install():
