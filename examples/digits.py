@@ -85,7 +85,7 @@ def main() -> None:
         trainer.load(path)
         reloaded = trainer.validate()
         model = trainer.get_model()
-    print(f"validation accuracy {reloaded['val_accuracy']:.2%} after {trainer.config}")
+    print(f"validation accuracy {reloaded['val_accuracy']:.2%}")
 
     images, classes = digits()[1][:10]
     with torch.no_grad():

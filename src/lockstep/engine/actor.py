@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ class WorkerActor:
     """Answers with an `Outcome`, never with an exception. `progress` has a lane of its own."""
 
     def __init__(self, spec: bytes, rank: int, local_rank: int) -> None:
+        # Ray ends actors with SIGTERM, and its handler prints a traceback into the user's
+        # terminal, before the error that the actors were ended for.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with no_collections():
             for module in ("torch._dynamo", "lockstep.worker"):
                 import_module(module)

@@ -21,6 +21,9 @@ from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+# What a trainer held is free some milliseconds after its shutdown.
+_GIVING_BACK_S = 5.0
+
 START_TIMEOUT_VARIABLE = "LOCKSTEP_START_TIMEOUT_S"
 
 
@@ -47,16 +50,18 @@ def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Pla
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
     Args:
-        own_cluster: Ray was started by us on this machine alone, so nothing can join it and
-            waiting is of no use.
+        own_cluster: Ray was started by this process for itself: nothing can join it, and
+            only this process can give back what it holds.
 
     Raises:
         NotEnoughResourcesError: no room within the start timeout; nothing stays reserved.
     """
     timeout_s = start_timeout_s()
     asked = {name: amount * count for name, amount in bundle.items()}
-    if own_cluster and _lacking(asked, ray.cluster_resources()):
-        raise _no_room(bundle, count, 0.0)
+    if own_cluster:
+        if _lacking(asked, ray.cluster_resources()):
+            raise _no_room(bundle, count, 0.0)
+        timeout_s = min(timeout_s, _GIVING_BACK_S)
     began = time.monotonic()
     group: PlacementGroup = placement_group([dict(bundle)] * count, strategy="SPREAD")
     try:
@@ -95,20 +100,30 @@ def _no_room(bundle: Mapping[str, float], count: int, waited_s: float) -> NotEno
     there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in asked)
     wanted = ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
     each = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-    cpus = max(1, round(asked.get("CPU", 1)))
     too_small = _lacking(asked, total)
+    workers = "a worker" if count == 1 else f"{count} workers"
     return NotEnoughResourcesError(
-        f"the Ray cluster has no room for {count} workers",
+        f"the Ray cluster has no room for {workers}",
         where=f"after waiting {waited_s:.0f} s" if waited_s else None,
-        expected=f"{wanted} ({each} each)",
+        expected=wanted if count == 1 else f"{wanted} ({each} each)",
         got=f"{there} free",
         cause="the cluster is too small"
         if too_small
         else "other jobs, or another trainer that was not shut down, hold the rest",
-        fix=f"fewer workers, a smaller num_cpus_per_worker, ray.init(num_cpus={cpus}) on"
-        " one machine before the trainer"
-        + ("" if too_small else ", or other_trainer.shutdown()")
-        + f"; {START_TIMEOUT_VARIABLE} sets how long to wait",
+        fix=_way_out(asked, total, too_small)
+        + f"; {START_TIMEOUT_VARIABLE} sets how long to wait for a cluster that grows",
+    )
+
+
+def _way_out(asked: Mapping[str, float], total: Mapping[str, float], too_small: bool) -> str:
+    if not too_small:
+        return "other_trainer.shutdown(), or fewer workers"
+    if asked.get("GPU", 0) > total.get("GPU", 0):
+        return "use_gpu=False, fewer workers, or a cluster with GPUs"
+    cpus = max(1, round(asked.get("CPU", 1)))
+    return (
+        "fewer workers, a smaller num_cpus_per_worker, or, on one machine and before the trainer,"
+        f' ray.init(num_cpus={cpus}, logging_level="ERROR")'
     )
 
 

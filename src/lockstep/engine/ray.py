@@ -8,7 +8,6 @@ the death, that broke it.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import ray
 from lockstep.engine import placement
 from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.cluster import connect
 from lockstep.engine.inline import every
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.travel import pickled, pickled_spec
@@ -56,7 +56,7 @@ class RayEngine:
         self._room: PlacementGroup | None = None
         self._store: RendezvousStore | None = None
         payload = pickled_spec(spec)
-        own_cluster = _connect()
+        own_cluster = connect()
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
         remote_ranks = range(1 if use_local else 0, spec.num_workers)
         try:
@@ -271,29 +271,6 @@ class _Hearing:
 def _first_lines(text: str, count: int = 3) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:count])
-
-
-def _connect() -> bool:
-    """Make sure that Ray runs; True if it was started here, for this machine alone."""
-    if ray.is_initialized():
-        return False
-    if os.environ.get("RAY_ADDRESS"):
-        # The user names a cluster: one that cannot be reached is an error, not a new cluster.
-        try:
-            ray.init(logging_level=logging.ERROR)
-        except ConnectionError as error:
-            error.add_note(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} names a cluster that does not answer; if"
-                " it was started with a token, RAY_AUTH_MODE=token is needed here too"
-            )
-            raise
-        return False
-    try:
-        ray.init(address="auto", logging_level=logging.ERROR)
-        return False
-    except ConnectionError:
-        ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
-        return True
 
 
 def _this_node() -> str:

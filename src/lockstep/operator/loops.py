@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data.structure import leading_length
-from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, weighted_mean
@@ -43,11 +43,15 @@ def the_only(operator: TrainingOperator, attribute: str, items: list[Any]) -> An
     if found is None and len(items) == 1:
         found = items[0]
     if found is None:
+        none = f"register({attribute}=...), or override compute_loss"
+        several = (
+            f"set self.{attribute} in setup, or override compute_loss (one optimizer)"
+            " or train_batch (several)"
+        )
         raise ConfigurationError(
-            f"the default loop needs self.{attribute}, and {len(items)} were registered",
+            f"the default loop needs self.{attribute}, and {len(items) or 'none'} was registered",
             where=type(operator).__name__,
-            fix=f"set self.{attribute} in setup, or override compute_loss"
-            " (one optimizer) or train_batch (several)",
+            fix=several if items else none,
         )
     return found
 
@@ -88,12 +92,27 @@ def train_epoch(
     with operator.timers.record("train_epoch"):
         for batch_idx, batch in enumerate(iterator):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
-            metrics = operator.train_batch(batch, batch_info)
+            result = operator.train_batch(batch, batch_info)
+            metrics = checked_metrics(operator, "train_batch", result)
             if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._place.closes:
                 step_schedulers(parts.schedulers)
             recorder.add(metrics)
             operator._latest = metrics
     return recorder.summary()
+
+
+def checked_metrics(operator: TrainingOperator, method: str, result: Any) -> dict[str, Any]:
+    """What a user's method returned, if it is a dict of metrics."""
+    if isinstance(result, dict):
+        return result
+    loss = "train_loss" if method.startswith("train") else "val_loss"
+    raise WrongTypeError(
+        f"{method} returned something else than metrics",
+        where=f"{type(operator).__name__}.{method}",
+        expected="a dict from names to values",
+        got="None" if result is None else f"{type(result).__name__}: {result!r:.60}",
+        fix=f'end {method} with: return {{"{loss}": loss.item()}}',
+    )
 
 
 def counted(operator: TrainingOperator, metrics: Mapping[str, Any]) -> int:
@@ -248,7 +267,8 @@ def validate(
     recorder = _Recorder(operator)
     with torch.no_grad(), operator.timers.record("validation"):
         for batch_idx, batch in enumerate(iterator):
-            metrics = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
+            result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
+            metrics = checked_metrics(operator, "validate_batch", result)
             recorder.add(metrics)
             operator._latest = metrics
     return recorder.summary()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
@@ -15,17 +16,22 @@ from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from lockstep.operator import Options
 
-_NOT_YET: Final = frozenset(
-    {
-        "sync", "audit",
-        "min_workers", "spare_workers", "hang_timeout_s",
-        "checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume",
-    }
-)  # fmt: skip
+_NOT_YET: Final[Mapping[str, tuple[Any, ...]]] = {
+    "sync": ("replicate",),
+    "audit": ("off",),
+    "min_workers": (),
+    "spare_workers": (0,),
+    "hang_timeout_s": (),
+    "checkpoint_dir": (None,),
+    "checkpoint_every": (None,),
+    "keep_checkpoints": (),
+    "resume": (None,),
+}
+"""Arguments of later versions, with the values that say what this one does anyway."""
 
 
 class _UnsaidSeed(int):
@@ -55,7 +61,7 @@ def require(holds: bool, name: str, got: Any, expected: str, fix: str | None = N
         )
 
 
-def refuse_further(arguments: Mapping[str, Any]) -> None:
+def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """An argument of RaySGD that is gone, of a later version, or of nobody."""
     for name, value in arguments.items():
         if name in _GONE:
@@ -63,10 +69,15 @@ def refuse_further(arguments: Mapping[str, Any]) -> None:
                 f"TorchTrainer takes no {name}", got=f"{name}={value!r:.60}", fix=_GONE[name]
             )
         if name in _NOT_YET:
+            if any(value is same or value == same for same in _NOT_YET[name]):
+                continue
             raise NotAvailableError(
-                f"TorchTrainer has no {name} in this version", fix=f"leave {name} out"
+                f"TorchTrainer has no {name}={value!r:.40} in this version",
+                fix=f"leave {name} out",
             )
-        raise WrongTypeError(f"TorchTrainer has no argument {name!r}")
+        alike = difflib.get_close_matches(name, [*known, *_NOT_YET], n=1)
+        fix = f"did you mean {alike[0]}?" if alike else None
+        raise WrongTypeError(f"TorchTrainer has no argument {name!r}", fix=fix)
 
 
 def checked_operator(given: Any) -> type[TrainingOperator]:

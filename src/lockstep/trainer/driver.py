@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -125,7 +126,7 @@ class TorchTrainer:
         **further: Any,
     ) -> None:
         self._engine: Any = None
-        refuse_further(further)
+        refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
         checked_workers(num_workers, num_shards, num_cpus_per_worker)

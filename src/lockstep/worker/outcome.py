@@ -7,14 +7,17 @@ loses its traceback, and keeps alive, through its frames, the process group that
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import cloudpickle
 
-from lockstep.errors import PeerLostError, WorkerFailedError
+from lockstep.errors import LockstepError, PeerLostError, WorkerFailedError
+
+_OWN_CODE: Final = f"{os.sep}lockstep{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Outcome:
 
 def failure(rank: int, error: BaseException) -> Outcome:
     """`error` as an outcome; it is left without traceback, so that its frames can go."""
-    trace = "".join(traceback.format_exception(error))
+    trace = _users_trace(error)
     peer_lost = is_peer_lost(error)
     for link in _chain(error):
         if link.__traceback__ is not None:
@@ -54,6 +57,20 @@ def failure(rank: int, error: BaseException) -> Outcome:
     add_rank(error, rank, trace)
     notes = tuple(error.__notes__)
     return Outcome(rank=rank, error=_portable(error, rank), notes=notes, peer_lost=peer_lost)
+
+
+def _users_trace(error: BaseException) -> str | None:
+    """The traceback from the first frame that is not lockstep's; None if the error is.
+
+    Our frames above the user's say nothing to him, and our own messages say it all.
+    """
+    if isinstance(error, LockstepError):
+        return None
+    step = error.__traceback__
+    while step is not None and _OWN_CODE in step.tb_frame.f_code.co_filename:
+        step = step.tb_next
+    frames = error.__traceback__ if step is None else step
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def add_rank(error: BaseException, rank: int, trace: str | None = None) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data import Placement, shards_of
-from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.metrics.numeric import as_number
-from lockstep.operator.loops import registered
+from lockstep.operator.loops import checked_metrics, registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
@@ -202,7 +202,8 @@ class Worker:
                 operator._summary = None
                 left = None if num_steps is None else num_steps - tally.steps
                 deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
-                metrics.append(_checked_metrics(one_pass(deliveries), operator, purpose))
+                method = "train_epoch" if purpose == "train" else "validate"
+                metrics.append(checked_metrics(operator, method, one_pass(deliveries)))
                 deliveries.commit()
                 summaries.append(operator._summary)
                 samples_by_pass.append(tally.samples - sum(samples_by_pass))
@@ -363,18 +364,6 @@ class Worker:
     @property
     def run(self) -> Registered:
         return registered(self.operator)
-
-
-def _checked_metrics(result: Any, operator: TrainingOperator, purpose: str) -> dict[str, Any]:
-    if isinstance(result, dict):
-        return result
-    method = "train_epoch" if purpose == "train" else "validate"
-    raise WrongTypeError(
-        f"{type(operator).__name__}.{method} returned something else than metrics",
-        expected="a dict from names to values",
-        got=f"{type(result).__name__}",
-        fix=f"end {method} with: return {{'{purpose}_loss': ...}}",
-    )
 
 
 def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:

@@ -170,6 +170,16 @@ def test_what_this_version_has_not_got_says_so(argument):
         trainer(**{argument: 1})
 
 
+def test_saying_what_this_version_does_anyway_is_no_error():
+    with trainer(sync="replicate", audit="off", spare_workers=0, resume=None) as one:
+        assert one.train()["epoch"] == 1
+
+
+def test_a_misspelt_argument_is_recognised():
+    with pytest.raises(TypeError, match="did you mean num_workers"):
+        trainer(num_worker=2)
+
+
 def test_front_doors_of_later_versions_say_so():
     with pytest.raises(NotAvailableError, match="as_trainable"):
         TorchTrainer.as_trainable(training_operator_cls=Regression)

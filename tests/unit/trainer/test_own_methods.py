@@ -314,6 +314,14 @@ def test_an_own_epoch_may_stop_early_and_the_rest_comes_next():
         assert len([one.train() for _ in range(2)]) == 2
 
 
+@pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
+@pytest.mark.parametrize("result", [None, 0.5])
+def test_a_batch_method_that_returns_no_metrics_says_what_to_return(method, result):
+    operator = type("Silent", (Regression,), {method: lambda self, batch, info: result})
+    with trainer(operator) as one, pytest.raises(TypeError, match=f"end {method} with: return"):
+        one.train() if method == "train_batch" else one.validate()
+
+
 @pytest.mark.parametrize("method", ["train_epoch", "validate"])
 def test_a_loop_that_returns_no_metrics_says_what_to_return(method):
     operator = type("Silent", (Regression,), {method: lambda self, iterator, info: None})

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which Ray cluster a trainer uses, where the user has not connected to one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+import ray
+
+_ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
+
+# The cluster that this process started, so that a second trainer knows it again.
+_own_address: str | None = None
+
+
+def connect() -> bool:
+    """Make sure that Ray runs; True if this process started it, for itself alone.
+
+    Joined are only clusters that were offered: the one that RAY_ADDRESS names, or the one
+    that ``ray start`` made on this machine. ``address="auto"`` would join any Ray process it
+    detects, also the private one of another program, take its CPUs and end with it.
+    """
+    global _own_address
+    if not ray.is_initialized():
+        if os.environ.get(_ADDRESS_VARIABLE):
+            _join_named()
+        elif not _joined_this_machines():
+            ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
+            _own_address = _address()
+    return _address() == _own_address
+
+
+def _join_named() -> None:
+    try:
+        ray.init(logging_level=logging.ERROR)
+    except ConnectionError as error:
+        error.add_note(
+            f"{_ADDRESS_VARIABLE}={os.environ[_ADDRESS_VARIABLE]} names a cluster that does not"
+            " answer; if it was started with a token, RAY_AUTH_MODE=token is needed here too"
+        )
+        raise
+
+
+def _joined_this_machines() -> bool:
+    started = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if not started.exists():
+        return False
+    try:
+        ray.init(logging_level=logging.ERROR)
+    except ConnectionError:
+        return False  # it was not stopped in order, and runs no more
+    return True
+
+
+def _address() -> str:
+    address: str = ray.get_runtime_context().gcs_address
+    return address
