@@ -154,6 +154,37 @@ class Group:
         self._start("all_gather", "allgather", [gathered], [tensor]).wait()
         return gathered
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_rows: Sequence[int],
+        sent_rows: Sequence[int],
+    ) -> None:
+        """Send rows of `sent` to every rank and fill `received` with what they send here.
+
+        Args:
+            received: rows by sending rank; contiguous.
+            sent: rows by receiving rank; contiguous, of the same dtype and row size.
+            received_rows: how many rows come from each rank.
+            sent_rows: how many rows go to each rank.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Blocks. One all-to-all.
+
+        Raises:
+            PeerLostError: another rank went away or the group is closed.
+        """
+        if self._is_silent("all_to_all"):
+            received.copy_(sent)
+            return
+        counts = list(received_rows), list(sent_rows)
+        options = dist.AllToAllOptions()
+        self._start("all_to_all", "alltoall_base", received, sent, *counts, options).wait()
+
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's small, JSON-able `value`, by rank; tuples come back as lists.
 

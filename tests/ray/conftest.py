@@ -10,7 +10,9 @@ import ray
 
 @pytest.fixture(scope="session", autouse=True)
 def _cluster():
-    ray.init(num_cpus=4, logging_level=logging.ERROR, include_dashboard=False)
+    ray.init(
+        num_cpus=4, resources={"lane": 2}, logging_level=logging.ERROR, include_dashboard=False
+    )
     yield
     ray.shutdown()
 

@@ -12,7 +12,7 @@ from lockstep.operator import loops
 from lockstep.operator.precision import Precision
 from lockstep.operator.registration import Registered, assemble
 from lockstep.operator.setting import Setting
-from lockstep.operator.staging import Part, to_device
+from lockstep.operator.staging import Part, PlaceInWindow, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -61,6 +61,7 @@ class TrainingOperator:
         self._registered: Registered | None = None
         self._loaders: dict[str, Any] = {}
         self._delivered: Part | None = None
+        self._place = PlaceInWindow(opens=True, closes=True)
         self.timers = TimerCollection()
         self.timers.disable()
         self.global_step = 0

@@ -89,7 +89,7 @@ def train_epoch(
         for batch_idx, batch in enumerate(iterator):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             metrics = operator.train_batch(batch, batch_info)
-            if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH:
+            if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._place.closes:
                 step_schedulers(parts.schedulers)
             recorder.add(metrics)
             operator._latest = metrics
@@ -111,19 +111,33 @@ def train_batch(
     run = registered(operator)
     optimizer = the_only(operator, "optimizer", run.optimizers)
     parts = parts_of(operator, batch)
-    optimizer.zero_grad()
+    if operator._place.opens:
+        _open_window(run, optimizer)
+    in_order = operator._setting.options.reproducible
     buffers = CommittedBuffers(run.modules(), len(parts), run.sync)
     results: list[tuple[dict[str, Any], int]] = []
     for position, part in enumerate(parts):
         buffers.begin_part(position)
-        last = position == len(parts) - 1
-        results.append((_train_part(operator, part, batch_info, last), part.num_samples))
-    if not parts and run.sync is not None:
+        reduces = operator._place.closes and position == len(parts) - 1 and not in_order
+        results.append((_train_part(operator, part, batch_info, reduces), part.num_samples))
+        if in_order and run.sync is not None:
+            run.sync.take_shard(part.shard)
+    if run.sync is not None and operator._place.closes and (in_order or not parts):
         run.sync.reduce_pending()
     buffers.commit()
-    with operator.timers.record("apply"):
-        operator._precision.step(optimizer, run.parameters(), None)
+    if operator._place.closes:
+        with operator.timers.record("apply"):
+            operator._precision.step(
+                optimizer, run.parameters(), operator._setting.options.clip_grad_norm
+            )
     return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}
+
+
+def _open_window(run: Registered, optimizer: torch.optim.Optimizer) -> None:
+    # What an abandoned window left (a state was loaded in the middle of one) is gone.
+    if run.sync is not None and run.sync.has_open_window:
+        run.sync.forget_window()
+    optimizer.zero_grad()
 
 
 def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
@@ -141,7 +155,7 @@ def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
 
 
 def _train_part(
-    operator: TrainingOperator, part: Part, batch_info: dict[str, Any], last: bool
+    operator: TrainingOperator, part: Part, batch_info: dict[str, Any], reduces: bool
 ) -> dict[str, Any]:
     part.seed_randomness()
     with operator.timers.record("fwd"), operator._precision.autocast():
@@ -149,7 +163,7 @@ def _train_part(
         loss, metrics = _loss_and_metrics(operator, batch, batch_info)
     with operator.timers.record("grad"):
         scaled = operator._precision.scale(loss)
-        if last:
+        if reduces:
             backward(operator, scaled, part.num_samples)
         else:
             with operator.no_sync():
@@ -189,7 +203,9 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
         return
     delivered = operator._delivered
     if weight is None:
-        weight = 1.0 if delivered is None else delivered.num_samples
+        sync.check_delivered_weight()
+        # A loop that reads ahead ends after the iteration has; the last weight still holds.
+        weight = None if delivered is None else delivered.num_samples
     sync.backward(loss, weight=weight)
 
 
@@ -234,6 +250,7 @@ def validate(
         for batch_idx, batch in enumerate(iterator):
             metrics = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             recorder.add(metrics)
+            operator._latest = metrics
     return recorder.summary()
 
 

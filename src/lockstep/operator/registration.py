@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
+from lockstep.operator.setting import shard_order
 from lockstep.sync import GradientSync, is_local
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def assemble(
                 bucket_cap_mb=setting.options.bucket_cap_mb,
                 buffers=buffers,
                 averages=averages,
+                order=shard_order(setting),
             )
     return registered
 

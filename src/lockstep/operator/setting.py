@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.data import Placement
+from lockstep.data import Placement, shards_of
 from lockstep.group import Group
+from lockstep.sync import ShardOrder
 
 if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
@@ -24,6 +25,10 @@ class Options:
         wrap_ddp: False leaves synchronisation to the user's own wrapper.
         add_dist_sampler: False lets every worker read its own loader as it is.
         bucket_cap_mb: how large a bucket of gradients grows before it is sent, in MiB.
+        reproducible: add gradients up in the order of the shards, so that the weights are the
+            same bits whoever carries which shard.
+        accumulate: global batches that one optimizer step of the default loop consumes.
+        clip_grad_norm: largest norm of the whole gradient that the default loop lets through.
     """
 
     precision: PrecisionName = "fp32"
@@ -32,6 +37,9 @@ class Options:
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     bucket_cap_mb: float = 25.0
+    reproducible: bool = False
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,3 +57,12 @@ class Setting:
     group: Group = field(default_factory=lambda: Group(None))
     placement: Placement = field(default_factory=lambda: Placement(1, range(1), seed=0))
     options: Options = field(default_factory=Options)
+
+
+def shard_order(setting: Setting) -> ShardOrder | None:
+    """The order in which gradients are added up; None where any order will do."""
+    if not setting.options.reproducible:
+        return None
+    size, num_shards = setting.world_size, setting.placement.num_shards
+    by_rank = [shards_of(rank, size, num_shards) for rank in range(size)]
+    return ShardOrder(num_shards, by_rank, setting.world_rank)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +28,13 @@ class Part:
         num_samples: samples in it that count; 0 for a borrowed batch, which only keeps a
             worker without samples in step with its peers.
         seed: seeds every global generator before the batch is computed on.
+        shard: whose samples these are; the first one's, if they are those of several.
     """
 
     batch: Any
     num_samples: int
     seed: int
+    shard: int = 0
 
     @property
     def borrowed(self) -> bool:
@@ -40,6 +42,13 @@ class Part:
 
     def seed_randomness(self) -> None:
         seed_all(self.seed)
+
+
+class PlaceInWindow(NamedTuple):
+    """Where a global batch stands among those that one optimizer step consumes."""
+
+    opens: bool
+    closes: bool
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from lockstep.sync.average import average_gradients as average_gradients
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
 from lockstep.sync.ownership import is_local as is_local
 from lockstep.sync.ownership import local as local
+from lockstep.sync.shard_order import ShardOrder as ShardOrder
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradientSync",
+    "ShardOrder",
     "Synchroniser",
     "average_gradients",
     "is_local",

@@ -18,19 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
-from lockstep.errors import (
-    ConfigurationError,
-    GradientNotReducedError,
-    NotAvailableError,
-)
-from lockstep.sync import guard
+from lockstep.sync import guard, verdict
 from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, take_inventory
+from lockstep.sync.inventory import agree, check_options, take_inventory
+from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.verdict import Unread, is_out_of_step, judge
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 
 if TYPE_CHECKING:
@@ -39,9 +34,9 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
+    from lockstep.errors import LockstepError
     from lockstep.group import Group
-
-_BUFFER_WAYS = ("after_backward", "manual")
+    from lockstep.sync.shard_order import ShardOrder
 
 
 class GradientSync:
@@ -67,12 +62,9 @@ class GradientSync:
         buffers: str = "after_backward",
         owns_group: bool = False,
         averages: bool = True,
+        order: ShardOrder | None = None,
     ) -> None:
-        if buffers not in _BUFFER_WAYS or not bucket_cap_mb > 0:
-            raise ConfigurationError(
-                "buffers is 'after_backward' or 'manual', bucket_cap_mb is above zero",
-                got=f"buffers={buffers!r}, bucket_cap_mb={bucket_cap_mb!r}",
-            )
+        check_options(buffers, bucket_cap_mb)
         found = take_inventory(modules)
         guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
         self.place = f"rank {group.rank} of {group.size}"
@@ -81,6 +73,8 @@ class GradientSync:
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers, averages])
         self._averages = averages
+        self._order = order
+        self._taken_weight = 0.0
         self._group: Group | None = group
         self._owns_group = owns_group
         self._buffers = list(found.buffers.values())
@@ -100,9 +94,10 @@ class GradientSync:
         self._arrive: Callable[[Slot], None] | None = None
         self._arrivals: dict[int, int] | None = None
         self._delivered: float | None = None
+        self._refusal: LockstepError | None = None
         self._units = Units()
         self._window = Window()
-        self._unread: Unread | None = None
+        self._unread: verdict.Unread | None = None
         self._is_broken = False
         self._signature = found.signature()
         self._build([slot for slot in self._slots if slot.param.requires_grad])
@@ -166,6 +161,20 @@ class GradientSync:
             WeightError: negative, NaN or infinite.
         """
         self._delivered = None if weight is None else checked_weight(weight, self.place)
+        self._refusal = None
+
+    def refuse_delivered_weight(self, error: LockstepError) -> None:
+        """Raise `error` from the next backward without an explicit weight, until one is set.
+
+        Collective:
+            None. The backward raises on this rank alone, before it communicates.
+        """
+        self._refusal = error
+
+    def check_delivered_weight(self) -> None:
+        """Raise what `refuse_delivered_weight` was given, if that is the last word."""
+        if self._refusal is not None:
+            raise self._refusal
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -206,6 +215,28 @@ class GradientSync:
             self._window.aside = self._reducer.set_aside()
         self._begin_round()
         self._end_round()
+
+    def forget_window(self) -> None:
+        """Drop the gradients that were accumulated since the last round.
+
+        Collective:
+            None: every rank does it, or none.
+        """
+        self._take_grads(dict.fromkeys(self._slots))
+        self._reset()
+
+    def take_shard(self, shard: int) -> None:
+        """With a shard order: the backwards since the last call were those of `shard`.
+
+        Gradient:
+            Leaves ``parameter.grad`` until `reduce_pending` adds up all shards in order.
+
+        Collective:
+            None.
+        """
+        assert isinstance(self._reducer, OrderedReducer), "made without a shard order"
+        self._reducer.take_shard(shard, self._window.weight - self._taken_weight)
+        self._taken_weight = self._window.weight
 
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's.
@@ -270,10 +301,7 @@ class GradientSync:
             task = current_task()
             if task in self._tasks:
                 return
-            if self._is_open and (self._is_driven or nesting_depth()):
-                self._tasks.add(task)
-                return
-            if self._is_driven:
+            if self._is_driven or (self._is_open and nesting_depth()):
                 self._tasks.add(task)
                 return
             self._open_window(PLAIN)
@@ -299,9 +327,13 @@ class GradientSync:
     def _open_window(self, kind: str) -> None:
         self._attached()
         self._settle()
+        if self._order is not None:
+            self._check_in_order()
         if self._is_open:
             self._reset()  # an earlier backward raised and never ended
             self._attached()
+        if kind == PLAIN:
+            self.check_delivered_weight()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
             self._window.enter(WEIGHTED, self.place)
@@ -311,6 +343,13 @@ class GradientSync:
             self._window.enter_sum(self._delivered, self.place)
         if is_first and self._window.kind == WEIGHTED:
             self._window.aside = self._reducer.set_aside()
+
+    def _check_in_order(self) -> None:
+        if not self._is_paused:
+            raise verdict.out_of_order(self.place)
+        # Unfrozen since the layout was made: every worker runs the same operator.
+        if self._window.kind is None and any(slot.param.requires_grad for slot in self._dormant):
+            self._build([slot for slot in self._slots if slot.param.requires_grad])
 
     def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
@@ -372,7 +411,7 @@ class GradientSync:
             self.broadcast_buffers()
         # Refusals last: every rank has made the same calls by now, and can go on.
         if sums is None:
-            self._unread = Unread(self._reducer.layout.sums_on_device, contribution)
+            self._unread = verdict.Unread(self._reducer.layout.sums_on_device, contribution)
         else:
             self._judge(sums, contribution)
         if sums is None or sums.plain + sums.weighted:
@@ -380,9 +419,10 @@ class GradientSync:
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
         group = self._attached()
-        self._is_broken = is_out_of_step(sums, mine, group)
-        judge(sums, mine, group, together=self._reducer.reads_are_free)
-        if self._averages:
+        self._is_broken = verdict.is_out_of_step(sums, mine, group)
+        verdict.judge(sums, mine, group, together=self._reducer.reads_are_free)
+        # Units follow the mean weight of a rank; in a fixed order nothing may follow ranks.
+        if self._averages and self._order is None:
             self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
@@ -410,18 +450,19 @@ class GradientSync:
         self._build([slot for slot in self._slots if slot.number in active])
 
     def _build(self, active: list[Slot]) -> None:
-        self._reducer = Reducer(
-            active,
-            self._attached(),
-            self._cap_bytes,
-            signature=self._signature,
-            divides=self._averages,
-        )
+        self._reducer = self._reducer_for(active)
         members = {slot.number for slot in active}
         self._dormant = [slot for slot in self._slots if slot.number not in members]
         # No overlap in the first backward: what arrives twice in one backward (a parameter in
         # two reentrant checkpoints) must not leave after the first time, so look first.
         self._arrivals = {} if self._reducer.can_overlap else None
+
+    def _reducer_for(self, slots: list[Slot]) -> Reducer:
+        group, divides = self._attached(), self._averages
+        if self._order is not None:
+            order, signature = self._order, self._signature
+            return OrderedReducer(slots, group, self._cap_bytes, order, signature, divides=divides)
+        return Reducer(slots, group, self._cap_bytes, signature=self._signature, divides=divides)
 
     def _finish_learning(self) -> None:
         if self._arrivals:
@@ -441,6 +482,7 @@ class GradientSync:
         self._is_broken = self._is_broken or self._reducer.has_launched
         self._reducer.abandon()
         self._window = Window()
+        self._taken_weight = 0.0
         self._tasks.clear()
         self._is_open = False
         self._is_driven = False
@@ -448,18 +490,9 @@ class GradientSync:
 
     def _attached(self) -> Group:
         if self._group is None:
-            raise NotAvailableError(
-                "this GradientSync was detached",
-                where=self.place,
-                fix="lockstep.replicate(model) makes a new one",
-            )
+            raise verdict.detached(self.place)
         if self._is_broken:
-            raise GradientNotReducedError(
-                "an earlier backward failed after part of its gradients had been sent",
-                where=self.place,
-                cause="an exception inside backward was caught and training went on",
-                fix="detach(), form a new group, and replicate() again on every rank",
-            )
+            raise verdict.broken(self.place)
         return self._group
 
     def _buffer_tensors(self) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.errors import ReplicasDifferError, WrongTypeError
+from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeError
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
@@ -210,3 +210,11 @@ def _describe(entry: Entry) -> str:
     kind, name, shape, dtype, strides, requires_grad = entry
     grad = "" if requires_grad or kind == "buffer" else ", frozen"
     return f"{kind} `{name}` {tuple(shape)} {dtype} strides {tuple(strides)}{grad}"
+
+
+def check_options(buffers: str, bucket_cap_mb: float) -> None:
+    if buffers not in ("after_backward", "manual") or not bucket_cap_mb > 0:
+        raise ConfigurationError(
+            "buffers is 'after_backward' or 'manual', bucket_cap_mb is above zero",
+            got=f"buffers={buffers!r}, bucket_cap_mb={bucket_cap_mb!r}",
+        )

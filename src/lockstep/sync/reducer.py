@@ -162,6 +162,13 @@ class Reducer:
             bucket.pending = self._combine(self._group, bucket)
 
     def _pack(self, bucket: Bucket) -> None:
+        if not self._packs_densely(bucket) or self.contribution.is_silent:
+            bucket.silence()
+        elif self.contribution.scale != 1.0:
+            bucket.payload.mul_(self.contribution.scale)
+
+    def _packs_densely(self, bucket: Bucket) -> bool:
+        """Pack; a sparse gradient is noted, for all ranks to refuse together."""
         try:
             bucket.pack()
         except RuntimeError:
@@ -173,12 +180,8 @@ class Reducer:
             if not names:
                 raise
             self.contribution.faults.append({"kind": "sparse", "names": names})
-            bucket.silence()
-            return
-        if self.contribution.is_silent:
-            bucket.silence()
-        elif self.contribution.scale != 1.0:
-            bucket.payload.mul_(self.contribution.scale)
+            return False
+        return True
 
     def finish(self, *, must_read: bool = False) -> Sums | None:
         """Send the rest, wait for everything, divide and deliver.

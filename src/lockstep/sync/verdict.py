@@ -15,8 +15,10 @@ import torch
 from lockstep.errors import (
     GradientNotReducedError,
     LockstepError,
+    NotAvailableError,
     SparseGradientError,
     WeightError,
+    WrongUseError,
 )
 from lockstep.sync.buckets import Sums
 from lockstep.sync.window import mixed_weights
@@ -142,4 +144,30 @@ def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
         cause="reentrant checkpointing runs backward through this parameter more than once, "
         "and did not in the first step",
         fix="use torch.utils.checkpoint(..., use_reentrant=False)",
+    )
+
+
+def detached(where: str) -> NotAvailableError:
+    return NotAvailableError(
+        "this GradientSync was detached",
+        where=where,
+        fix="lockstep.replicate(model) makes a new one",
+    )
+
+
+def broken(where: str) -> GradientNotReducedError:
+    return GradientNotReducedError(
+        "an earlier backward failed after part of its gradients had been sent",
+        where=where,
+        cause="an exception inside backward was caught and training went on",
+        fix="detach(), form a new group, and replicate() again on every rank",
+    )
+
+
+def out_of_order(where: str) -> WrongUseError:
+    return WrongUseError(
+        "a backward of its own, where the shards are added up in a fixed order",
+        where=where,
+        cause="reproducible=True, and backward was called inside compute_loss",
+        fix="return the loss from compute_loss; the default loop runs backward",
     )

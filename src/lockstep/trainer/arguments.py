@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NOT_YET: Final = frozenset(
     {
-        "sync", "reproducible", "accumulate", "clip_grad_norm", "audit",
+        "sync", "audit",
         "min_workers", "spare_workers", "hang_timeout_s",
         "checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume",
     }
@@ -188,14 +188,47 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
         options.scheduler_step_freq,
         '"batch", "epoch", "manual" or None',
     )
+    require(
+        is_positive_int(options.accumulate), "accumulate", options.accumulate, "an int, 1 or more"
+    )
+    clip = options.clip_grad_norm
+    require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
+    _refuse_with_own_loop(options, operator_cls)
+    if options.reproducible and operator_cls.joint_loss:
+        raise ConfigurationError(
+            "reproducible=True cannot hold for a joint loss",
+            got=f"{operator_cls.__name__}.joint_loss = True",
+            cause="its shards go through as one batch, whose size depends on num_workers",
+            fix="leave reproducible out; the result is still that of one process, to rounding",
+        )
+
+
+_OWN_LOOP_LINES: Final = {
+    'precision="fp16"': "override compute_loss instead; or in your loop write: with"
+    " torch.autocast(self.device.type, torch.float16): ..., and"
+    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+    "reproducible": "override compute_loss instead: only shards that are computed one by one can"
+    " be added up in a fixed order",
+    "accumulate": "in your loop write: with self.no_sync(): self.backward(loss) for every batch"
+    " but the last of a window, and step the optimizer after that one",
+    "clip_grad_norm": "in your loop write, before optimizer.step():"
+    " torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
+}
+
+
+def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]) -> None:
+    """What belongs to the default loop cannot act on a loop of the user's own."""
+    wanted = {
+        'precision="fp16"': options.precision == "fp16",
+        "reproducible": options.reproducible,
+        "accumulate": options.accumulate > 1,
+        "clip_grad_norm": options.clip_grad_norm is not None,
+    }
     for method in ("train_batch", "train_epoch"):
         own = getattr(operator_cls, method) is not getattr(TrainingOperator, method)
-        if own and options.precision == "fp16":
+        for name in [name for name, is_wanted in wanted.items() if is_wanted and own]:
             raise ConfigurationError(
-                f'precision="fp16" belongs to the default loop; {operator_cls.__name__}'
-                f" has its own {method}",
-                fix="override compute_loss instead; or in your loop write: with"
-                " torch.autocast(self.device.type, torch.float16): ..., and"
-                " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+                f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",
+                fix=_OWN_LOOP_LINES[name],
             )

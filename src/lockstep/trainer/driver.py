@@ -82,6 +82,11 @@ class TorchTrainer:
         scheduler_step_freq: "batch", "epoch" or "manual"; needed with schedulers.
         use_local: rank 0 runs in this process, so that a breakpoint in it works.
         seed: data order and every random number follow from it.
+        reproducible: the weights are the same bits at every `num_workers`, with `num_shards`
+            fixed; for the default loop.
+        accumulate: global batches that one optimizer step of the default loop consumes; the
+            last window of an epoch may be shorter, and counts rightly.
+        clip_grad_norm: largest norm of the global gradient, for the default loop.
         bucket_cap_mb: size of the buckets that gradients travel in, in MiB.
         callbacks: `Callback` objects.
 
@@ -112,6 +117,9 @@ class TorchTrainer:
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
         seed: int = UNSAID_SEED,
+        reproducible: bool = False,
+        accumulate: int = 1,
+        clip_grad_norm: float | None = None,
         bucket_cap_mb: float = 25,
         callbacks: Sequence[Callback] = (),
         **further: Any,
@@ -132,13 +140,14 @@ class TorchTrainer:
             wrap_ddp=wrap_ddp,
             add_dist_sampler=add_dist_sampler,
             bucket_cap_mb=bucket_cap_mb,
+            reproducible=reproducible,
+            accumulate=accumulate,
+            clip_grad_norm=clip_grad_norm,
         )
         check_options(options, self._operator_cls)
         self._callbacks = tuple(callbacks)
-        self._explicit = {
-            "num_shards": num_shards,
-            "seed": None if seed is UNSAID_SEED else seed,
-        }
+        said_seed = None if seed is UNSAID_SEED else seed
+        self._explicit = {"num_shards": num_shards, "seed": said_seed}
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
@@ -146,7 +155,7 @@ class TorchTrainer:
             num_shards=num_shards or num_workers,
             seed=int(seed),
             initialization_hook=initialization_hook,
-            threads=num_cpus_per_worker if num_workers > 1 else None,
+            threads=num_cpus_per_worker if num_workers > 1 or reproducible else None,
             use_gpu=gpu,
             options=options,
         )
@@ -266,7 +275,7 @@ class TorchTrainer:
             yield None
             return
         total = self._call_rank(0, "steps_ahead", purpose, num_steps)
-        with ProgressBar(purpose, total, self._spec.num_workers) as bar:
+        with ProgressBar(purpose, total) as bar:
             yield bar.watch
 
     def update_scheduler(self, metric: float) -> None:

@@ -23,11 +23,10 @@ def _in_notebook() -> bool:
 class ProgressBar:
     """Steps done of `total`, latest loss, samples per second over all workers."""
 
-    def __init__(self, description: str, total: int | None, num_workers: int) -> None:
+    def __init__(self, description: str, total: int | None) -> None:
         from tqdm.auto import tqdm
 
         self._bar = tqdm(desc=description, total=total, unit="step", leave=False)
-        self._num_workers = num_workers
         self._since = time.monotonic()
 
     def watch(self, progress: dict[str, Any]) -> None:
@@ -36,7 +35,7 @@ class ProgressBar:
         if not steps:
             return
         seconds = max(time.monotonic() - self._since, 1e-9)
-        shown = {"samples/s": f"{progress['samples'] * self._num_workers / seconds:.0f}"}
+        shown = {"samples/s": f"{progress['samples'] / seconds:.0f}"}
         if progress.get("loss") is not None:
             shown["loss"] = f"{float(progress['loss']):.4f}"
         self._bar.set_postfix(shown, refresh=False)

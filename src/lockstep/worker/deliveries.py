@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.operator.staging import Part, ShardedBatch
+from lockstep.errors import WeightError
+from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
+    from lockstep.sync import GradientSync
 
 
 class StepSource(Protocol):
@@ -94,6 +96,15 @@ class Cursor:
             self._ahead = self.take()
         return self._ahead is None
 
+    def is_last(self, index: int) -> bool:
+        """Whether the epoch ends with step `index`, which was taken; may read one ahead."""
+        total = self.source.steps_per_epoch
+        if total is not None:
+            return index + 1 >= total
+        if self._ahead is None:
+            self._ahead = self.take()
+        return self._ahead is None
+
     def commit(self) -> None:
         self.step += 1
 
@@ -141,6 +152,8 @@ class Deliveries:
         self._limit = limit
         self._purpose = purpose
         self._open: int | None = None
+        self._unused: list[int] = []
+        self._rounds = 0
         self.delivered = 0
         self.epoch_over = False
 
@@ -191,7 +204,18 @@ class Deliveries:
         if self._cursor.step == self._cursor.source.steps_per_epoch:
             self.epoch_over = True
 
+    def _place(self, step: Step) -> PlaceInWindow:
+        """Windows begin with the epoch; its last one is short if it does not come out even."""
+        every = self._operator._setting.options.accumulate
+        if every == 1:
+            return PlaceInWindow(opens=True, closes=True)
+        full = (step.index + 1) % every == 0
+        closes = full or self._cursor.is_last(step.index)
+        return PlaceInWindow(opens=step.index % every == 0, closes=closes)
+
     def _deliver(self, step: Step) -> Any:
+        if self._purpose == "train":
+            self._operator._place = self._place(step)
         parts = tuple(
             Part(
                 part.batch,
@@ -203,6 +227,7 @@ class Deliveries:
                     step.index,
                     part.shards[0] if part.shards else -1,
                 ),
+                part.shards[0] if part.shards else -1,
             )
             for part in step.parts
         )
@@ -214,5 +239,28 @@ class Deliveries:
         sync = self._operator._sync
         if sync is not None:
             sync.set_delivered_weight(part.num_samples)
+            self._refuse_reading_ahead(sync, part.num_samples)
         part.seed_randomness()
         return part.batch
+
+    def _refuse_reading_ahead(self, sync: GradientSync, weight: int) -> None:
+        """A loop that reads ahead runs its backward for an earlier batch than the last one.
+
+        Which one it is cannot be seen from here. That matters when they count differently.
+        """
+        if self._unused and sync.rounds > self._rounds:
+            del self._unused[0]
+        self._unused.append(weight)
+        self._rounds = sync.rounds
+        own_loop = self._operator._brings("train_epoch") and self._purpose == "train"
+        if own_loop and sync.needs_guard and len(set(self._unused)) > 1:
+            sync.refuse_delivered_weight(
+                WeightError(
+                    "the weight of this backward is not known",
+                    where=f"rank {self._operator.world_rank}, step {self._operator.global_step}",
+                    got=f"batches of {self._unused} samples, read and not yet trained on",
+                    cause="train_epoch reads ahead of the batch that it trains on, or left one out",
+                    fix="self.backward(loss, weight=number_of_its_samples), or override"
+                    " train_batch instead",
+                )
+            )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ from lockstep.data import Placement, shards_of
 from lockstep.errors import CheckpointError, ConfigurationError, WrongTypeError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
+from lockstep.metrics.numeric import as_number
 from lockstep.operator.loops import registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
+from lockstep.worker.determinism import deterministic
 from lockstep.worker.process_group import Rendezvous, form_group, leave_group
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
@@ -190,7 +193,7 @@ class Worker:
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved():
+        with preserved(), self._arithmetic():
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
@@ -220,6 +223,9 @@ class Worker:
             timers=operator.timers.stats() if profile else None,
         )
 
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
+
     def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
         """Also where an epoch of unknown length turns out to have ended with the last call."""
         operator = self.operator
@@ -243,10 +249,17 @@ class Worker:
         }
 
     def progress(self) -> dict[str, Any]:
-        """Steps and samples so far in the call that runs, and its latest loss."""
+        """Steps and samples so far, over all workers, in the call that runs; its latest loss."""
         tally, operator = self._tally, self._operator
-        latest = {} if operator is None else operator._latest
-        return {"steps": tally.steps, "samples": tally.samples, "loss": latest.get("train_loss")}
+        if operator is None:
+            return {}
+        placement = operator._setting.placement
+        samples = tally.samples * placement.num_shards / len(placement.shards)
+        latest = operator._latest
+        loss = as_number(latest.get("train_loss", latest.get("val_loss")))
+        # A number: a driver without CUDA could not even receive a tensor that lives there.
+        loss = None if loss is None else float(loss)
+        return {"steps": tally.steps, "samples": samples, "loss": loss}
 
     def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
         """Global batches that the next call will make; None if the data has no length."""
@@ -274,9 +287,18 @@ class Worker:
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
             for purpose, cursor in self._cursors.items()
         }
+        self._rewind_to_window(state)
         placement = self.operator._setting.placement
         state["seed"], state["num_shards"] = placement.seed, placement.num_shards
         return state
+
+    def _rewind_to_window(self, state: dict[str, Any]) -> None:
+        """Gradients are not saved: a window that is open is computed again from its start."""
+        place = state["position"].get("train")
+        ahead = place["step"] % self.spec.options.accumulate if place else 0
+        if ahead:
+            place["step"] -= ahead
+            state["global_step"] -= ahead
 
     def operator_state(self) -> Any:
         return states.copied(self.operator.state_dict())

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sum over shards whose bits do not depend on who computed which shard.
+
+Addition of floating-point numbers is not associative, so the order is fixed once and for all:
+a binary tree over the shards 0 to S - 1, split in the middle. A rank carries contiguous
+shards, so whole subtrees are its own: it sends one partial sum for each of them, not a copy
+for each shard. Who carries all shards adds up in the same order without sending anything.
+
+Large sums travel as a ring all-reduce would: every rank receives all partial sums of its
+own slice (all-to-all), adds them in the order of the tree, and the slices are gathered: the
+same bytes as a ring when every rank has one partial sum. Small ones are gathered whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lockstep.group import Group
+
+Node = tuple[int, int]
+"""A subtree: the shards from the first to before the second."""
+
+_GATHERED_WHOLE_BYTES: Final = 1 << 18
+"""Below this a second message costs more than the bytes that it saves."""
+
+
+@dataclass(frozen=True)
+class ShardOrder:
+    """Which shards a rank carries, of how many.
+
+    Attributes:
+        by_rank: every rank's contiguous shards.
+        rank: this one.
+    """
+
+    num_shards: int
+    by_rank: Sequence[range]
+    rank: int
+
+    @property
+    def shards(self) -> range:
+        return self.by_rank[self.rank]
+
+    def subtrees(self, rank: int) -> list[Node]:
+        """The largest subtrees that lie wholly in the shards of `rank`, in order."""
+        return _covered((0, self.num_shards), self.by_rank[rank])
+
+
+def _covered(node: Node, shards: range) -> list[Node]:
+    low, high = node
+    if shards.start <= low and high <= shards.stop:
+        return [node]
+    if high <= shards.start or shards.stop <= low or high - low == 1:
+        return []
+    middle = (low + high) // 2
+    return _covered((low, middle), shards) + _covered((middle, high), shards)
+
+
+def fold(node: Node, sums: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+    """The sum over `node`, from sums over subtrees that together cover it."""
+    found = sums.get(node)
+    if found is not None:
+        return found
+    low, high = node
+    middle = (low + high) // 2
+    return fold((low, middle), sums) + fold((middle, high), sums)
+
+
+def ordered_sum(
+    group: Group, order: ShardOrder, partials: Mapping[Node, torch.Tensor]
+) -> torch.Tensor:
+    """The sum over all shards, added in the order of the tree.
+
+    Args:
+        partials: this rank's sum over each of its `subtrees`; flat, of one length.
+
+    Returns:
+        Flat, of that length; the same bits on every rank and for every number of ranks.
+
+    Gradient:
+        None: runs on gradients, without recording.
+
+    Collective:
+        Every rank of `group`. Blocks. One all-gather of small sums; else an all-to-all and an
+        all-gather.
+    """
+    root = (0, order.num_shards)
+    if group.size == 1:
+        return fold(root, partials)
+    own = torch.stack([partials[node] for node in order.subtrees(order.rank)])
+    most = max(len(order.subtrees(rank)) for rank in range(group.size))
+    if own[0].numel() * own.element_size() * most * group.size <= _GATHERED_WHOLE_BYTES:
+        return fold(root, _gathered_whole(group, order, own, most))
+    return _by_slices(group, order, own, root)
+
+
+def _gathered_whole(
+    group: Group, order: ShardOrder, own: torch.Tensor, most: int
+) -> dict[Node, torch.Tensor]:
+    padded = own.new_zeros(most, own.shape[1])
+    padded[: len(own)] = own
+    gathered = group.all_gather(padded)
+    return {
+        node: rows[position]
+        for rank, rows in enumerate(gathered)
+        for position, node in enumerate(order.subtrees(rank))
+    }
+
+
+def _by_slices(group: Group, order: ShardOrder, own: torch.Tensor, root: Node) -> torch.Tensor:
+    length = own.shape[1]
+    size = -(-length // group.size)
+    padded = torch.nn.functional.pad(own, (0, size * group.size - length))
+    # (partial sums, ranks, slice) -> (ranks, partial sums, slice): what each rank receives.
+    sent = padded.view(len(own), group.size, size).transpose(0, 1).contiguous()
+    counts = [len(order.subtrees(rank)) for rank in range(group.size)]
+    received = own.new_empty(sum(counts), size)
+    group.all_to_all(received, sent.view(-1, size), counts, [len(own)] * group.size)
+    nodes = [node for rank in range(group.size) for node in order.subtrees(rank)]
+    mine = fold(root, dict(zip(nodes, received, strict=True)))
+    return torch.cat(group.all_gather(mine))[:length]

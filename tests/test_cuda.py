@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a GPU can show. These alone may be skipped, where there is none."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.group import Group
+from lockstep.sync import replicate
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class OnGpu(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.register(models=self.model, optimizers=self.optimizer, criterion=nn.MSELoss())
+        data = TensorDataset(torch.randn(22, 3), torch.randn(22, 2))
+        self.register_data(train_loader=DataLoader(data, 6), validation_loader=DataLoader(data, 6))
+
+
+def trainer(**arguments):
+    return TorchTrainer(training_operator_cls=OnGpu, **arguments)
+
+
+def test_F36_device_ids_of_one_gpu_worker():
+    with trainer() as one:
+        operator = one.get_local_operator()
+        assert operator.use_gpu
+        assert operator.device == torch.device("cuda", 0)
+        assert operator.device_ids == [0]
+        assert next(operator.model.parameters()).device == operator.device
+        assert one.train()["num_samples"] == 22
+
+
+def test_F40_the_model_comes_back_on_the_cpu(tmp_path):
+    with trainer() as one:
+        one.train()
+        model = one.get_model()
+        state = one.state_dict()
+        path = one.save(tmp_path / "run.pt")
+        one.train()
+        one.load(path)
+        after = one.get_model()
+    assert all(tensor.device.type == "cpu" for tensor in model.state_dict().values())
+    assert all(tensor.device.type == "cpu" for tensor in state["models"][0].values())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name])
+    with trainer(use_gpu=False) as elsewhere:
+        elsewhere.load(path)
+        assert elsewhere.validate()["num_samples"] == 22
+
+
+def test_mixed_precision_trains():
+    for precision in ("bf16", "fp16"):
+        with trainer(precision=precision) as one:
+            losses = [one.train()["train_loss"] for _ in range(5)]
+        assert losses[-1] < losses[0]
+
+
+def test_C21_timeout_reaches_nccl():
+    from lockstep.worker.process_group import Rendezvous, form_group, leave_group
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous = Rendezvous("127.0.0.1", store.port, 0, "nccl", True, 77.0)
+    device = torch.device("cuda", 0)
+    group = form_group(rendezvous, 0, 1, device)
+    try:
+        options = group._get_backend(device).options
+        assert options._timeout == datetime.timedelta(seconds=77)
+        model = nn.Linear(3, 2).to(device)
+        sync = replicate(model, group=Group(group, device))
+        sync.backward(model(torch.ones(4, 3, device=device)).square().mean(), weight=4)
+        first = model.weight.grad.clone()
+        assert first.abs().sum() > 0
+        sync.detach()
+    finally:
+        leave_group(group)
