@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness import reset, rows
+from harness import cut, reset, rows
 
 X = rows(12, 4, seed=1)
 Y = rows(12, 3, seed=2)
@@ -283,8 +283,7 @@ class Accumulated:
         (model,) = world.modules
         optimizer = sgd(model)
         for sizes in ((5, 4, 3), (7, 1), (1,), (2, 10)):
-            ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-            parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+            parts = cut(sum(sizes), list(sizes))
             optimizer.zero_grad(set_to_none=self.set_to_none)
             world.accumulate(squared(model), [(X[part], Y[part]) for part in parts])
             world.note()

@@ -40,15 +40,16 @@ class _UnsaidSeed(int):
 
 UNSAID_SEED: Final = _UnsaidSeed(0)
 
+_FROM_CREATORS: Final = "write training_operator_cls=TrainingOperator.from_creators(...)"
 _GONE: Final = {
     "apex_args": "apex is not used any more; write precision='bf16' or precision='fp16'",
     "num_replicas": "write num_workers=...",
     "batch_size": "put it into config: config={lockstep.keys.BATCH_SIZE: 64}",
-    "model_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
-    "optimizer_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
-    "data_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
-    "loss_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
-    "scheduler_creator": "write training_operator_cls=TrainingOperator.from_creators(...)",
+    "model_creator": _FROM_CREATORS,
+    "optimizer_creator": _FROM_CREATORS,
+    "data_creator": _FROM_CREATORS,
+    "loss_creator": _FROM_CREATORS,
+    "scheduler_creator": _FROM_CREATORS,
     "data_loader_args": "make the DataLoader yourself, in setup",
     "serialize_data_creation": "take a filelock.FileLock around a download in setup",
 }

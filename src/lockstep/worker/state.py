@@ -55,7 +55,7 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
+def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
     """Why `state` does not fit this operator: one sentence each, none if it fits."""
     found: list[str] = []
     for what, mine in (
@@ -107,7 +107,7 @@ def _shape(shape: Any) -> str:
 
 def check(run: Registered, state: Mapping[str, Any]) -> None:
     """Raise a `CheckpointError` that lists what does not fit; change nothing."""
-    found = problems(run, state)
+    found = _problems(run, state)
     if found:
         shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
         raise CheckpointError(
