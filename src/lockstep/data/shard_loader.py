@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.data.placement import Placement
 from lockstep.data.sharded import ShardedLoader
-from lockstep.data.structure import no_rows
+from lockstep.data.structure import rows_of
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class RankLoader:
         per_step = self._sharded.items_per_step
         for step in self._sharded.batches(epoch, start_step, offset=offset):
             (part,) = step.parts
-            batch = part.batch if part.num_samples else no_rows(part.batch)
+            batch = part.batch if part.num_samples else rows_of(part.batch, slice(0))
             if self._reader is reader:  # an earlier iteration may still be alive
                 self._step = step.index + 1
                 self._offset = offset + (self._step - start_step) * per_step

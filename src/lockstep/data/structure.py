@@ -99,26 +99,28 @@ def _join_plain(parts: list[Any], place: str) -> Any:
     raise _refusal("joined", place, f"a {type(first).__name__}")
 
 
-def no_rows(batch: Any) -> Any:
-    """A batch of the same structure with zero rows.
+def rows_of(batch: Any, rows: slice) -> Any:
+    """A batch of the same structure with some of the rows; ``slice(0)`` takes none.
 
     Raises:
         NotShardableError: a place in the batch cannot be sliced; the message names it.
     """
-    return _emptied(batch, "batch")
+    return _sliced(batch, rows, "batch")
 
 
-def _emptied(batch: Any, place: str) -> Any:
+def _sliced(batch: Any, rows: slice, place: str) -> Any:
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         try:
-            return batch[:0]
+            return batch[rows]
         except (RuntimeError, IndexError, NotImplementedError) as error:
             raise _unsliceable(place, f"{type(batch).__name__}: {error}") from error
     children = _children(batch)
     if children is not None:
-        return _rebuilt(batch, [(key, _emptied(child, place + key)) for key, child in children])
+        return _rebuilt(
+            batch, [(key, _sliced(child, rows, place + key)) for key, child in children]
+        )
     if _is_rows(batch):
-        return batch[:0]
+        return batch[rows]
     if isinstance(batch, _PLAIN):
         return batch
     raise _unsliceable(place, f"a {type(batch).__name__}")

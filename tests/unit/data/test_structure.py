@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data.structure import concatenate, content_digest, leading_length, no_rows
+from lockstep.data.structure import concatenate, content_digest, leading_length, rows_of
 from lockstep.errors import NotShardableError
 
 Pair = namedtuple("Pair", "x y")
@@ -45,7 +45,7 @@ def test_joined_batches_are_the_one_that_holds_all_rows() -> None:
 
 
 def test_a_batch_without_rows_has_the_same_structure() -> None:
-    empty = no_rows(batch(0, 4))
+    empty = rows_of(batch(0, 4), slice(0))
     assert content_digest(empty) == content_digest(batch(0, 0))
     assert empty["record"].tokens.shape == (0, 1)
     assert leading_length(empty) == 0
@@ -82,7 +82,7 @@ def test_what_cannot_be_joined_is_refused_by_name(parts: list, place: str) -> No
 def test_what_has_no_empty_version_is_refused_with_drop_last() -> None:
     for value in (pack_sequence([torch.ones(2)]), [object()], {"x": torch.tensor(1.0)}):
         with pytest.raises(NotShardableError, match="drop_last=True"):
-            no_rows(value)
+            rows_of(value, slice(0))
 
 
 def test_a_digest_tells_contents_apart() -> None:

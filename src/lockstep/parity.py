@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of N workers beside those of one process: how far apart, and what that means.
+
+The measure is relative to the parameter's own gradient, but never finer than a thousandth of
+the whole gradient's norm: where the true gradient is zero up to rounding, rounding is all
+that there is to compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FLOOR: Final = 1e-3
+"""The part of the whole gradient's norm below which a parameter's own does not count."""
+
+TOLERANCES: Final = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 1e-2,
+}
+"""The largest relative error that rounding explains, by the parameter's dtype."""
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One parameter, on the rank where it is farthest from one process.
+
+    Attributes:
+        parameter: its name in the model.
+        relative_error: norm of the difference / norm of the true gradient (see the module).
+        scale: the multiple of the true gradient that fits best; 1 is right.
+        cosine: of the angle between the two; 1 is right.
+        rank: where it was farthest.
+        ok: within what rounding explains.
+        explanation: what a wrong value means; empty when right.
+    """
+
+    parameter: str
+    relative_error: float
+    scale: float
+    cosine: float
+    rank: int
+    ok: bool
+    explanation: str
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What `verify` and `assert_parity` found: one row a parameter, notes on what was pinned."""
+
+    rows: Sequence[ParityRow]
+    world_size: int
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max([len("parameter"), *(len(row.parameter) for row in self.rows)])
+        lines = [f"{'parameter':<{width}}  relative error   scale  cosine  verdict"]
+        for row in self.rows:
+            verdict = "equal" if row.ok else f"rank {row.rank}: {row.explanation}"
+            lines.append(
+                f"{row.parameter:<{width}}  {row.relative_error:14.1e}  {row.scale:6.3f}"
+                f"  {row.cosine:6.3f}  {verdict}"
+            )
+        wrong = sum(not row.ok for row in self.rows)
+        lines.append(
+            f"{self.world_size} workers against one process: "
+            + ("equal" if self.ok else f"{wrong} of {len(self.rows)} parameters differ")
+        )
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        head = "".join(
+            f"<th>{title}</th>"
+            for title in ("parameter", "relative error", "scale", "cosine", "verdict")
+        )
+        body = "".join(
+            f"<tr><td>{escape(row.parameter)}</td><td>{row.relative_error:.1e}</td>"
+            f"<td>{row.scale:.3f}</td><td>{row.cosine:.3f}</td>"
+            f"<td>{'equal' if row.ok else escape(f'rank {row.rank}: {row.explanation}')}</td></tr>"
+            for row in self.rows
+        )
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<table><tr>{head}</tr>{body}</table>{notes}"
+
+
+def compare(
+    truth: Mapping[str, torch.Tensor | None],
+    by_rank: Sequence[Mapping[str, torch.Tensor | None]],
+    notes: Sequence[str] = (),
+    tolerance: float | None = None,
+) -> ParityReport:
+    """Set every rank's gradients beside one process's.
+
+    Args:
+        truth: gradient by parameter name, from one process; None where it has none.
+        by_rank: the same from every rank, after its reduction.
+        notes: what was pinned or cannot be compared, for the report.
+        tolerance: largest relative error; by dtype if None.
+    """
+    floor = FLOOR * float(
+        torch.stack([_flat(grad).norm() for grad in truth.values() if grad is not None]).norm()
+        if any(grad is not None for grad in truth.values())
+        else 0.0
+    )
+    rows = [
+        _row(name, true, [grads.get(name) for grads in by_rank], floor, tolerance)
+        for name, true in truth.items()
+    ]
+    return ParityReport(rows, len(by_rank), notes)
+
+
+def _flat(grad: torch.Tensor) -> torch.Tensor:
+    return grad.detach().to("cpu", torch.float64).reshape(-1)
+
+
+def _row(
+    name: str,
+    true: torch.Tensor | None,
+    found: Sequence[torch.Tensor | None],
+    floor: float,
+    tolerance: float | None,
+) -> ParityRow:
+    world_size = len(found)
+    present = [rank for rank, grad in enumerate(found) if grad is not None]
+    if true is None or len(present) < world_size:
+        return _presence_row(name, true, present, world_size)
+    reference = _flat(true)
+    values = [_flat(grad) for grad in found if grad is not None]
+    norm = max(float(reference.norm()), floor)
+    errors = [float((value - reference).norm()) / norm if norm else 0.0 for value in values]
+    rank = max(range(world_size), key=errors.__getitem__)
+    value = values[rank]
+    squared = float(reference @ reference)
+    scale = float(value @ reference) / squared if squared else 1.0
+    lengths = float(value.norm() * reference.norm())
+    cosine = float(value @ reference) / lengths if lengths else 1.0
+    limit = TOLERANCES.get(true.dtype, 1e-5) if tolerance is None else tolerance
+    ok = errors[rank] <= limit
+    alike = all(float((other - values[0]).norm()) <= limit * norm for other in values)
+    text = "" if ok else explain(scale, cosine, alike, world_size)
+    return ParityRow(name, errors[rank], scale, cosine, rank, ok, text)
+
+
+def _presence_row(
+    name: str, true: torch.Tensor | None, present: Sequence[int], world_size: int
+) -> ParityRow:
+    if true is None and not present:
+        return ParityRow(name, 0.0, 1.0, 1.0, 0, True, "")
+    rank = next((rank for rank in range(world_size) if (rank in present) == (true is None)), 0)
+    text = (
+        "one process leaves it without a gradient, workers do not"
+        if true is None
+        else "no gradient here: it was not synchronised, or its path was cut"
+    )
+    return ParityRow(name, float("inf"), 0.0, 0.0, rank, False, text)
+
+
+def explain(scale: float, cosine: float, alike: bool, world_size: int) -> str:
+    """In words, what a wrong gradient most likely means."""
+    if not alike:
+        return "differs between ranks: it is not synchronised"
+    if cosine < 0.999:
+        return "wrong direction: a gradient path is missing, or ranks are weighted unequally"
+    for factor, meaning in (
+        (world_size, f"{world_size} times too large: summed but not divided, or loss x N"),
+        (1 / world_size, f"1/{world_size} of it: divided twice, or a missing factor N"),
+    ):
+        if abs(scale / factor - 1) < 0.05:
+            return meaning
+    if abs(scale - 1) > 1e-3:
+        return f"{scale:.3f} times the true gradient: weights or a factor are wrong"
+    return "a little off: more than rounding explains"
