@@ -28,7 +28,7 @@ from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, take_inventory
+from lockstep.sync.inventory import agree, agree_on_values, take_inventory
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
 from lockstep.sync.verdict import Unread, is_out_of_step, judge
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
@@ -100,6 +100,7 @@ class GradientSync:
         self._arrive: Callable[[Slot], None] | None = None
         self._arrivals: dict[int, int] | None = None
         self._delivered: float | None = None
+        self._step = 0
         self._units = Units()
         self._window = Window()
         self._unread: Unread | None = None
@@ -149,6 +150,28 @@ class GradientSync:
             self._open_window(WEIGHTED)
             self._window.weight += scale
         self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
+
+    def agree_on_values(self) -> None:
+        """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
+        params = {slot.name: slot.param for slot in self._slots}
+        agree_on_values(self._attached(), params)
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step the backwards from now on belong to.
+
+        A rank that leaves a step out, or runs a backward more than its peers, would otherwise
+        average the gradients of one batch with those of another, and hang at the end.
+
+        Args:
+            step: the same number on every rank for the same global batch.
+
+        Gradient:
+            A round in which the ranks' steps differ is refused on all of them.
+
+        Collective:
+            None.
+        """
+        self._step = step
 
     def set_delivered_weight(self, weight: float | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next.
@@ -346,7 +369,7 @@ class GradientSync:
     def _begin_round(self) -> None:
         contribution = self._window.contribution(self._units)
         contribution.thaws = any(slot.param.requires_grad for slot in self._dormant)
-        self._reducer.start(contribution)
+        self._reducer.start(contribution, self._step)
         self._is_open = True
         self._arrive = None
         if self._reducer.can_overlap:

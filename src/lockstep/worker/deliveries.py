@@ -198,12 +198,14 @@ class Deliveries:
             )
             for part in step.parts
         )
+        sync = self._operator._sync
+        if sync is not None and self._purpose == "train":
+            sync.begin_step(self._operator._committed)
         if not self._cursor.source.joint:
             self._operator._delivered = None
             return ShardedBatch(parts)
         part = parts[0]
         self._operator._delivered = part
-        sync = self._operator._sync
         if sync is not None:
             sync.set_delivered_weight(part.num_samples)
         part.seed_randomness()
