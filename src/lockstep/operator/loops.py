@@ -9,12 +9,13 @@ reduction: so the step depends on the shards alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.data.structure import leading_length
-from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, weighted_mean
@@ -23,7 +24,7 @@ from lockstep.operator.registration import Registered, step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch, to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from lockstep.operator import TrainingOperator
 
@@ -64,7 +65,14 @@ class _Recorder:
         self._operator = operator
         self._pass = AverageMeterCollection()
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
+    def add(self, metrics: Mapping[str, Any], method: str) -> None:
+        if not isinstance(metrics, Mapping):
+            raise WrongTypeError(
+                f"{type(self._operator).__name__}.{method} returned something else than metrics",
+                expected="a dict from names to values",
+                got=type(metrics).__name__,
+                fix=f"end {method} with: return {{'name': value}}",
+            )
         samples = counted(self._operator, metrics)
         self._pass.update(metrics, n=samples)
         self._operator._meters.update(metrics, n=samples)
@@ -91,7 +99,7 @@ def train_epoch(
             metrics = operator.train_batch(batch, batch_info)
             if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH:
                 step_schedulers(parts.schedulers)
-            recorder.add(metrics)
+            recorder.add(metrics, "train_batch")
             operator._latest = metrics
     return recorder.summary()
 
@@ -167,17 +175,24 @@ def _loss_and_metrics(
     operator: TrainingOperator, batch: Any, batch_info: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     result = operator.compute_loss(batch, batch_info)
-    loss, metrics = result if isinstance(result, tuple) else (result, {})
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    pair = result if isinstance(result, tuple) else (result, {})
+    loss, metrics = pair if len(pair) == 2 else (result, {})
+    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if not is_scalar or not isinstance(metrics, Mapping):
         raise ConfigurationError(
             "compute_loss returned something else than a loss",
             where=type(operator).__name__,
-            expected="a scalar tensor, or a scalar tensor and a dict of metrics",
-            got=f"{type(loss).__name__}"
-            + (f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""),
+            expected="a real scalar tensor, or a real scalar tensor and a dict of metrics",
+            got=" and ".join(map(_kind, result)) if isinstance(result, tuple) else _kind(result),
             fix="return loss.mean() or (loss, {'name': value})",
         )
     return loss, dict(metrics)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
 
 
 def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | None) -> None:
@@ -233,7 +248,7 @@ def validate(
     with torch.no_grad(), operator.timers.record("validation"):
         for batch_idx, batch in enumerate(iterator):
             metrics = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
-            recorder.add(metrics)
+            recorder.add(metrics, "validate_batch")
     return recorder.summary()
 
 
