@@ -232,3 +232,32 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+ENDED_BY_THE_USER = """
+    import logging
+    import ray
+    from lockstep import TorchTrainer
+    from tests.ray.operators import DefaultLoop
+    from tests.ray.test_failures import CONFIG
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
+    with TorchTrainer(training_operator_cls=DefaultLoop, num_workers=2, config=CONFIG) as trainer:
+        ray.shutdown()
+        for _ in range(2):
+            try:
+                trainer.train()
+            except RuntimeError as error:
+                print(type(error).__name__, "Ray was shut down" in str(error))
+    print(ray.is_initialized())
+"""
+
+
+def test_a_ray_that_the_user_shut_down_is_named_and_not_started_again():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ENDED_BY_THE_USER)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.split() == ["WorkerDiedError", "True", "TrainerClosedError", "True", "False"]

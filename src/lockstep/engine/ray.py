@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch.distributed as dist
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,7 +26,7 @@ from lockstep.engine.cluster import connect
 from lockstep.engine.inline import every
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.travel import pickled, pickled_spec
-from lockstep.errors import WorkerDiedError
+from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _HEARING_S = 2.0
 _STOP_S = 5.0
 _WATCH_S = 0.2
+_LOOK_S = 0.02
 
 
 class RayEngine:
@@ -57,6 +60,7 @@ class RayEngine:
         self._store: RendezvousStore | None = None
         payload = pickled_spec(spec)
         own_cluster = connect()
+        self._session = _session()
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
         remote_ranks = range(1 if use_local else 0, spec.num_workers)
         try:
@@ -75,6 +79,7 @@ class RayEngine:
                 backend=resources.backend,
                 one_node=one_node,
                 timeout_s=resources.timeout_s,
+                as_default=not (use_local and dist.is_initialized()),
             )
             self.started = self.call("start", rendezvous if spec.num_workers > 1 else None)
         except BaseException as error:
@@ -122,6 +127,11 @@ class RayEngine:
         watch: Callable[[dict[str, Any]], None] | None,
     ) -> list[Any]:
         arguments = pickled(args, f"an argument of {method}")
+        if _session() != self._session:
+            # Asked before Ray is: it would start a new cluster to look for our actors there.
+            self.ended = _session_over()
+            self.close(force=True)
+            raise self.ended
         hearing = _Hearing(method)
         try:
             shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
@@ -130,6 +140,7 @@ class RayEngine:
                     ref = self._actors[rank].perform.remote(method, shared)
                     hearing.pending[ref] = rank
             if self._local is not None and 0 in ranks:
+                self._local.before_meeting = partial(self._wait_for_peers, hearing.pending)
                 self._perform_locally(self._local, hearing, args, watch)
                 watch = None
             hearing.listen(self._looker(watch))
@@ -167,6 +178,24 @@ class RayEngine:
         finally:
             worker.on_commit = None
 
+    def _wait_for_peers(self, pending: Mapping[Any, int]) -> None:
+        """Rank 0 in this process joins the meeting only when the others stand at it.
+
+        Once the ranks have met, one that fails closes its sockets and so frees the others.
+        One that fails before would never come, and a wait inside gloo hears of nothing: no
+        failure and no Ctrl-C.
+        """
+        assert self._store is not None
+        while not self._store.have_come(0, pending.values()):
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_S)
+            if any(map(_has_failed, ready)):
+                raise PeerLostError(
+                    "the ranks did not meet",
+                    where=f"rank 0 of {self._num_workers}",
+                    cause="another rank failed or died before it came",
+                    fix="look for the first failure among the other ranks",
+                )
+
     def _looker(self, watch: Callable[[dict[str, Any]], None] | None) -> Callable[[], None] | None:
         if watch is None or not self._actors:
             return None
@@ -190,8 +219,9 @@ class RayEngine:
         return None if self._local is None else self._local.operator
 
     def close(self, *, force: bool) -> None:
-        if not ray.is_initialized():
+        if _session() != self._session:
             self._actors.clear()
+            self._room = None
         if not force and self._actors:
             arguments = pickled((), "nothing")
             asked = [actor.perform.remote("stop", arguments) for actor in self._actors.values()]
@@ -268,9 +298,34 @@ class _Hearing:
         return next(iter([*self._causes, *self._consequences]), None)
 
 
+def _has_failed(ref: Any) -> bool:
+    try:
+        outcome: Outcome = ray.get(ref)
+    # Whatever ended the actor or its call: the cause is sorted out where the call is heard.
+    except Exception:
+        return True
+    return outcome.error is not None
+
+
 def _first_lines(text: str, count: int = 3) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:count])
+
+
+def _session() -> str | None:
+    """This driver's stay in a cluster, which ends with `ray.shutdown` and its actors with it."""
+    if not ray.is_initialized():
+        return None
+    driver: str = ray.get_runtime_context().get_worker_id()
+    return driver
+
+
+def _session_over() -> WorkerDiedError:
+    return WorkerDiedError(
+        "Ray was shut down, and this trainer's workers with it",
+        cause="ray.shutdown() was called in this process",
+        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+    )
 
 
 def _this_node() -> str:

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore
+
+from lockstep.worker import arrival_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,6 +38,11 @@ class RendezvousStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+    def have_come(self, generation: int, ranks: Iterable[int]) -> bool:
+        """Whether all of `ranks` stand at the meeting of `generation`; never waits."""
+        assert self._store is not None
+        return bool(self._store.check([arrival_key(generation, rank) for rank in ranks]))
 
     def close(self) -> None:
         self._store = None

@@ -177,7 +177,7 @@ class TrainingOperator:
             WrongTypeError: something is not a module, an optimizer, or cannot step.
             ConfigurationError: registered twice, schedulers without `scheduler_step_freq`.
             UnknownParameterError: an optimizer holds a parameter of no registered module.
-            ReplicasDifferError: the workers built different models.
+            ReplicasDifferError: the workers built different models, optimizers or schedulers.
         """
         if self._registered is not None:
             raise ConfigurationError(

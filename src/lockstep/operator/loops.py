@@ -9,6 +9,7 @@ reduction: so the step depends on the shards alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from lockstep.operator.registration import Registered, step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch, to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from lockstep.operator import TrainingOperator
 
@@ -200,17 +201,24 @@ def _loss_and_metrics(
     operator: TrainingOperator, batch: Any, batch_info: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     result = operator.compute_loss(batch, batch_info)
-    loss, metrics = result if isinstance(result, tuple) else (result, {})
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    pair = result if isinstance(result, tuple) else (result, {})
+    loss, metrics = pair if len(pair) == 2 else (result, {})
+    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if not is_scalar or not isinstance(metrics, Mapping):
         raise ConfigurationError(
             "compute_loss returned something else than a loss",
             where=type(operator).__name__,
-            expected="a scalar tensor, or a scalar tensor and a dict of metrics",
-            got=f"{type(loss).__name__}"
-            + (f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""),
+            expected="a real scalar tensor, or a real scalar tensor and a dict of metrics",
+            got=" and ".join(map(_kind, result)) if isinstance(result, tuple) else _kind(result),
             fix="return loss.mean() or (loss, {'name': value})",
         )
     return loss, dict(metrics)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
 
 
 def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | None) -> None:
@@ -222,7 +230,7 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
         return
     delivered = operator._delivered
     if weight is None:
-        sync.check_delivered_weight()
+        sync.delivered_weight()
         # A loop that reads ahead ends after the iteration has; the last weight still holds.
         weight = None if delivered is None else delivered.num_samples
     sync.backward(loss, weight=weight)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
+from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.setting import shard_order
 from lockstep.sync import GradientSync, is_local
 
@@ -33,11 +34,8 @@ class Registered:
     sync: GradientSync | None
 
     def plain_models(self) -> list[nn.Module]:
-        """The models without a wrapper of the user's own (``wrap_ddp=False``)."""
-        return [
-            model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
-            for model in self.models
-        ]
+        """The models without a wrapper of the user's own, or of ``torch.compile``."""
+        return [_unwrapped(model) for model in self.models]
 
     def modules(self) -> list[nn.Module]:
         """The models, and the criterion where it is a module (it may hold parameters)."""
@@ -51,6 +49,18 @@ class Registered:
     def set_training(self, training: bool) -> None:
         for module in self.modules():
             module.train(training)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            inner: nn.Module = model.module
+        else:
+            inner = getattr(model, "_orig_mod", model)
+        if inner is model:
+            return model
+        model = inner
 
 
 def as_list(given: Any, kind: type, argument: str) -> list[Any]:
@@ -84,7 +94,8 @@ def assemble(
 
     Collective:
         With several workers every rank must register the same models in the same order;
-        their structure is compared and rank 0's weights are broadcast.
+        their structure is compared, rank 0's weights are broadcast, and the optimizers and
+        schedulers are compared.
     """
     registered = Registered(
         models=as_list(models, nn.Module, "models"),
@@ -109,6 +120,8 @@ def assemble(
                 averages=averages,
                 order=shard_order(setting),
             )
+            if setting.group.size > 1:
+                agree_on_steps(setting.group, registered)
     return registered
 
 

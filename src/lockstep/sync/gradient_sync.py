@@ -18,12 +18,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
+from lockstep.errors import WeightError
 from lockstep.sync import guard, verdict
 from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, check_options, take_inventory
+from lockstep.sync.inventory import agree, agree_on_values, check_options, take_inventory
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.errors import LockstepError
     from lockstep.group import Group
     from lockstep.sync.shard_order import ShardOrder
 
@@ -93,8 +93,8 @@ class GradientSync:
         self._is_paused = False
         self._arrive: Callable[[Slot], None] | None = None
         self._arrivals: dict[int, int] | None = None
-        self._delivered: float | None = None
-        self._refusal: LockstepError | None = None
+        self._delivered: float | WeightError | None = None
+        self._step = 0
         self._units = Units()
         self._window = Window()
         self._unread: verdict.Unread | None = None
@@ -145,11 +145,29 @@ class GradientSync:
             self._window.weight += scale
         self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
 
-    def set_delivered_weight(self, weight: float | None) -> None:
+    def agree_on_values(self) -> None:
+        """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
+        agree_on_values(self._attached(), {slot.name: slot.param for slot in self._slots})
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step the backwards from now on belong to; the same on every rank.
+
+        Gradient:
+            A round in which the ranks' steps differ is refused on all of them: it would average
+            the gradients of one batch with those of another.
+
+        Collective:
+            None.
+        """
+        self._step = step
+
+    def set_delivered_weight(self, weight: float | WeightError | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next.
 
         Args:
-            weight: samples or tokens; None: one per rank (torch's mean over ranks).
+            weight: samples or tokens; None: one per rank (torch's mean over ranks); an error:
+                to raise from the next backward without an explicit weight, on this rank alone,
+                before it communicates.
 
         Gradient:
             Applied in the buckets, at the reduction.
@@ -160,21 +178,14 @@ class GradientSync:
         Raises:
             WeightError: negative, NaN or infinite.
         """
-        self._delivered = None if weight is None else checked_weight(weight, self.place)
-        self._refusal = None
+        is_number = weight is not None and not isinstance(weight, WeightError)
+        self._delivered = checked_weight(weight, self.place) if is_number else weight
 
-    def refuse_delivered_weight(self, error: LockstepError) -> None:
-        """Raise `error` from the next backward without an explicit weight, until one is set.
-
-        Collective:
-            None. The backward raises on this rank alone, before it communicates.
-        """
-        self._refusal = error
-
-    def check_delivered_weight(self) -> None:
-        """Raise what `refuse_delivered_weight` was given, if that is the last word."""
-        if self._refusal is not None:
-            raise self._refusal
+    def delivered_weight(self) -> float | None:
+        """What `set_delivered_weight` was given last; raised, if it was an error."""
+        if isinstance(self._delivered, WeightError):
+            raise self._delivered
+        return self._delivered
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -307,16 +318,12 @@ class GradientSync:
             self._open_window(PLAIN)
             self._tasks.add(task)
             if not self._is_paused:
-                call_at_end(self._end_plain)
+                call_at_end(lambda: self._end_round() if self._is_open else None)
                 self._begin_round()
 
     def _unit(self, kind: str) -> float:
         self._settle()
         return self._units[kind]
-
-    def _end_plain(self) -> None:
-        if self._is_open:
-            self._end_round()
 
     def _learn(self, slot: Slot) -> None:
         assert self._arrivals is not None
@@ -332,15 +339,13 @@ class GradientSync:
         if self._is_open:
             self._reset()  # an earlier backward raised and never ended
             self._attached()
-        if kind == PLAIN:
-            self.check_delivered_weight()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
             self._window.enter(WEIGHTED, self.place)
         elif self._averages:
-            self._window.enter_plain(self._delivered, self.place)
+            self._window.enter_plain(self.delivered_weight(), self.place)
         else:
-            self._window.enter_sum(self._delivered, self.place)
+            self._window.enter_sum(self.delivered_weight(), self.place)
         if is_first and self._window.kind == WEIGHTED:
             self._window.aside = self._reducer.set_aside()
 
@@ -385,7 +390,7 @@ class GradientSync:
     def _begin_round(self) -> None:
         contribution = self._window.contribution(self._units)
         contribution.thaws = any(slot.param.requires_grad for slot in self._dormant)
-        self._reducer.start(contribution)
+        self._reducer.start(contribution, self._step)
         self._is_open = True
         self._arrive = None
         if self._reducer.can_overlap:
@@ -430,20 +435,14 @@ class GradientSync:
         if used_all:
             self.full_round = self.rounds
             return
-        for slot in self._slots:
-            if slot.param.grad is not None:
-                slot.passed = self.rounds
+        for slot in [slot for slot in self._slots if slot.param.grad is not None]:
+            slot.passed = self.rounds
 
     def _thaw(self, first: Contribution) -> None:
         """A second round for what was unfrozen; from the next backward on it has its bucket."""
         mine = [slot.number for slot in self._dormant if slot.param.requires_grad]
         numbers = set().union(*self._attached().exchange(mine))
-        second = Reducer(
-            [slot for slot in self._slots if slot.number in numbers],
-            self._attached(),
-            self._cap_bytes,
-            divides=self._averages,
-        )
+        second = self._reducer_for([slot for slot in self._slots if slot.number in numbers])
         second.start(replace(first, aside={}, thaws=False))
         second.finish()
         active = numbers | {slot.number for slot in self._reducer.layout.slots}
@@ -458,11 +457,10 @@ class GradientSync:
         self._arrivals = {} if self._reducer.can_overlap else None
 
     def _reducer_for(self, slots: list[Slot]) -> Reducer:
-        group, divides = self._attached(), self._averages
-        if self._order is not None:
-            order, signature = self._order, self._signature
-            return OrderedReducer(slots, group, self._cap_bytes, order, signature, divides=divides)
-        return Reducer(slots, group, self._cap_bytes, signature=self._signature, divides=divides)
+        group, cap, divides = self._attached(), self._cap_bytes, self._averages
+        if self._order is None:
+            return Reducer(slots, group, cap, signature=self._signature, divides=divides)
+        return OrderedReducer(slots, group, cap, self._order, self._signature, divides=divides)
 
     def _finish_learning(self) -> None:
         if self._arrivals:

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeEr
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lockstep.group import Group
 
@@ -190,6 +190,41 @@ def agree(group: Group, found: Inventory, settings: list[Any]) -> None:
         cause="something in building the model depends on the rank",
         fix="build the same model on every rank, or mark what differs: lockstep.local(...)",
     )
+
+
+def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Compare the ranks' values, which were equal after the broadcast, by their bits.
+
+    Collective:
+        Every rank. Two small all-gathers.
+
+    Raises:
+        ReplicasDifferError: on every rank; names the parameters and the ranks.
+    """
+    everyone = group.exchange([_sum_of_bits(param) for param in parameters.values()])
+    ranks = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if not ranks:
+        return
+    differ = [
+        f"`{name}`"
+        for name, *values in zip(parameters, *everyone, strict=True)
+        if len(set(values)) > 1
+    ]
+    more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+    raise ReplicasDifferError(
+        "the ranks' weights differ before the first step",
+        where=f"rank {', '.join(map(str, ranks))} against rank 0",
+        got=", ".join(differ[:5]) + more,
+        cause="they were changed after they had been made equal, on some ranks only: weights"
+        " loaded on rank 0 after register()?",
+        fix="load them before register(), which sends rank 0's to all; or load them on every rank",
+    )
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
+    return int(words.sum(dtype=torch.int64))
 
 
 def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[str, str]:

@@ -74,9 +74,9 @@ class OrderedReducer(Reducer):
         for slot in self.layout.slots:
             slot.param.grad = None
 
-    def start(self, contribution: Contribution) -> None:
+    def start(self, contribution: Contribution, step: int = 0) -> None:
         faults = self.contribution.faults
-        super().start(contribution)
+        super().start(contribution, step)
         contribution.faults.extend(faults)  # of the shards, found when they were taken
 
     def _pack(self, bucket: Bucket) -> None:

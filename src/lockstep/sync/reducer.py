@@ -112,11 +112,13 @@ class Reducer:
     def can_overlap(self) -> bool:
         return len(self.layout.buckets) > 1
 
-    def start(self, contribution: Contribution) -> None:
-        """Begin a round. Nothing is communicated yet."""
+    def start(self, contribution: Contribution, step: int = 0) -> None:
+        """Begin a round of optimizer step `step`. Nothing is communicated yet."""
         self.contribution = contribution
-        # Small enough that sums over a thousand ranks are exact in float32.
-        contribution.check = self._signature * 256 + self._round % 256
+        # Small enough that sums over a thousand ranks are exact in float32. The rounds of two
+        # ranks that meet have the same number; their steps differ where one rank left a step
+        # out, or ran a backward twice. The odd factor keeps steps up to 255 apart distinct.
+        contribution.check = self._signature * 256 + (self._round + 37 * step) % 256
         self._next = 0
         for bucket in self.layout.buckets:
             bucket.is_launched = False

@@ -74,11 +74,12 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         raise GradientNotReducedError(
             "the ranks reduced different rounds together",
             where=place,
-            expected=f"every rank in round {mine.check}",
-            got=f"a mean of {sums.check / group.size}",
-            cause="one rank ran more backwards than another, or models in another order",
-            fix="hand all models of a backward to one replicate([...]); a rank with nothing to "
-            "run calls reduce_pending()",
+            expected="every rank in the same round of the same step",
+            got=f"round {mine.check} here, {sums.check / group.size} on average",
+            cause="one rank ran more backwards than another, left a step out, or used models"
+            " in another order",
+            fix="run the same backwards on every rank in every step; hand all models of a"
+            " backward to one replicate([...]); a rank with nothing to run calls reduce_pending()",
         )
     if sums.faults and together:
         raise_together(group, mine.faults)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
@@ -16,7 +17,7 @@ from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from lockstep.operator import Options
 
@@ -145,12 +146,36 @@ def checked_numbers(**arguments: Any) -> None:
         require(number and value > 0, name, value, "a number above zero")
 
 
+def checked_resources(further: Any) -> None:
+    if further is None:
+        return
+    if not isinstance(further, Mapping):
+        raise WrongTypeError(
+            "resources_per_worker is not a dict",
+            expected="a dict from names of Ray resources to amounts",
+            got=f"{type(further).__name__}: {further!r:.60}",
+        )
+    checked_numbers(**{f"resources_per_worker[{name!r}]": n for name, n in further.items()})
+
+
+def checked_scheduling(step_freq: Any) -> None:
+    known = step_freq is None or (isinstance(step_freq, str) and step_freq in VALID_SCHEDULER_STEP)
+    require(known, "scheduler_step_freq", step_freq, '"batch", "epoch", "manual" or None')
+
+
 def checked_functions(hook: Any, callbacks: Any) -> None:
     if hook is not None and not callable(hook):
         raise WrongTypeError(
             "initialization_hook cannot be called",
             expected="a function without arguments, called on every worker",
             got=f"{hook!r:.80}",
+        )
+    if not isinstance(callbacks, Sequence):
+        raise WrongTypeError(
+            "callbacks is not a list",
+            expected="a list or tuple of lockstep.Callback objects",
+            got=f"{callbacks!r:.80}",
+            fix="callbacks=[MyCallback()]",
         )
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -193,12 +218,7 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
 
 def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:
     """Refuse options that cannot be right, alone or with the loop that the operator brings."""
-    require(
-        options.scheduler_step_freq is None or options.scheduler_step_freq in VALID_SCHEDULER_STEP,
-        "scheduler_step_freq",
-        options.scheduler_step_freq,
-        '"batch", "epoch", "manual" or None',
-    )
+    checked_scheduling(options.scheduler_step_freq)
     require(
         is_positive_int(options.accumulate), "accumulate", options.accumulate, "an int, 1 or more"
     )

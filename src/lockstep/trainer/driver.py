@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ from lockstep.errors import (
     NotAvailableError,
     TrainerClosedError,
     WrongTypeError,
+    WrongUseError,
 )
 from lockstep.operator import Options, TrainingOperator
 from lockstep.trainer import results
@@ -27,6 +29,7 @@ from lockstep.trainer.arguments import (
     checked_functions,
     checked_numbers,
     checked_operator,
+    checked_resources,
     checked_workers,
     is_int,
     is_positive_int,
@@ -37,7 +40,7 @@ from lockstep.trainer.arguments import (
     require,
 )
 from lockstep.trainer.progress import ProgressBar, wants_bar
-from lockstep.worker import WorkerSpec
+from lockstep.worker import WorkerSpec, shown_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -126,10 +129,12 @@ class TorchTrainer:
         **further: Any,
     ) -> None:
         self._engine: Any = None
+        self._calling = threading.Lock()
         refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
         checked_workers(num_workers, num_shards, num_cpus_per_worker)
+        checked_resources(resources_per_worker)
         checked_numbers(timeout_s=timeout_s)
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
@@ -242,7 +247,10 @@ class TorchTrainer:
         self._check_loader(purpose)
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
-            return self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+            reports = self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+        if not any(report.steps for report in reports):
+            raise self._no_batch(purpose)
+        return reports
 
     def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:
         """What the call returns; callbacks hear of the reduced results in either case."""
@@ -262,11 +270,14 @@ class TorchTrainer:
                     fix=f"call self.register_data({purpose}_loader=...) inside setup",
                 )
         if all(worker["loaders"][purpose] == 0 for worker in self._engine.started):
-            raise ConfigurationError(
-                f"the {purpose} loader of {cls} has not one batch",
-                cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
-                fix="drop_last=False, or a smaller batch size",
-            )
+            raise self._no_batch(purpose)
+
+    def _no_batch(self, purpose: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"the {purpose} loader of {self._operator_cls.__name__} has not one batch",
+            cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
+            fix="drop_last=False, or a smaller batch size",
+        )
 
     @contextlib.contextmanager
     def _bar(
@@ -396,8 +407,12 @@ class TorchTrainer:
             force: kill them instead of letting them close loaders and connections first.
         """
         engine = self._engine
-        if engine is None or engine.ended is not None:
+        if engine is None:
+            return
+        if engine.ended is not None:
+            # Closed already; once more, for a second Ctrl-C may have interrupted that.
             self._engine = None
+            engine.close(force=True)
             return
         try:
             # While calls still work: a callback may save.
@@ -429,12 +444,29 @@ class TorchTrainer:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         self._check_open()
-        answers: list[Any] = self._engine.call(method, *args, **kwargs)
+        with self._one_call_at_a_time(method):
+            answers: list[Any] = self._engine.call(method, *args, **kwargs)
         return answers
 
     def _call_rank(self, rank: int, method: str, *args: Any) -> Any:
         self._check_open()
-        return self._engine.call_rank(rank, method, *args)
+        with self._one_call_at_a_time(method):
+            return self._engine.call_rank(rank, method, *args)
+
+    @contextlib.contextmanager
+    def _one_call_at_a_time(self, method: str) -> Iterator[None]:
+        """Two calls at once would take turns with the batches, the model and the metrics."""
+        if not self._calling.acquire(blocking=False):
+            raise WrongUseError(
+                f"{method} was called while another call of this trainer runs",
+                cause="another thread, a signal handler, or the operator itself called it",
+                fix="call it after the other has returned; from a callback or between calls of"
+                " train(num_steps=...)",
+            )
+        try:
+            yield
+        finally:
+            self._calling.release()
 
     def _check_open(self) -> None:
         if self._engine is None:
@@ -444,7 +476,7 @@ class TorchTrainer:
             )
         if self._engine.ended is not None:
             reason = self._engine.ended
-            first_line = next(iter(str(reason).splitlines()), "")
+            first_line = next(iter(shown_error(reason).splitlines()), "")
             raise TrainerClosedError(
                 "this trainer's workers have ended",
                 cause=f"{type(reason).__name__}: {first_line}",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker's life: process group, shards, the commit of a step."""
 
-from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost
-from lockstep.worker.process_group import Rendezvous
+from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
+from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.worker import Report, Worker
 
@@ -13,6 +13,8 @@ __all__ = [
     "Worker",
     "WorkerSpec",
     "add_rank",
+    "arrival_key",
     "failure",
     "is_peer_lost",
+    "shown_error",
 ]

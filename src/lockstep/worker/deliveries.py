@@ -231,12 +231,14 @@ class Deliveries:
             )
             for part in step.parts
         )
+        sync = self._operator._sync
+        if sync is not None and self._purpose == "train":
+            sync.begin_step(self._operator._committed)
         if not self._cursor.source.joint:
             self._operator._delivered = None
             return ShardedBatch(parts)
         part = parts[0]
         self._operator._delivered = part
-        sync = self._operator._sync
         if sync is not None:
             sync.set_delivered_weight(part.num_samples)
             self._refuse_reading_ahead(sync, part.num_samples)
@@ -254,7 +256,7 @@ class Deliveries:
         self._rounds = sync.rounds
         own_loop = self._operator._brings("train_epoch") and self._purpose == "train"
         if own_loop and sync.needs_guard and len(set(self._unused)) > 1:
-            sync.refuse_delivered_weight(
+            sync.set_delivered_weight(
                 WeightError(
                     "the weight of this backward is not known",
                     where=f"rank {self._operator.world_rank}, step {self._operator.global_step}",

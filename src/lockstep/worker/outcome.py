@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,7 +43,8 @@ class Outcome:
         if self.error is None:
             return None
         exception: BaseException = pickle.loads(self.error)
-        exception.__notes__ = list(self.notes)
+        with suppress(Exception):
+            exception.__notes__ = list(self.notes)
         return exception
 
 
@@ -53,9 +55,9 @@ def failure(rank: int, error: BaseException) -> Outcome:
     for link in _chain(error):
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-    add_rank(error, rank, trace)
-    notes = tuple(error.__notes__)
+        # Not by assignment, which a user's class may refuse (a frozen dataclass does).
+        BaseException.with_traceback(link, None)
+    notes = (*getattr(error, "__notes__", ()), _rank_note(rank, trace))
     return Outcome(rank=rank, error=_portable(error, rank), notes=notes, peer_lost=peer_lost)
 
 
@@ -75,10 +77,14 @@ def _users_trace(error: BaseException) -> str | None:
 
 def add_rank(error: BaseException, rank: int, trace: str | None = None) -> None:
     """Say on the exception itself which rank raised it, and where."""
+    # A user's class may refuse the attribute; the exception itself is worth more than a note.
+    with suppress(Exception):
+        BaseException.add_note(error, _rank_note(rank, trace))
+
+
+def _rank_note(rank: int, trace: str | None) -> str:
     note = f"raised on rank {rank}"
-    if trace is not None:
-        note += f"; its traceback there:\n{trace.rstrip()}"
-    error.add_note(note)
+    return note if trace is None else f"{note}; its traceback there:\n{trace.rstrip()}"
 
 
 def is_peer_lost(error: BaseException) -> bool:
@@ -88,7 +94,8 @@ def is_peer_lost(error: BaseException) -> bool:
 def _chain(error: BaseException) -> list[BaseException]:
     chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and link not in chain:
+    # By identity: a user's exceptions may define an equality that raises.
+    while link is not None and all(link is not seen for seen in chain):
         chain.append(link)
         link = link.__cause__ or link.__context__
     return chain
@@ -107,6 +114,14 @@ def _portable(error: BaseException, rank: int) -> bytes:
     shown = WorkerFailedError(
         f"a worker raised {type(error).__name__}, which cannot travel between processes",
         where=f"rank {rank}",
-        got=str(error) or repr(error),
+        got=shown_error(error),
     )
     return cloudpickle.dumps(shown)  # type: ignore[no-any-return]
+
+
+def shown_error(error: BaseException) -> str:
+    """The first thing to read of `error`; also if its class's own `__str__` fails."""
+    try:
+        return str(error) or repr(error)
+    except Exception:
+        return f"{type(error).__name__}, whose own text cannot be shown"

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from lockstep.errors import PeerLostError, WrongUseError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,6 +32,8 @@ class Rendezvous:
             a late message of an earlier formation is never read.
         one_node: every rank runs on the driver's node, so traffic stays on loopback.
         timeout_s: bound of every collective, in seconds.
+        as_default: the group becomes torch's default group. The same on every rank: a group
+            of its own meets under other keys than a default group, and would wait for ever.
     """
 
     host: str
@@ -38,25 +42,51 @@ class Rendezvous:
     backend: str
     one_node: bool
     timeout_s: float
+    as_default: bool = True
 
 
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
-    """Meet the other ranks; also torch's default group, unless the process has one already.
+    """Meet the other ranks; also torch's default group, unless the driver has one already.
 
     Users' own code in a worker (`SyncBatchNorm`, `dist.get_rank()`) expects a default group.
     A driver that hosts rank 0 may have a default group of its own, which is left alone.
 
     Collective:
         Blocks until all `world_size` ranks have come, at most `timeout_s`.
+
+    Raises:
+        PeerLostError: a rank did not come.
+        WrongUseError: this process has a default group that the driver does not know of.
     """
+    if rendezvous.as_default and dist.is_initialized():
+        raise WrongUseError(
+            "this worker's process has a default process group already",
+            where=f"rank {rank}",
+            cause="the initialization_hook, or a module that was imported, called"
+            " torch.distributed.init_process_group",
+            fix="leave it out: the workers' group becomes the default group by itself",
+        )
+    with _gloo_on_loopback(rendezvous.one_node), _excepthook_kept():
+        try:
+            return _met(rendezvous, rank, world_size, device)
+        except RuntimeError as error:
+            raise PeerLostError(
+                "the ranks did not meet",
+                where=f"rank {rank} of {world_size}",
+                got=next(iter(str(error).splitlines()), type(error).__name__),
+                cause="another rank failed or died before it came, or came too late",
+                fix="look for the first failure among the other ranks",
+            ) from error
+
+
+def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
     timeout = timedelta(seconds=rendezvous.timeout_s)
     tcp_store = TCPStore(
         rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
+    tcp_store.set(arrival_key(rendezvous.generation, rank), "here")
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
-    with _gloo_on_loopback(rendezvous.one_node):
-        if dist.is_initialized():
-            return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    if rendezvous.as_default:
         dist.init_process_group(
             rendezvous.backend,
             store=store,
@@ -65,7 +95,27 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    return dist.group.WORLD
+        return dist.group.WORLD
+    if rendezvous.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+
+
+def arrival_key(generation: int, rank: int) -> str:
+    """The key that a rank sets when it has come this far, before it waits for the others."""
+    return f"arrived-{generation}-{rank}"
+
+
+@contextmanager
+def _excepthook_kept() -> Iterator[None]:
+    """torch writes the rank before every later traceback, also in a driver that hosts rank 0."""
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = before
 
 
 @contextmanager
@@ -92,6 +142,9 @@ def leave_group(group: dist.ProcessGroup) -> None:
     the sockets close when the last reference to the group is gone. NCCL needs the abort.
     """
     if not dist.is_initialized() or group is not dist.group.WORLD:
+        # A raw NCCL group frees its peers by an abort too; a gloo group has none.
+        if "nccl" in type(group).__name__.lower():
+            group.abort()
         return
     if dist.get_backend() == "nccl":
         group._get_backend(torch.device("cuda")).abort()

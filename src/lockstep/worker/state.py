@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -18,8 +18,13 @@ from torch import nn
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
+
+
+_MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
@@ -149,6 +154,30 @@ def model_copies(run: Registered) -> nn.Module | list[nn.Module]:
             memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+        for tensor in _kept_tensors(model):
+            memo.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
     for model in models:
         copies.append(copy.deepcopy(model, memo))
     return copies[0] if run.models_given_alone else copies
+
+
+def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a forward left on its modules (an auxiliary loss, hidden states).
+
+    They hang on the graph of the last step, and torch refuses to copy such tensors.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in _MODULE_TABLES:
+                yield from _tensors_in(value)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)

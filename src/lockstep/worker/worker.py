@@ -79,6 +79,7 @@ class Worker:
         self._tally = Tally()
         self._threads_before: int | None = None
         self.on_commit: Callable[[], None] | None = None
+        self.before_meeting: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------- life and death
 
@@ -96,6 +97,8 @@ class Worker:
         if spec.initialization_hook is not None:
             spec.initialization_hook()
         if rendezvous is not None:
+            if self.before_meeting is not None:
+                self.before_meeting()
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
         self._build_operator(device)
         loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
@@ -118,7 +121,10 @@ class Worker:
         self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
             operator.setup(operator.config)
-        registered(operator)
+        sync = registered(operator).sync
+        if sync is not None and spec.num_workers > 1:
+            # What `setup` did to the weights after `register` it may have done on some ranks only.
+            sync.agree_on_values()
         self._open_loaders(operator)
 
     def _placement(self, num_shards: int, seed: int) -> Placement:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal gradients are not enough: the steps, and the weights at the start, are equal too."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness import reset, rows, run_ranks
+from lockstep.errors import GradientNotReducedError, ReplicasDifferError
+from lockstep.operator import Options, Setting
+from lockstep.operator.registration import assemble
+from lockstep.sync import local, replicate
+
+X = rows(6, 4, seed=1)
+
+
+def net():
+    return reset(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), seed=2)
+
+
+def registers(make_optimizer, make_scheduler=None):
+    """Two ranks that register what `make_optimizer(model, rank)` returns."""
+    replicas = [net() for _ in range(2)]
+
+    def one(group):
+        model = replicas[group.rank]
+        optimizer = make_optimizer(model, group.rank)
+        registered = assemble(
+            Setting(
+                world_rank=group.rank,
+                world_size=2,
+                group=group,
+                options=Options(scheduler_step_freq="epoch"),
+            ),
+            models=model,
+            optimizers=optimizer,
+            criterion=None,
+            schedulers=make_scheduler and make_scheduler(optimizer, group.rank),
+            buffers="manual",
+            averages=True,
+        )
+        registered.sync.detach()
+
+    run_ranks(2, one)
+
+
+def sgd(params, **settings):
+    return torch.optim.SGD(params, **{"lr": 0.1, **settings})
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "named"),
+    [
+        (lambda model, rank: sgd(model.parameters(), lr=0.1 + rank), "'lr': '1.1'"),
+        (lambda model, rank: sgd(model.parameters(), momentum=0.9 * rank), "'momentum': '0.9'"),
+        (lambda model, rank: sgd(list(model.parameters())[rank:]), "0.0.weight"),
+        (lambda model, rank: sgd(list(model.parameters())[:: 1 - 2 * rank]), "0.1.bias"),
+        (lambda model, rank: [sgd(model.parameters())] * (rank + 1), "nothing more"),
+        (
+            lambda model, rank: [torch.optim.Adam, torch.optim.AdamW][rank](model.parameters()),
+            "AdamW",
+        ),
+    ],
+    ids=["rate", "momentum", "fewer", "order", "number", "kind"],
+)
+def test_optimizers_that_differ_are_refused_on_every_rank(make_optimizer, named):
+    def checked(model, rank):
+        return make_optimizer(model, rank)
+
+    with pytest.raises(ReplicasDifferError, match="same optimizers") as caught:
+        registers(checked)
+    assert named in str(caught.value)
+
+
+def test_schedulers_that_differ_are_refused():
+    def decay(optimizer, rank):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5 / (rank + 1))
+
+    with pytest.raises(ReplicasDifferError, match=r"0\.25"):
+        registers(lambda model, rank: sgd(model.parameters()), decay)
+
+
+def test_what_is_local_by_design_may_differ():
+    def own_rate(model, rank):
+        local(model[0])
+        shared = {"params": model[1].parameters(), "lr": 0.1}
+        return torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.1 + rank}, shared])
+
+    registers(own_rate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_changed_on_one_rank_are_named(dtype):
+    replicas = [net().to(dtype) for _ in range(3)]
+
+    def one(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group)
+        sync.agree_on_values()
+        if group.rank == 2:
+            with torch.no_grad():
+                model[1].bias[0] += 1
+        try:
+            with pytest.raises(ReplicasDifferError, match=r"rank 2 against rank 0") as caught:
+                sync.agree_on_values()
+        finally:
+            sync.detach()
+        return caught.value.details["got"]
+
+    assert run_ranks(3, one) == ["`1.bias`"] * 3
+
+
+@pytest.mark.parametrize("steps_of_rank_1", [[0, 0], [1, 2]], ids=["twice", "left out"])
+def test_gradients_of_different_steps_never_meet(steps_of_rank_1):
+    replicas = [net() for _ in range(2)]
+
+    def one(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group)
+        try:
+            with pytest.raises(GradientNotReducedError, match="the same round of the same step"):
+                for step in [0, 1] if group.rank == 0 else steps_of_rank_1:
+                    sync.begin_step(step)
+                    model(X).mean().backward()
+        finally:
+            sync.detach()
+
+    run_ranks(2, one)
