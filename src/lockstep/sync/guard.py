@@ -51,7 +51,7 @@ class _Watch:
 
     def __init__(self, optimizer: Optimizer, version: int) -> None:
         self.version = version
-        self.sizes = _sizes(optimizer)
+        self.held = _held_by(optimizer)
         self.slots: dict[Guarded, list[Slot]] = {}
         self.unknown: list[tuple[str, torch.Tensor]] = []
         self.rounds: weakref.WeakKeyDictionary[Guarded, int] = weakref.WeakKeyDictionary()
@@ -104,7 +104,7 @@ class _Registry:
 
     def watch(self, optimizer: Optimizer) -> _Watch:
         known = self.watches.get(optimizer)
-        if known and known.version == self.version and known.sizes == _sizes(optimizer):
+        if known and known.version == self.version and known.held == _held_by(optimizer):
             return known
         with self._lock:
             fresh = _Watch(optimizer, self.version)
@@ -142,8 +142,9 @@ def refuse_attached(parameters: dict[str, torch.nn.Parameter], fix: str) -> None
             )
 
 
-def _sizes(optimizer: Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
+def _held_by(optimizer: Optimizer) -> list[int]:
+    # Identities and not numbers: `group["params"] = [...]` may exchange one for another.
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
 def _before_step(
