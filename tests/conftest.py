@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 THREADS_END_WITHIN_S = 2.0
 """A thread that was told to stop may need a moment; one that was not stays for ever."""
@@ -38,6 +39,7 @@ class ProcessState:
     deterministic_warns_only: bool
     grad_enabled: bool
     default_process_group: bool
+    optimizer_hooks: int
 
     @classmethod
     def now(cls) -> ProcessState:
@@ -51,6 +53,8 @@ class ProcessState:
             deterministic_warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             grad_enabled=torch.is_grad_enabled(),
             default_process_group=dist.is_available() and dist.is_initialized(),
+            # The guard's goes with the last synchronised model: one stays if a trainer stays open.
+            optimizer_hooks=len(_global_optimizer_pre_hooks),
         )
 
 

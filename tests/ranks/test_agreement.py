@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harness import reset, rows, run_ranks
-from lockstep.errors import GradientNotReducedError, ReplicasDifferError
+from lockstep.errors import GradientNotReducedError, ReplicasDifferError, UnknownParameterError
 from lockstep.operator import Options, Setting
 from lockstep.operator.registration import assemble
 from lockstep.sync import local, replicate
@@ -87,6 +87,54 @@ def test_what_is_local_by_design_may_differ():
         return torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.1 + rank}, shared])
 
     registers(own_rate)
+
+
+def registered_on_two_ranks(body):
+    replicas = [net() for _ in range(2)]
+
+    def one(group):
+        model = replicas[group.rank]
+        optimizer = sgd(model.parameters())
+        run = assemble(
+            Setting(world_rank=group.rank, world_size=2, group=group),
+            models=model,
+            optimizers=optimizer,
+            criterion=None,
+            schedulers=None,
+            buffers="manual",
+            averages=True,
+        )
+        try:
+            body(run, model, optimizer)
+        finally:
+            run.sync.detach()
+
+    run_ranks(2, one)
+
+
+def test_a_layer_that_was_replaced_after_registering_is_named():
+    def body(run, model, optimizer):
+        run.refuse_replaced()
+        model[1] = nn.Linear(3, 2).double()
+        with pytest.raises(UnknownParameterError, match=r"`1\.weight` \(2, 3\), `1\.bias`"):
+            run.refuse_replaced()
+        local(model[1])
+        run.refuse_replaced()
+
+    registered_on_two_ranks(body)
+
+
+def test_parameters_exchanged_inside_an_optimizer_are_noticed():
+    def body(run, model, optimizer):
+        model(X).mean().backward()
+        optimizer.step()
+        model[1] = nn.Linear(3, 2).double()
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        model(X).mean().backward()
+        with pytest.raises(UnknownParameterError, match=r"param_groups\[0\]\[2\]"):
+            optimizer.step()
+
+    registered_on_two_ranks(body)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -156,6 +156,25 @@ def test_closures_are_checked_after_each_evaluation():
         assert_same(got, {"weight": true.weight.detach()}, tolerance=1e-9)
 
 
+def test_lbfgs_with_a_loss_of_each_ranks_own_is_refused_on_all():
+    """Its line search would take the ranks to different points."""
+
+    def body(group, model, sync):
+        mine = X[:4] if group.rank else X[4:]
+        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(mine).square().mean()
+            loss.backward()
+            return loss
+
+        with pytest.raises(GradientNotReducedError, match="on rank 1"):
+            optimizer.step(closure)
+
+    on_two_ranks(body)
+
+
 def test_a_parameter_that_nobody_knows_is_refused_and_a_local_one_is_not():
     def body(group, model, sync):
         stranger = nn.Parameter(torch.ones(3, dtype=torch.float64))

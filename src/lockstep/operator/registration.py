@@ -32,6 +32,35 @@ class Registered:
     criterion: Any
     models_given_alone: bool
     sync: GradientSync | None
+    attached: tuple[nn.Parameter, ...] = ()
+
+    def refuse_replaced(self) -> None:
+        """Raise if a model holds parameters that it did not hold when it was registered.
+
+        Nobody made them equal on all ranks, and nobody reduces their gradients: each rank
+        would compute with a model of its own.
+
+        Raises:
+            UnknownParameterError: names them.
+        """
+        known = set(map(id, self.attached))
+        found = [
+            f"`{name}` {tuple(parameter.shape)}"
+            for module in self.modules()
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in known and not is_local(parameter)
+        ]
+        if not found:
+            return
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise UnknownParameterError(
+            "a registered model holds parameters that nobody synchronises",
+            got=", ".join(found[:5]) + more,
+            cause="they were added or replaced after register(), as in model.fc = nn.Linear(...)",
+            fix="build the model completely before register(); to start from trained weights,"
+            " make a new trainer whose setup() loads them, or copy values in place:"
+            " parameter.data.copy_(...)",
+        )
 
     def plain_models(self) -> list[nn.Module]:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""
@@ -121,7 +150,13 @@ def assemble(
                 order=shard_order(setting),
             )
             if setting.group.size > 1:
-                agree_on_steps(setting.group, registered)
+                registered.attached = tuple(registered.parameters())
+                try:
+                    agree_on_steps(setting.group, registered)
+                except BaseException:
+                    # Nobody gets hold of it, and its hooks would keep it on the parameters.
+                    registered.sync.detach()
+                    raise
     return registered
 
 

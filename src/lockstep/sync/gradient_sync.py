@@ -147,7 +147,7 @@ class GradientSync:
 
     def agree_on_values(self) -> None:
         """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
-        agree_on_values(self._attached(), {slot.name: slot.param for slot in self._slots})
+        agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
 
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
@@ -220,7 +220,7 @@ class GradientSync:
         Raises:
             PeerLostError: another rank went away.
         """
-        self._attached()
+        self.attached()
         self._settle()
         if self._window.kind is None:
             self._window.aside = self._reducer.set_aside()
@@ -255,7 +255,7 @@ class GradientSync:
         Collective:
             Every rank. Blocks. One broadcast.
         """
-        broadcast_tensors(self._attached(), self._buffer_tensors(), cap_bytes=self._cap_bytes)
+        broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=self._cap_bytes)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.
@@ -332,13 +332,13 @@ class GradientSync:
     # ------------------------------------------------------------------ rounds
 
     def _open_window(self, kind: str) -> None:
-        self._attached()
+        self.attached()
         self._settle()
         if self._order is not None:
             self._check_in_order()
         if self._is_open:
             self._reset()  # an earlier backward raised and never ended
-            self._attached()
+            self.attached()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
             self._window.enter(WEIGHTED, self.place)
@@ -368,7 +368,7 @@ class GradientSync:
                 self._arrive = None
             elif not self._is_paused:
                 self._begin_round()
-            current = reduction.active() or reduction.Reduction(self._attached())
+            current = reduction.active() or reduction.Reduction(self.attached())
             with reduction.activate(current):
                 run()
         except BaseException:
@@ -423,7 +423,7 @@ class GradientSync:
             self._note_round(used_all)
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
-        group = self._attached()
+        group = self.attached()
         self._is_broken = verdict.is_out_of_step(sums, mine, group)
         verdict.judge(sums, mine, group, together=self._reducer.reads_are_free)
         # Units follow the mean weight of a rank; in a fixed order nothing may follow ranks.
@@ -441,7 +441,7 @@ class GradientSync:
     def _thaw(self, first: Contribution) -> None:
         """A second round for what was unfrozen; from the next backward on it has its bucket."""
         mine = [slot.number for slot in self._dormant if slot.param.requires_grad]
-        numbers = set().union(*self._attached().exchange(mine))
+        numbers = set().union(*self.attached().exchange(mine))
         second = self._reducer_for([slot for slot in self._slots if slot.number in numbers])
         second.start(replace(first, aside={}, thaws=False))
         second.finish()
@@ -457,7 +457,7 @@ class GradientSync:
         self._arrivals = {} if self._reducer.can_overlap else None
 
     def _reducer_for(self, slots: list[Slot]) -> Reducer:
-        group, cap, divides = self._attached(), self._cap_bytes, self._averages
+        group, cap, divides = self.attached(), self._cap_bytes, self._averages
         if self._order is None:
             return Reducer(slots, group, cap, signature=self._signature, divides=divides)
         return OrderedReducer(slots, group, cap, self._order, self._signature, divides=divides)
@@ -486,7 +486,7 @@ class GradientSync:
         self._is_driven = False
         self._arrive = None
 
-    def _attached(self) -> Group:
+    def attached(self) -> Group:
         if self._group is None:
             raise verdict.detached(self.place)
         if self._is_broken:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
 from lockstep.sync.ownership import is_local
+from lockstep.sync.verdict import judge_losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
+    from lockstep.group import Group
     from lockstep.sync.buckets import Slot
 
 
@@ -44,6 +46,7 @@ class Guarded(Protocol):
     @property
     def has_open_window(self) -> bool: ...
     def reduce_pending(self) -> None: ...
+    def attached(self) -> Group: ...
 
 
 class _Watch:
@@ -51,7 +54,7 @@ class _Watch:
 
     def __init__(self, optimizer: Optimizer, version: int) -> None:
         self.version = version
-        self.sizes = _sizes(optimizer)
+        self.held = _held_by(optimizer)
         self.slots: dict[Guarded, list[Slot]] = {}
         self.unknown: list[tuple[str, torch.Tensor]] = []
         self.rounds: weakref.WeakKeyDictionary[Guarded, int] = weakref.WeakKeyDictionary()
@@ -104,7 +107,7 @@ class _Registry:
 
     def watch(self, optimizer: Optimizer) -> _Watch:
         known = self.watches.get(optimizer)
-        if known and known.version == self.version and known.sizes == _sizes(optimizer):
+        if known and known.version == self.version and known.held == _held_by(optimizer):
             return known
         with self._lock:
             fresh = _Watch(optimizer, self.version)
@@ -142,8 +145,9 @@ def refuse_attached(parameters: dict[str, torch.nn.Parameter], fix: str) -> None
             )
 
 
-def _sizes(optimizer: Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
+def _held_by(optimizer: Optimizer) -> list[int]:
+    # Identities and not numbers: `group["params"] = [...]` may exchange one for another.
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
 def _before_step(
@@ -171,6 +175,11 @@ def _before_step(
                 # New gradients without a reduction: earlier rounds do not vouch for them.
                 watch.rounds[owner] = rounds
         _check(watch)
+        # Its line search and its stopping rule follow the loss that the closure returns: ranks
+        # with losses of their own would evaluate at different points.
+        if isinstance(optimizer, torch.optim.LBFGS):
+            for owner in watch.slots:
+                judge_losses(owner.attached().exchange(torch.as_tensor(loss).item()), owner.place)
         return loss
 
     if kwargs.get("closure") is not None:

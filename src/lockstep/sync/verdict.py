@@ -172,3 +172,16 @@ def out_of_order(where: str) -> WrongUseError:
         cause="reproducible=True, and backward was called inside compute_loss",
         fix="return the loss from compute_loss; the default loop runs backward",
     )
+
+
+def judge_losses(losses: list[float], where: str) -> None:
+    """Raise on every rank if the ranks' losses are not one."""
+    if max(losses) - min(losses) <= 1e-6 * max(map(abs, losses)):
+        return
+    raise GradientNotReducedError(
+        "LBFGS follows the loss that its closure returns, and every rank returned its own",
+        where=where,
+        expected="the global loss, the same on every rank",
+        got=", ".join(f"{loss:.6g} on rank {rank}" for rank, loss in enumerate(losses)),
+        fix="return the mean of the ranks' losses from the closure (torch.distributed.all_reduce)",
+    )

@@ -165,6 +165,8 @@ class Worker:
 
     def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
         operator, cursor = self.operator, self._cursors["train"]
+        if self.run.attached:
+            self.run.refuse_replaced()
         full_info = self._info(info, num_steps, cursor)
 
         def one_pass(deliveries: Deliveries) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def operator_of(make_model):
     class Own(Regression):
         def setup(self, config):
             super().setup(config)
+            self._registered.sync.detach()
             loaders, self._registered = self._loaders, None
             model = make_model()
             self.model, self.optimizer = self.register(models=model, optimizers=sgd(model))
