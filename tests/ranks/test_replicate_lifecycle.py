@@ -253,6 +253,7 @@ def test_a_caught_failure_in_mid_backward_is_not_trained_over():
                 model(X).square().mean().backward()
             finally:
                 failed.wait()
+                sync.detach()
         try:
             with pytest.raises(_Boom):
                 model[2](_Raise.apply(model[0](X))).square().mean().backward()

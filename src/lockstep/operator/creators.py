@@ -60,13 +60,13 @@ def from_creators(
             if data_creator is not None:
                 _register_data(self, data_creator(config))
 
-        model = property(lambda self: self._registered.models[0])
-        models = property(lambda self: self._registered.models)
-        optimizer = property(lambda self: self._registered.optimizers[0])
-        optimizers = property(lambda self: self._registered.optimizers)
-        criterion = property(lambda self: self._registered.criterion)
-        schedulers = property(lambda self: self._registered.schedulers or None)
-        scheduler = property(lambda self: next(iter(self._registered.schedulers), None))
+        model = property(lambda self: self._lockstep.registered.models[0])
+        models = property(lambda self: self._lockstep.registered.models)
+        optimizer = property(lambda self: self._lockstep.registered.optimizers[0])
+        optimizers = property(lambda self: self._lockstep.registered.optimizers)
+        criterion = property(lambda self: self._lockstep.registered.criterion)
+        schedulers = property(lambda self: self._lockstep.registered.schedulers or None)
+        scheduler = property(lambda self: next(iter(self._lockstep.registered.schedulers), None))
 
     return CreatorOperator
 

@@ -7,20 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.errors import ConfigurationError, NotAvailableError
-from lockstep.metrics import AverageMeterCollection, TimerCollection
+from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
-from lockstep.operator.precision import Precision
-from lockstep.operator.registration import Registered, assemble
+from lockstep.operator.backstage import Backstage
+from lockstep.operator.registration import assemble
 from lockstep.operator.setting import Setting
-from lockstep.operator.staging import Part, PlaceInWindow, to_device
+from lockstep.operator.staging import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from torch import nn
-
-    from lockstep.sync import GradientSync
 
 
 class TrainingOperator:
@@ -55,25 +53,10 @@ class TrainingOperator:
     loss_reduction: str = "mean"
 
     def __init__(self, config: Mapping[str, Any], setting: Setting | None = None) -> None:
-        self._config = dict(config) if type(config) is dict else config
-        self._setting = setting or Setting()
-        self._precision = Precision(self._setting.options.precision, self._setting.device)
-        self._registered: Registered | None = None
-        self._loaders: dict[str, Any] = {}
-        self._delivered: Part | None = None
-        self._place = PlaceInWindow(opens=True, closes=True)
+        self._lockstep = Backstage(config, setting or Setting())
         self.timers = TimerCollection()
         self.timers.disable()
         self.global_step = 0
-        self._committed = 0
-        self._ran_our_epoch = False
-        self._begin_call()
-
-    def _begin_call(self) -> None:
-        """A new `train` or `validate`: its metrics start from nothing."""
-        self._meters = AverageMeterCollection()
-        self._summary: dict[str, Any] | None = None
-        self._latest: dict[str, Any] = {}
 
     # ---------------------------------------------------------------- what the user overrides
 
@@ -179,7 +162,7 @@ class TrainingOperator:
             UnknownParameterError: an optimizer holds a parameter of no registered module.
             ReplicasDifferError: the workers built different models, optimizers or schedulers.
         """
-        if self._registered is not None:
+        if self._lockstep.registered is not None:
             raise ConfigurationError(
                 "register was called twice",
                 fix="call it once, with lists: self.register(models=[a, b], optimizers=[...])",
@@ -197,8 +180,8 @@ class TrainingOperator:
                 "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
             )
         own_loop = self._brings("train_batch") or self._brings("train_epoch")
-        self._registered = assemble(
-            self._setting,
+        self._lockstep.registered = assemble(
+            self._lockstep.setting,
             models=models,
             optimizers=optimizers,
             criterion=criterion,
@@ -214,7 +197,7 @@ class TrainingOperator:
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
-        self._loaders = {"train": train_loader, "validation": validation_loader}
+        self._lockstep.loaders = {"train": train_loader, "validation": validation_loader}
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Backpropagate `loss`, the mean over `weight` samples (or tokens, or any count).
@@ -243,7 +226,7 @@ class TrainingOperator:
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Accumulate gradients locally; weights add up until the next backward outside."""
-        return nullcontext() if self._sync is None else self._sync.no_sync()
+        return nullcontext() if self._lockstep.sync is None else self._lockstep.sync.no_sync()
 
     def to_device(self, batch: Any) -> Any:
         """The same batch, of any nesting, with its tensors on this worker's device."""
@@ -253,7 +236,7 @@ class TrainingOperator:
 
     @property
     def device(self) -> torch.device:
-        return self._setting.device
+        return self._lockstep.setting.device
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -262,16 +245,16 @@ class TrainingOperator:
 
     @property
     def config(self) -> Any:
-        return self._config
+        return self._lockstep.config
 
     @property
     def world_rank(self) -> int:
-        return self._setting.world_rank
+        return self._lockstep.setting.world_rank
 
     @property
     def local_rank(self) -> int:
         """This worker's rank among the workers of its node."""
-        return self._setting.local_rank
+        return self._lockstep.setting.local_rank
 
     @property
     def use_gpu(self) -> bool:
@@ -279,23 +262,19 @@ class TrainingOperator:
 
     @property
     def use_fp16(self) -> bool:
-        return self._precision.name == "fp16"
+        return self._lockstep.precision.name == "fp16"
 
     @property
     def use_tqdm(self) -> bool:
-        return self._setting.options.use_tqdm
+        return self._lockstep.setting.options.use_tqdm
 
     @property
     def scheduler_step_freq(self) -> str | None:
-        return self._setting.options.scheduler_step_freq
+        return self._lockstep.setting.options.scheduler_step_freq
 
     def _brings(self, method: str) -> bool:
         """Whether the user's class has its own `method` instead of the one above."""
         return getattr(type(self), method) is not getattr(TrainingOperator, method)
-
-    @property
-    def _sync(self) -> GradientSync | None:
-        return None if self._registered is None else self._registered.sync
 
     # ---------------------------------------------------------------- other ways to make one
 

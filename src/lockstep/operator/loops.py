@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def registered(operator: TrainingOperator) -> Registered:
-    if operator._registered is None:
+    if operator._lockstep.registered is None:
         raise ConfigurationError(
             f"{type(operator).__name__} has no model to train",
             fix="call self.register(models=..., optimizers=...) inside setup",
         )
-    return operator._registered
+    return operator._lockstep.registered
 
 
 def the_only(operator: TrainingOperator, attribute: str, items: list[Any]) -> Any:
@@ -72,11 +72,11 @@ class _Recorder:
     def add(self, metrics: Mapping[str, Any]) -> None:
         samples = counted(self._operator, metrics)
         self._pass.update(metrics, n=samples)
-        self._operator._meters.update(metrics, n=samples)
+        self._operator._lockstep.meters.update(metrics, n=samples)
 
     def summary(self) -> dict[str, Any]:
         summary = self._pass.summary()
-        self._operator._summary = dict(summary)
+        self._operator._lockstep.summary = dict(summary)
         return summary
 
 
@@ -88,17 +88,17 @@ def train_epoch(
 ) -> dict[str, Any]:
     parts = registered(operator)
     parts.set_training(True)
-    operator._ran_our_epoch = True
+    operator._lockstep.ran_our_epoch = True
     recorder = _Recorder(operator)
     with operator.timers.record("train_epoch"):
         for batch_idx, batch in enumerate(iterator):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)
-            if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._place.closes:
+            if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._lockstep.place.closes:
                 step_schedulers(parts.schedulers)
             recorder.add(metrics)
-            operator._latest = metrics
+            operator._lockstep.latest = metrics
     return recorder.summary()
 
 
@@ -118,7 +118,7 @@ def checked_metrics(operator: TrainingOperator, method: str, result: Any) -> dic
 
 def counted(operator: TrainingOperator, metrics: Mapping[str, Any]) -> int:
     """How many samples a step's metrics stand for; a borrowed batch stands for none."""
-    delivered = operator._delivered
+    delivered = operator._lockstep.delivered
     if delivered is not None and delivered.borrowed:
         return 0
     fallback = 1 if delivered is None else delivered.num_samples
@@ -131,24 +131,24 @@ def train_batch(
     run = registered(operator)
     optimizer = the_only(operator, "optimizer", run.optimizers)
     parts = parts_of(operator, batch)
-    if operator._place.opens:
+    if operator._lockstep.place.opens:
         _open_window(run, optimizer)
-    in_order = operator._setting.options.reproducible
+    in_order = operator._lockstep.setting.options.reproducible
     buffers = CommittedBuffers(run.modules(), len(parts), run.sync)
     results: list[tuple[dict[str, Any], int]] = []
     for position, part in enumerate(parts):
         buffers.begin_part(position)
-        reduces = operator._place.closes and position == len(parts) - 1 and not in_order
+        reduces = operator._lockstep.place.closes and position == len(parts) - 1 and not in_order
         results.append((_train_part(operator, part, batch_info, reduces), part.num_samples))
         if in_order and run.sync is not None:
             run.sync.take_shard(part.shard)
-    if run.sync is not None and operator._place.closes and (in_order or not parts):
+    if run.sync is not None and operator._lockstep.place.closes and (in_order or not parts):
         run.sync.reduce_pending()
     buffers.commit()
-    if operator._place.closes:
+    if operator._lockstep.place.closes:
         with operator.timers.record("apply"):
-            operator._precision.step(
-                optimizer, run.parameters(), operator._setting.options.clip_grad_norm
+            operator._lockstep.precision.step(
+                optimizer, run.parameters(), operator._lockstep.setting.options.clip_grad_norm
             )
     return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}
 
@@ -164,7 +164,7 @@ def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
     """The shards of a delivered batch; a batch that the user cut himself is one part."""
     if isinstance(batch, ShardedBatch):
         return batch.parts
-    delivered = operator._delivered
+    delivered = operator._lockstep.delivered
     if delivered is not None and delivered.batch is batch:
         return (delivered,)
     if delivered is None:
@@ -178,11 +178,11 @@ def _train_part(
     operator: TrainingOperator, part: Part, batch_info: dict[str, Any], reduces: bool
 ) -> dict[str, Any]:
     part.seed_randomness()
-    with operator.timers.record("fwd"), operator._precision.autocast():
+    with operator.timers.record("fwd"), operator._lockstep.precision.autocast():
         batch = to_device(part.batch, operator.device)
         loss, metrics = _loss_and_metrics(operator, batch, batch_info)
     with operator.timers.record("grad"):
-        scaled = operator._precision.scale(loss)
+        scaled = operator._lockstep.precision.scale(loss)
         if reduces:
             backward(operator, scaled, part.num_samples)
         else:
@@ -222,13 +222,17 @@ def _kind(value: Any) -> str:
 
 
 def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | None) -> None:
-    sync = operator._sync
+    sync = operator._lockstep.sync
     if sync is None:
-        if weight is not None and operator._setting.world_size > 1 and operator._registered:
+        if (
+            weight is not None
+            and operator._lockstep.setting.world_size > 1
+            and operator._lockstep.registered
+        ):
             _refuse_weight_without_sync(operator, weight)
         loss.backward()
         return
-    delivered = operator._delivered
+    delivered = operator._lockstep.delivered
     if weight is None:
         sync.delivered_weight()
         # A loop that reads ahead ends after the iteration has; the last weight still holds.
@@ -237,7 +241,7 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
 
 
 def _refuse_weight_without_sync(operator: TrainingOperator, weight: float) -> None:
-    delivered = operator._delivered
+    delivered = operator._lockstep.delivered
     if delivered is not None and weight != delivered.num_samples:
         raise NotAvailableError(
             "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
@@ -278,7 +282,7 @@ def validate(
             result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             metrics = checked_metrics(operator, "validate_batch", result)
             recorder.add(metrics)
-            operator._latest = metrics
+            operator._lockstep.latest = metrics
     return recorder.summary()
 
 
@@ -290,7 +294,7 @@ def validate_batch(
     results: list[tuple[dict[str, Any], int]] = []
     for part in parts:
         part.seed_randomness()
-        with operator.timers.record("eval_fwd"), operator._precision.autocast():
+        with operator.timers.record("eval_fwd"), operator._lockstep.precision.autocast():
             moved = to_device(part.batch, operator.device)
             if own_loss:
                 loss, metrics = _loss_and_metrics(operator, moved, batch_info)

@@ -192,9 +192,10 @@ class Deliveries:
         self._tally.steps += 1
         self._tally.samples += self._open
         self._open = None
-        self._operator._delivered = None
+        self._operator._lockstep.delivered = None
         if self._purpose == "train":
-            self._operator.global_step = self._operator._committed = self._operator._committed + 1
+            self._operator._lockstep.committed += 1
+            self._operator.global_step = self._operator._lockstep.committed
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()
@@ -206,7 +207,7 @@ class Deliveries:
 
     def _place(self, step: Step) -> PlaceInWindow:
         """Windows begin with the epoch; its last one is short if it does not come out even."""
-        every = self._operator._setting.options.accumulate
+        every = self._operator._lockstep.setting.options.accumulate
         if every == 1:
             return PlaceInWindow(opens=True, closes=True)
         full = (step.index + 1) % every == 0
@@ -215,13 +216,13 @@ class Deliveries:
 
     def _deliver(self, step: Step) -> Any:
         if self._purpose == "train":
-            self._operator._place = self._place(step)
+            self._operator._lockstep.place = self._place(step)
         parts = tuple(
             Part(
                 part.batch,
                 part.num_samples,
                 derive_seed(
-                    self._operator._setting.placement.seed,
+                    self._operator._lockstep.setting.placement.seed,
                     self._purpose,
                     self._cursor.epoch,
                     step.index,
@@ -231,14 +232,14 @@ class Deliveries:
             )
             for part in step.parts
         )
-        sync = self._operator._sync
+        sync = self._operator._lockstep.sync
         if sync is not None and self._purpose == "train":
-            sync.begin_step(self._operator._committed)
+            sync.begin_step(self._operator._lockstep.committed)
         if not self._cursor.source.joint:
-            self._operator._delivered = None
+            self._operator._lockstep.delivered = None
             return ShardedBatch(parts)
         part = parts[0]
-        self._operator._delivered = part
+        self._operator._lockstep.delivered = part
         if sync is not None:
             sync.set_delivered_weight(part.num_samples)
             self._refuse_reading_ahead(sync, part.num_samples)

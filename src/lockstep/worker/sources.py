@@ -62,7 +62,7 @@ class OwnSource:
 
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
-    options, placement = operator._setting.options, operator._setting.placement
+    options, placement = operator._lockstep.setting.options, operator._lockstep.setting.placement
     if not options.add_dist_sampler:
         return OwnSource(Unsharded(loader, placement))
     training = purpose == "train"

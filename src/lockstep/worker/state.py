@@ -36,9 +36,9 @@ def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
         "criterion": copied(run.criterion.state_dict())
         if isinstance(run.criterion, nn.Module)
         else None,
-        "precision": copied(operator._precision.state_dict()),
+        "precision": copied(operator._lockstep.precision.state_dict()),
         "operator": copied(operator.state_dict()),
-        "global_step": operator._committed,
+        "global_step": operator._lockstep.committed,
     }
     return state
 
@@ -133,8 +133,8 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         optimizer.load_state_dict(copy.deepcopy(saved))
     for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(saved))
-    operator._precision.load_state_dict(state.get("precision") or {})
-    operator._committed = operator.global_step = int(state.get("global_step", 0))
+    operator._lockstep.precision.load_state_dict(state.get("precision") or {})
+    operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
     if state.get("operator") is not None:
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 

@@ -132,7 +132,7 @@ class Worker:
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()
-        for purpose, loader in operator._loaders.items():
+        for purpose, loader in operator._lockstep.loaders.items():
             if loader is not None:
                 source = open_source(operator, loader, purpose)
                 self._cursors[purpose] = Cursor(source)
@@ -144,10 +144,10 @@ class Worker:
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
-        if self._operator is not None and self._operator._sync is not None:
-            self._operator._sync.detach()
+        if self._operator is not None and self._operator._lockstep.sync is not None:
+            self._operator._lockstep.sync.detach()
         if self._operator is not None:
-            self._operator._setting.group.close()
+            self._operator._lockstep.setting.group.close()
         group, self._group = self._group, None
         if group is not None:
             leave_group(group)
@@ -196,7 +196,7 @@ class Worker:
         operator.timers.reset()
         operator.timers.enable() if profile else operator.timers.disable()
         self._tally = tally = Tally(on_commit=self.on_commit)
-        operator._begin_call()
+        operator._lockstep.begin_call()
         metrics: list[dict[str, Any]] = []
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
@@ -206,14 +206,14 @@ class Worker:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
                 if cursor.at_epoch_start:
-                    cursor.source.agree(operator._setting.group, cursor.epoch)
-                operator._summary = None
+                    cursor.source.agree(operator._lockstep.setting.group, cursor.epoch)
+                operator._lockstep.summary = None
                 left = None if num_steps is None else num_steps - tally.steps
                 deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
                 method = "train_epoch" if purpose == "train" else "validate"
                 metrics.append(checked_metrics(operator, method, one_pass(deliveries)))
                 deliveries.commit()
-                summaries.append(operator._summary)
+                summaries.append(operator._lockstep.summary)
                 samples_by_pass.append(tally.samples - sum(samples_by_pass))
                 epoch = max(epoch, cursor.epochs_entered)
                 if deliveries.epoch_over:
@@ -224,7 +224,7 @@ class Worker:
         return Report(
             metrics=metrics,
             summaries=summaries,
-            sums=operator._meters.state(),
+            sums=operator._lockstep.meters.state(),
             samples_by_pass=samples_by_pass,
             samples=tally.samples,
             steps=tally.steps,
@@ -240,9 +240,9 @@ class Worker:
         operator = self.operator
         wanted = purpose == "train" and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # A loop of the user's own steps them itself, unless it ran ours.
-        if wanted and (operator._ran_our_epoch or not operator._brings("train_epoch")):
+        if wanted and (operator._lockstep.ran_our_epoch or not operator._brings("train_epoch")):
             step_schedulers(self.run.schedulers)
-        operator._ran_our_epoch = False
+        operator._lockstep.ran_our_epoch = False
         cursor.finish_epoch()
 
     def _info(
@@ -262,9 +262,9 @@ class Worker:
         tally, operator = self._tally, self._operator
         if operator is None:
             return {}
-        placement = operator._setting.placement
+        placement = operator._lockstep.setting.placement
         samples = tally.samples * placement.num_shards / len(placement.shards)
-        latest = operator._latest
+        latest = operator._lockstep.latest
         loss = as_number(latest.get("train_loss", latest.get("val_loss")))
         # A number: a driver without CUDA could not even receive a tensor that lives there.
         loss = None if loss is None else float(loss)
@@ -297,7 +297,7 @@ class Worker:
             for purpose, cursor in self._cursors.items()
         }
         self._rewind_to_window(state)
-        placement = self.operator._setting.placement
+        placement = self.operator._lockstep.setting.placement
         state["seed"], state["num_shards"] = placement.seed, placement.num_shards
         return state
 
@@ -336,12 +336,12 @@ class Worker:
     def _take(self, state: Mapping[str, Any]) -> None:
         operator = self.operator
         states.apply(operator, self.run, self._own_part(state))
-        before = operator._setting.placement
+        before = operator._lockstep.setting.placement
         placement = self._placement(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed)
         )
         if placement != before:
-            operator._setting = replace(operator._setting, placement=placement)
+            operator._lockstep.setting = replace(operator._lockstep.setting, placement=placement)
             self._open_loaders(operator)
         for purpose, place in state.get("position", {}).items():
             if purpose in self._cursors:

@@ -124,11 +124,11 @@ def operator_of(make_model):
     class Own(Regression):
         def setup(self, config):
             super().setup(config)
-            self._registered.sync.detach()
-            loaders, self._registered = self._loaders, None
+            self._lockstep.registered.sync.detach()
+            loaders, self._lockstep.registered = self._lockstep.loaders, None
             model = make_model()
             self.model, self.optimizer = self.register(models=model, optimizers=sgd(model))
-            self._loaders = loaders
+            self._lockstep.loaders = loaders
 
     return Own
 

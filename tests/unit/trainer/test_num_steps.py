@@ -22,7 +22,7 @@ WHOLE = None
 class Scheduled(Regression):
     def setup(self, config):
         super().setup(config)
-        self._registered.schedulers.append(
+        self._lockstep.registered.schedulers.append(
             torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
         )
 

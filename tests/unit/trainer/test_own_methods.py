@@ -93,8 +93,8 @@ def test_several_models_need_a_loss_of_ones_own_and_the_message_says_which():
     class Own(Two):
         def compute_loss(self, batch, batch_info):
             features, target = batch
-            first, second = self._registered.models
-            return self._registered.criterion(first(features) + second(features), target)
+            first, second = self._lockstep.registered.models
+            return self._lockstep.registered.criterion(first(features) + second(features), target)
 
     with (
         trainer(Two) as one,
@@ -292,7 +292,7 @@ def test_an_own_epoch_around_ours_keeps_the_epoch_schedule():
     class Around(AroundEpoch):
         def setup(self, config):
             super().setup(config)
-            self._registered.schedulers.append(
+            self._lockstep.registered.schedulers.append(
                 torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
             )
 
@@ -455,3 +455,20 @@ def test_a_batch_that_the_default_loss_does_not_understand_says_what_to_override
 
     with trainer(Mapped) as one, pytest.raises(ConfigurationError, match="override compute_loss"):
         one.train()
+
+
+class Crowded(Regression):
+    """Attributes named as one would name them, and as lockstep may have named its own."""
+
+    def setup(self, config):
+        super().setup(config)
+        for name in ("_setting", "_sync", "_loaders", "_registered", "_precision", "_meters"):
+            setattr(self, name, "the user's")
+        self._delivered = self._latest = self._summary = self._committed = "the user's"
+
+
+def test_a_users_attributes_do_not_meet_lockstep_s():
+    with trainer(Crowded) as crowded, trainer() as plain:
+        assert crowded.train() == plain.train()
+        assert crowded.validate() == plain.validate()
+        assert crowded.get_local_operator()._latest == "the user's"

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lockstep keeps in an operator, under one name that a user's attributes cannot hit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.precision import Precision
+from lockstep.operator.staging import Part, PlaceInWindow
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep.operator.registration import Registered
+    from lockstep.operator.setting import Setting
+    from lockstep.sync import GradientSync
+
+
+class Backstage:
+    """The seam between an operator and the worker that runs it.
+
+    Attributes:
+        registered: what `register` was given; None before.
+        loaders: what `register_data` was given, by purpose.
+        delivered: the plain batch in hand; None between batches, and while shards are.
+        place: where the batch in hand stands in its accumulation window.
+        committed: global batches that have happened since the run began.
+        ran_our_epoch: the default `train_epoch` ran in this pass, maybe from the user's.
+        meters: the metrics of the whole call.
+        summary: what the default loop returned for this pass; None if it did not run.
+        latest: the metrics of the latest batch, for the progress bar.
+    """
+
+    def __init__(self, config: Mapping[str, Any], setting: Setting) -> None:
+        self.config = dict(config) if type(config) is dict else config
+        self.setting = setting
+        self.precision = Precision(setting.options.precision, setting.device)
+        self.registered: Registered | None = None
+        self.loaders: dict[str, Any] = {}
+        self.delivered: Part | None = None
+        self.place = PlaceInWindow(opens=True, closes=True)
+        self.committed = 0
+        self.ran_our_epoch = False
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """A new `train` or `validate`: its metrics start from nothing."""
+        self.meters = AverageMeterCollection()
+        self.summary: dict[str, Any] | None = None
+        self.latest: dict[str, Any] = {}
+
+    @property
+    def sync(self) -> GradientSync | None:
+        return None if self.registered is None else self.registered.sync
