@@ -9,6 +9,7 @@ The data is scikit-learn's: 1,797 real handwritten digits of 8 x 8 pixels, no do
 from __future__ import annotations
 
 import argparse
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -36,21 +37,28 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 class Digits(TrainingOperator):
     def setup(self, config):
         model = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
+            nn.Conv2d(1, 32, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(16, 32, 3, padding=1),
+            nn.Conv2d(32, 64, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(512, 64),
+            nn.Linear(1024, 64),
             nn.ReLU(),
             nn.Linear(64, 10),
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
-        )
         train, validation = digits()
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=5e-4
+        )
+        steps = config["epochs"] * ceil(len(train) / config[BATCH_SIZE].whole)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config["lr"], steps)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            schedulers=scheduler,
+        )
         self.register_data(
             train_loader=DataLoader(train, batch_size=config[BATCH_SIZE], shuffle=True),
             validation_loader=DataLoader(validation, batch_size=config[BATCH_SIZE]),
@@ -64,11 +72,12 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("out/digits.pt"))
     arguments = parser.parse_args()
 
-    config = {"lr": 0.05, BATCH_SIZE: 64}
+    config = {"lr": 0.1, "epochs": arguments.epochs, BATCH_SIZE: 64}
     with TorchTrainer(
         training_operator_cls=Digits,
         num_workers=arguments.num_workers,
         config=config,
+        scheduler_step_freq="batch",
         use_tqdm=True,
     ) as trainer:
         print("epoch  samples  train loss  validation loss  validation accuracy")
@@ -81,7 +90,9 @@ def main() -> None:
         path = trainer.save(arguments.checkpoint)
 
     print(f"\nsaved {path}; a new trainer, with one worker, goes on from it:")
-    with TorchTrainer(training_operator_cls=Digits, config=config) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Digits, config=config, scheduler_step_freq="batch"
+    ) as trainer:
         trainer.load(path)
         reloaded = trainer.validate()
         model = trainer.get_model()
