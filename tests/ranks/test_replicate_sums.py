@@ -132,12 +132,15 @@ def test_as_one_process(program, counts, way):
     cap_mb = 25 if counts == [6, 6] else 1e-4
     true = seen(program, Alone())
     nets = [model() for _ in counts]
-    results = run_ranks(
-        len(counts),
-        lambda group: seen(
-            program, OnOneRank(nets[group.rank], group, counts, way=way, cap_mb=cap_mb)
-        ),
-    )
+
+    def on_one_rank(group):
+        rank = OnOneRank(nets[group.rank], group, counts, way=way, cap_mb=cap_mb)
+        try:
+            return seen(program, rank)
+        finally:
+            rank.sync.detach()
+
+    results = run_ranks(len(counts), on_one_rank)
     for step, expected in enumerate(true):
         assert_equal_on_all_ranks([result[step] for result in results])
         assert_same(results[0][step], expected)
@@ -155,5 +158,6 @@ def test_own_and_borrowed_batches_in_one_window_are_refused_on_every_rank():
         sync.set_delivered_weight(group.rank)
         with pytest.raises(MixedWeightsError):
             loss_of(nets[group.rank], features, targets).backward()
+        sync.detach()
 
     run_ranks(2, one_rank)
