@@ -21,7 +21,11 @@ from benchmarks.harness import ContenderFailedError, Row, measure
 from benchmarks.running_ray import running_ray
 from benchmarks.verdict import Measured, markdown
 
-ROWS: dict[str, Row] = {"startup": startup.ROW, "second_call": second_call.ROW}
+ROWS: dict[str, Row] = {
+    "startup": startup.ROW,
+    "prestarted": startup.PRESTARTED_ROW,
+    "second_call": second_call.ROW,
+}
 
 
 def main() -> int:

@@ -31,3 +31,16 @@ ROW = Row(
     goal=1.0,
     rounds=7,
 )
+
+PRESTARTED_ROW = Row(
+    name="the same with lockstep.prestart() before torch is imported",
+    ours=Contender(
+        name="lockstep, prestarted",
+        command=(sys.executable, str(CONTENDERS / "lockstep_prestart.py")),
+    ),
+    theirs=TORCHRUN,
+    value="seconds",
+    unit="s",
+    goal=1.0,
+    rounds=7,
+)

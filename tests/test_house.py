@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "TrainingOperator",
     "average_gradients",
     "local",
+    "prestart",
     "replicate",
     "shard_loader",
 ]

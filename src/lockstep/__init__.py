@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from lockstep.data import shard_loader
+    from lockstep.engine.crew import prestart
     from lockstep.errors import LockstepError
     from lockstep.operator import TrainingOperator
     from lockstep.sync import GradientSync, average_gradients, local, replicate
@@ -25,6 +26,7 @@ __all__ = [
     "TrainingOperator",
     "average_gradients",
     "local",
+    "prestart",
     "replicate",
     "shard_loader",
 ]
@@ -37,6 +39,7 @@ _HOMES: Final = {
     "TrainingOperator": "operator",
     "average_gradients": "sync",
     "local": "sync",
+    "prestart": "engine.crew",
     "replicate": "sync",
     "shard_loader": "data",
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class WorkerActor:
     """Answers with an `Outcome`, never with an exception. `progress` has a lane of its own."""
 
-    def __init__(self, spec: bytes, rank: int, local_rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         # Ray ends actors with SIGTERM, and its handler prints a traceback into the user's
         # terminal, before the error that the actors were ended for.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -30,14 +30,18 @@ class WorkerActor:
                 import_module(module)
         # What the imports made lives as long as the process: no collection need look at it.
         gc.freeze()
-        self._spec = spec
+        self._spec = b""
         self._rank = rank
-        self._local_rank = local_rank
+        self._local_rank = 0
         self._worker: Worker | None = None
 
     def __repr__(self) -> str:
         # Ray puts this before every line that the process prints.
         return f"rank {self._rank}"
+
+    def enlist(self, spec: bytes, local_rank: int) -> None:
+        """Learn what to be a worker of; comes before the first `perform`."""
+        self._spec, self._local_rank = spec, local_rank
 
     def perform(self, method: str, arguments: bytes) -> Outcome:
         from lockstep.engine.travel import pickled

@@ -58,3 +58,11 @@ def _joined_this_machines() -> bool:
 def _address() -> str:
     address: str = ray.get_runtime_context().gcs_address
     return address
+
+
+def session() -> str | None:
+    """This driver's stay in a cluster, which ends with `ray.shutdown` and its actors with it."""
+    if not ray.is_initialized():
+        return None
+    driver: str = ray.get_runtime_context().get_worker_id()
+    return driver

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch.distributed as dist
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
 from lockstep.engine import placement
-from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.base import COLLECTIVE_METHODS
-from lockstep.engine.cluster import connect
+from lockstep.engine.cluster import connect, session
+from lockstep.engine.crew import crew_for
 from lockstep.engine.inline import every
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.travel import pickled, pickled_spec
@@ -60,16 +59,19 @@ class RayEngine:
         self._store: RendezvousStore | None = None
         payload = pickled_spec(spec)
         own_cluster = connect()
-        self._session = _session()
+        self._session = session()
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
         remote_ranks = range(1 if use_local else 0, spec.num_workers)
         try:
-            room = self._room = placement.find_room(bundle, len(remote_ranks), own_cluster)
-            nodes = placement.nodes_of(room, len(remote_ranks))
+            crew = crew_for(bundle, remote_ranks, own_cluster)
+            self._room, nodes = crew.room, list(crew.nodes)
+            self._actors = dict(zip(remote_ranks, crew.actors, strict=True))
             if use_local:
                 nodes.insert(0, _this_node())
                 self._local = Worker(spec, 0, 0)
-            self._create(payload, bundle, room, remote_ranks, placement.local_ranks(nodes))
+            shared = ray.put(payload)
+            for rank, actor in self._actors.items():
+                actor.enlist.remote(shared, placement.local_ranks(nodes)[rank])
             store = self._store = _open_store(nodes, resources.timeout_s)
             one_node = store.host == LOOPBACK
             rendezvous = Rendezvous(
@@ -89,26 +91,6 @@ class RayEngine:
         if one_node:
             self._pids = [self.started[rank]["pid"] for rank in self._actors]
 
-    def _create(
-        self,
-        payload: bytes,
-        bundle: Mapping[str, float],
-        room: PlacementGroup,
-        remote_ranks: range,
-        local_ranks: list[int],
-    ) -> None:
-        """All actors at once: starting a process and importing torch is most of a launch."""
-        shared = ray.put(payload)
-        further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
-        for index, rank in enumerate(remote_ranks):
-            strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
-            self._actors[rank] = RemoteWorker.options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                resources=further or None,
-                scheduling_strategy=strategy,
-            ).remote(shared, rank, local_ranks[rank])
-
     # -------------------------------------------------------------------------------- calling
 
     def call(
@@ -127,7 +109,7 @@ class RayEngine:
         watch: Callable[[dict[str, Any]], None] | None,
     ) -> list[Any]:
         arguments = pickled(args, f"an argument of {method}")
-        if _session() != self._session:
+        if session() != self._session:
             # Asked before Ray is: it would start a new cluster to look for our actors there.
             self.ended = _session_over()
             self.close(force=True)
@@ -219,7 +201,7 @@ class RayEngine:
         return None if self._local is None else self._local.operator
 
     def close(self, *, force: bool) -> None:
-        if _session() != self._session:
+        if session() != self._session:
             self._actors.clear()
             self._room = None
         if not force and self._actors:
@@ -310,14 +292,6 @@ def _has_failed(ref: Any) -> bool:
 def _first_lines(text: str, count: int = 3) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:count])
-
-
-def _session() -> str | None:
-    """This driver's stay in a cluster, which ends with `ray.shutdown` and its actors with it."""
-    if not ray.is_initialized():
-        return None
-    driver: str = ray.get_runtime_context().get_worker_id()
-    return driver
 
 
 def _session_over() -> WorkerDiedError:

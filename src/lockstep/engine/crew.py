@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker processes of a trainer: made by it, or made ready before it.
+
+Importing torch is most of a launch, and a program that imports torch itself and then makes a
+trainer pays for it twice in a row. `prestart`, before that import, lets both happen at once.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import ray
+from lockstep.engine import placement
+from lockstep.engine.actor import RemoteWorker
+from lockstep.engine.cluster import connect, session
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ray.util.placement_group import PlacementGroup
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Actors that import torch, in the room reserved for them; no operator yet.
+
+    Attributes:
+        nodes: the node id of each actor.
+        asked: what was asked for, to tell whether another trainer wants the same.
+        session: the stay in a cluster that they belong to.
+    """
+
+    room: PlacementGroup
+    nodes: list[str]
+    actors: list[Any]
+    asked: tuple[dict[str, float], range]
+    session: str | None
+
+
+_waiting: list[Crew] = []
+
+
+def prestart(
+    num_workers: int,
+    *,
+    num_cpus_per_worker: float = 1,
+    num_gpus_per_worker: float = 0,
+    resources_per_worker: Mapping[str, float] | None = None,
+) -> None:
+    """Start the worker processes of the next `TorchTrainer`, while this program goes on.
+
+    ::
+
+        import lockstep
+        lockstep.prestart(num_workers=2)
+        import torch
+
+    A trainer that asks for the same workers takes them over; another one sends them home.
+
+    Raises:
+        NotEnoughResourcesError: the cluster has no room for them.
+    """
+    dismiss_waiting()
+    own_cluster = connect()
+    bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
+    _waiting.append(hire(bundle, range(num_workers), own_cluster))
+
+
+def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
+    """The crew that waits, if it is the one that is asked for; else a new one."""
+    if _waiting and _waiting[0].asked == (bundle, ranks) and _waiting[0].session == session():
+        return _waiting.pop()
+    dismiss_waiting()
+    return hire(bundle, ranks, own_cluster)
+
+
+def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
+    """Reserve room and start an actor for each of `ranks`, all at once."""
+    room = placement.find_room(bundle, len(ranks), own_cluster)
+    further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
+    actors = []
+    for index, rank in enumerate(ranks):
+        strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
+        actors.append(
+            RemoteWorker.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=further or None,
+                scheduling_strategy=strategy,
+            ).remote(rank)
+        )
+    nodes = placement.nodes_of(room, len(ranks))
+    return Crew(room, nodes, actors, (bundle, ranks), session())
+
+
+def dismiss_waiting() -> None:
+    """End a crew that nobody took over."""
+    while _waiting:
+        crew = _waiting.pop()
+        if crew.session != session():
+            continue  # ended with the stay that it belonged to
+        for actor in crew.actors:
+            ray.kill(actor, no_restart=True)
+        placement.release(crew.room)

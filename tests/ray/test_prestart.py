@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that were started before their trainer."""
+
+import os
+
+import pytest
+from tests.ray.operators import DefaultLoop, farthest, one_process
+
+import lockstep
+import ray
+from lockstep import TorchTrainer
+from lockstep.engine import crew
+from lockstep.errors import NotEnoughResourcesError
+from lockstep.keys import BATCH_SIZE
+
+
+def start(num_workers):
+    return TorchTrainer(
+        training_operator_cls=DefaultLoop, num_workers=num_workers, config={BATCH_SIZE: 12}
+    )
+
+
+def test_a_trainer_takes_over_the_workers_that_wait_for_it():
+    lockstep.prestart(num_workers=2)
+    (waiting,) = crew._waiting
+    ids = {actor._actor_id.hex() for actor in waiting.actors}
+    with start(num_workers=2) as trainer:
+        assert crew._waiting == []
+        assert set(trainer.apply_all_workers(_actor_id)) == ids
+        assert len(set(trainer.apply_all_workers(os.getpid))) == 2
+        trainer.train(num_steps=15)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
+
+
+def _actor_id():
+    return ray.get_runtime_context().get_actor_id()
+
+
+def test_workers_that_nobody_wants_are_sent_home(monkeypatch):
+    lockstep.prestart(num_workers=3)
+    with start(num_workers=4) as trainer:  # all there is, so the three are gone
+        assert len(set(trainer.apply_all_workers(os.getpid))) == 4
+    lockstep.prestart(num_workers=2)
+    lockstep.prestart(num_workers=4)
+    crew.dismiss_waiting()
+    monkeypatch.setenv("LOCKSTEP_START_TIMEOUT_S", "1")
+    with pytest.raises(NotEnoughResourcesError, match="5 workers"):
+        lockstep.prestart(num_workers=5)
+    assert crew._waiting == []
