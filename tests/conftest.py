@@ -22,8 +22,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 THREADS_END_WITHIN_S = 2.0
 """A thread that was told to stop may need a moment; one that was not stays for ever."""
 
-# The second is set by torch when its compiler is first imported, by an optimizer say.
-_SET_BY_THE_RUNNER = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+# The others are set by torch when its compiler is first imported (by an optimizer, say), and by
+# Ray when it is.
+_SET_BY_THE_RUNNER = frozenset(
+    {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "RAY_CLIENT_MODE"}
+)
 
 
 @dataclass(frozen=True)
