@@ -36,6 +36,12 @@ def _actor_id():
     return ray.get_runtime_context().get_actor_id()
 
 
+@pytest.mark.parametrize("num_workers", [0, -1, "two"])
+def test_a_number_of_workers_that_cannot_be_is_named(num_workers):
+    with pytest.raises(ValueError, match="an int, 1 or more"):
+        lockstep.prestart(num_workers)
+
+
 def test_workers_that_nobody_wants_are_sent_home(monkeypatch):
     lockstep.prestart(num_workers=3)
     with start(num_workers=4) as trainer:  # all there is, so the three are gone

@@ -17,6 +17,7 @@ import ray
 from lockstep.engine import placement
 from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.cluster import connect, session
+from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,8 +63,13 @@ def prestart(
     A trainer that asks for the same workers takes them over; another one sends them home.
 
     Raises:
+        ConfigurationError: `num_workers` is not an int of 1 or more.
         NotEnoughResourcesError: the cluster has no room for them.
     """
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise ConfigurationError(
+            f"num_workers cannot be {num_workers!r}", expected="an int, 1 or more"
+        )
     dismiss_waiting()
     own_cluster = connect()
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
@@ -81,19 +87,23 @@ def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
 def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
     """Reserve room and start an actor for each of `ranks`, all at once."""
     room = placement.find_room(bundle, len(ranks), own_cluster)
-    further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
-    actors = []
-    for index, rank in enumerate(ranks):
-        strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
-        actors.append(
-            RemoteWorker.options(
+    actors: list[Any] = []
+    try:
+        further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
+        for index, rank in enumerate(ranks):
+            strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
+            options = RemoteWorker.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=further or None,
                 scheduling_strategy=strategy,
-            ).remote(rank)
-        )
-    nodes = placement.nodes_of(room, len(ranks))
+            )
+            actors.append(options.remote(rank))
+        nodes = placement.nodes_of(room, len(ranks))
+    except BaseException:
+        # Ctrl-C most of all: nobody else knows of them yet.
+        _send_home(room, actors)
+        raise
     return Crew(room, nodes, actors, (bundle, ranks), session())
 
 
@@ -103,6 +113,10 @@ def dismiss_waiting() -> None:
         crew = _waiting.pop()
         if crew.session != session():
             continue  # ended with the stay that it belonged to
-        for actor in crew.actors:
-            ray.kill(actor, no_restart=True)
-        placement.release(crew.room)
+        _send_home(crew.room, crew.actors)
+
+
+def _send_home(room: PlacementGroup, actors: list[Any]) -> None:
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    placement.release(room)
