@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
-    from lockstep.sync import GradientSync
+    from lockstep.sync import Synchroniser
 
 
 class StepSource(Protocol):
@@ -246,7 +246,7 @@ class Deliveries:
         part.seed_randomness()
         return part.batch
 
-    def _refuse_reading_ahead(self, sync: GradientSync, weight: int) -> None:
+    def _refuse_reading_ahead(self, sync: Synchroniser, weight: int) -> None:
         """A loop that reads ahead runs its backward for an earlier batch than the last one.
 
         Which one it is cannot be seen from here. That matters when they count differently.

@@ -24,6 +24,7 @@ RAYSGD_ARGUMENTS = {
     "scheduler_step_freq": None, "use_local": False,
 }  # fmt: skip
 OURS = {
+    "sync": "replicate",
     "num_shards": None, "precision": "fp32", "seed": 0, "resources_per_worker": None,
     "bucket_cap_mb": 25, "callbacks": (), "reproducible": False, "accumulate": 1,
     "clip_grad_norm": None,
