@@ -176,6 +176,9 @@ class TorchTrainer:
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
         )
+        self._open(resources, use_local=use_local, gpu_here=gpu_here)
+
+    def _open(self, resources: Resources, *, use_local: bool, gpu_here: bool) -> None:
         self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
         try:
             self._tell("on_start")

@@ -165,7 +165,7 @@ def test_a_wrong_kind_is_refused_with_what_to_type(arguments, needed):
     assert needed in str(caught.value)
 
 
-@pytest.mark.parametrize("argument", ["sync", "resume", "spare_workers", "audit"])
+@pytest.mark.parametrize("argument", ["resume", "spare_workers", "audit"])
 def test_what_this_version_has_not_got_says_so(argument):
     with pytest.raises(NotAvailableError, match=f"leave {argument} out"):
         trainer(**{argument: 1})
