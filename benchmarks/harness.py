@@ -33,6 +33,8 @@ BUSY_LIMIT = 0.15
 """How much of the machine may be in use by something else; the rest of the pair cancels."""
 PATIENCE_S = 30.0
 RUN_LIMIT_S = 300.0
+PAIRS_LIMIT_S = 900.0
+"""A program that measures several rows by itself."""
 TAIL_LINES = 40
 
 
@@ -118,40 +120,6 @@ def family_of(*rows: Row, suites: Sequence[str] = ("bench", "full"), ray_cpus: i
     return Family(measure_all, frozenset(suites), ray_cpus)
 
 
-def measure_pairs(rows: Sequence[PairedRow], program: Contender, *, rounds: int) -> list[Result]:
-    """Run `program` as often as `rounds` says, each time afresh, and take its pairs together.
-
-    Raises:
-        ContenderFailedError: as `measure`.
-    """
-    found: dict[str, tuple[list[float], list[float]]] = {row.key: ([], []) for row in rows}
-    busiest = 0.0
-    for _ in range(rounds):
-        busiest = max(busiest, wait_until_quiet())
-        result = run_once(program)
-        for key, (ours, theirs) in found.items():
-            ours += result[key]["ours"]
-            theirs += result[key]["theirs"]
-    measured: list[Result] = []
-    for row in rows:
-        ours, theirs = map(tuple, found[row.key])
-        measured.append(
-            Measured(
-                name=row.name,
-                against=row.against,
-                unit=row.unit,
-                goal=row.goal,
-                ours=ours,
-                theirs=theirs,
-                busiest=busiest,
-                quiet=busiest <= BUSY_LIMIT,
-                note=row.note,
-            )
-        )
-        print("  " + " | ".join(measured[-1].cells()), file=sys.stderr)
-    return measured
-
-
 def measure(
     row: Row, *, rounds: int | None = None, settle: Callable[[], float] | None = None
 ) -> Measured:
@@ -190,6 +158,45 @@ def measure(
         quiet=busiest <= BUSY_LIMIT,
         note=row.note,
     )
+
+
+def measure_pairs(
+    rows: Sequence[PairedRow],
+    program: Contender,
+    *,
+    rounds: int,
+    settle: Callable[[], float] | None = None,
+) -> list[Result]:
+    """Run `program` as often as `rounds` says, each time afresh, and take its pairs together.
+
+    Raises:
+        ContenderFailedError: as `measure`.
+    """
+    found: dict[str, tuple[list[float], list[float]]] = {row.key: ([], []) for row in rows}
+    busiest = 0.0
+    for _ in range(rounds):
+        busiest = max(busiest, (settle or wait_until_quiet)())
+        result = run_once(program, limit_s=PAIRS_LIMIT_S)
+        for key, (ours, theirs) in found.items():
+            ours += result[key]["ours"]
+            theirs += result[key]["theirs"]
+    measured = [
+        Measured(
+            name=row.name,
+            against=row.against,
+            unit=row.unit,
+            goal=row.goal,
+            ours=tuple(found[row.key][0]),
+            theirs=tuple(found[row.key][1]),
+            busiest=busiest,
+            quiet=busiest <= BUSY_LIMIT,
+            note=row.note,
+        )
+        for row in rows
+    ]
+    for one in measured:
+        print("  " + " | ".join(one.cells()), file=sys.stderr)
+    return [*measured]
 
 
 def run_once(contender: Contender, *, limit_s: float = RUN_LIMIT_S) -> dict[str, Any]:

@@ -21,16 +21,22 @@ MARK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 1 where a part of the page has no results yet; the others are put in."""
-    missing: list[str] = []
-
-    def filled(found: re.Match[str]) -> str:
-        results = RESULTS / found[2] / "results.md"
-        if not results.is_file():
-            missing.append(found[2])
-            return found[0]
-        return f"{found[1]}\n{results.read_text().strip()}\n\n{found[3]}"
-
-    PAGE.write_text(MARK.sub(filled, PAGE.read_text()))
+    text, missing = filled(PAGE.read_text(), RESULTS)
+    PAGE.write_text(text)
     for name in missing:
         print(f"no results of {name!r} in {RESULTS.relative_to(ROOT)}: that part stays as it is")
     return 1 if missing else 0
+
+
+def filled(text: str, results: Path) -> tuple[str, list[str]]:
+    """The page with the results that there are, and the names of the parts without any."""
+    missing: list[str] = []
+
+    def part(found: re.Match[str]) -> str:
+        table = results / found[2] / "results.md"
+        if not table.is_file():
+            missing.append(found[2])
+            return found[0]
+        return f"{found[1]}\n{table.read_text().strip()}\n\n{found[3]}"
+
+    return MARK.sub(part, text), missing
