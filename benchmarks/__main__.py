@@ -36,6 +36,7 @@ from benchmarks import (
     training,
 )
 from benchmarks.harness import ContenderFailedError, Family
+from benchmarks.peers import interpreter_with
 from benchmarks.running_ray import running_ray
 from benchmarks.verdict import NotMeasured, Result, markdown
 
@@ -72,8 +73,8 @@ def main() -> int:
     # Both sides talk over loopback; which name the machine has must not decide how fast.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     rows: list[Result] = []
-    for cpus, names in groupby(options.rows, key=lambda name: FAMILIES[name].ray_cpus):
-        with running_ray(cpus) if cpus else nullcontext():
+    for ray, names in groupby(options.rows, key=_ray_of):
+        with running_ray(*ray) if ray else nullcontext():
             for name in names:
                 rows += _measured(name, options.rounds)
                 _write(rows, options.out)
@@ -81,6 +82,13 @@ def main() -> int:
     if any(isinstance(row, NotMeasured) and row.failed for row in rows):
         return 2
     return 1 if any(row.fails for row in rows) else 0
+
+
+def _ray_of(name: str) -> tuple[int, str] | None:
+    """Processors and interpreter of the Ray that the family needs."""
+    family = FAMILIES[name]
+    interpreter = interpreter_with(family.ray_module) or sys.executable
+    return (family.ray_cpus, interpreter) if family.ray_cpus else None
 
 
 def _measured(name: str, rounds: int | None) -> list[Result]:

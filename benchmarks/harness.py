@@ -104,11 +104,13 @@ class Family:
         measure: makes the rows; its argument is the number of rounds, None for its own.
         suites: in which of "bench", "full" and "gpu" it runs.
         ray_cpus: logical processors of the Ray that runs meanwhile; 0 for none.
+        ray_module: what Ray's workers, which run on the head's interpreter, must be able to import.
     """
 
     measure: Callable[[int | None], list[Result]]
     suites: frozenset[str] = frozenset({"bench", "full"})
     ray_cpus: int = 0
+    ray_module: str = "ray"
 
 
 def family_of(*rows: Row, suites: Sequence[str] = ("bench", "full"), ray_cpus: int = 0) -> Family:

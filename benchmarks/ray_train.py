@@ -8,6 +8,7 @@ from benchmarks.peers import interpreter_with
 from benchmarks.startup import CONTENDERS, LOCKSTEP
 from benchmarks.verdict import NotMeasured, Result
 
+MODULE = "ray.train.torch"
 GOAL = 0.5
 AGAINST = "Ray Train, fit()"
 ROWS = {
@@ -18,7 +19,7 @@ ROWS = {
 
 
 def measure_ray_train(rounds: int | None) -> list[Result]:
-    interpreter = interpreter_with("ray.train.torch")
+    interpreter = interpreter_with(MODULE)
     if interpreter is None:
         return [
             NotMeasured(name, AGAINST, f"≤ {GOAL:g}", "not installed") for name in ROWS.values()
@@ -32,4 +33,4 @@ def measure_ray_train(rounds: int | None) -> list[Result]:
     ]
 
 
-FAMILY = Family(measure_ray_train, suites=frozenset({"full"}), ray_cpus=4)
+FAMILY = Family(measure_ray_train, suites=frozenset({"full"}), ray_cpus=4, ray_module=MODULE)

@@ -25,7 +25,7 @@ def _trainer(name: str, num_samples: int, *, reproducible: bool) -> TorchTrainer
 
 
 def _measure(name: str) -> Pairs:
-    steps = EPOCH_STEPS[name]
+    steps = EPOCH_STEPS[name] // 2
     num_samples = steps * NUM_WORKERS * WORKLOADS[name].batch_size
     with (
         _trainer(name, num_samples, reproducible=True) as ordered,

@@ -94,20 +94,29 @@ class RequestedDataset(Dataset[Any]):
         kind: what the items of a request are.
         collate: the user's collate function (or conversion, for ready batches).
         seed: the run's.
+        keeps_generators: the reader's own generators are put back after each request. Of no
+            use where they are seeded anew before anything else draws from them.
     """
 
     def __init__(
-        self, dataset: Any, kind: ItemKind, collate: Callable[[Any], Any], seed: int
+        self,
+        dataset: Any,
+        kind: ItemKind,
+        collate: Callable[[Any], Any],
+        seed: int,
+        *,
+        keeps_generators: bool = True,
     ) -> None:
         self.dataset = dataset
         self._kind = kind
         self._collate = collate
         self._seed = seed
+        self._keeps_generators = keeps_generators
         self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
 
     def __getitems__(self, request: Request) -> Any:
         # A loader worker's generators are nobody else's: nothing to put back.
-        if not self._may_draw or get_worker_info() is not None:
+        if not (self._may_draw and self._keeps_generators) or get_worker_info() is not None:
             return self._batch(request)
         with preserved():
             return self._batch(request)
