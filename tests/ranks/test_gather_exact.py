@@ -32,7 +32,7 @@ def splits(*quick):
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("sizes", splits("2 uneven", "4 uneven"))
+@pytest.mark.parametrize("sizes", splits("2 uneven", "2, one empty", "4 uneven"))
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_weighed_by_rows(loss, sizes, sync):
     compare(loss, sizes, sync, weighted=True)
