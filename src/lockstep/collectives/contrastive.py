@@ -32,6 +32,7 @@ from lockstep.collectives.agreement import (
     refuse_sums,
 )
 from lockstep.collectives.crossing import CrossingBackward
+from lockstep.collectives.eager import outside_graphs
 from lockstep.collectives.gathering import all_rows, sum_of_own_rows
 from lockstep.collectives.tiles import Coefficients, Similarities, gradients, sums_of_exponentials
 from lockstep.errors import ConfigurationError, ReplicasDifferError
@@ -52,6 +53,7 @@ TILE: Final = (512, 1024)
 _FINE, _NOT_MATRICES, _POSITIVES = range(3)
 
 
+@outside_graphs
 def info_nce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -106,6 +108,7 @@ def info_nce(
     return loss
 
 
+@outside_graphs
 def nt_xent(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -296,9 +299,10 @@ def _agreed_call(
     if reduction != "none":
         refuse_sums(name)
     a, b = tensors
-    is_tensor = isinstance(logit_scale, torch.Tensor)
-    scale = float(logit_scale.detach() if is_tensor else logit_scale)
-    grad = is_tensor and logit_scale.requires_grad
+    grad = False
+    if isinstance(logit_scale, torch.Tensor):
+        logit_scale, grad = logit_scale.detach(), logit_scale.requires_grad
+    scale = float(logit_scale)
     agreed = agree_on_rows(
         ranks,
         name,

@@ -20,6 +20,7 @@ import torch
 
 from lockstep.collectives.agreement import agree_on_rows, brings_nothing, ranks_of
 from lockstep.collectives.crossing import CrossingBackward
+from lockstep.collectives.eager import outside_graphs
 from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _UNEVEN = ("pad", "error")
 _BACKWARD = ("adjoint", "replicated")
 
 
+@outside_graphs
 def gather(
     x: torch.Tensor,
     *,
@@ -88,6 +90,7 @@ def gather(
     return rows.movedim(0, dim)
 
 
+@outside_graphs
 def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
     """Where the rows of this rank stand in ``gather(x)``; for labels, and to pick one's own.
 

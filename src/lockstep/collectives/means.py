@@ -9,11 +9,13 @@ import torch
 
 from lockstep.collectives.agreement import agree_on_rows, brings_nothing, ranks_of, refuse_sums
 from lockstep.collectives.crossing import CrossingBackward, note_global_mean
+from lockstep.collectives.eager import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.group import Group
 
 
+@outside_graphs
 def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tensor:
     """The mean of a loss over the rows of all ranks; the same number on every rank.
 

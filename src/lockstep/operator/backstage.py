@@ -30,6 +30,7 @@ class Backstage:
         meters: the metrics of the whole call.
         summary: what the default loop returned for this pass; None if it did not run.
         latest: the metrics of the latest batch, for the progress bar.
+        joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
     def __init__(self, config: Mapping[str, Any], setting: Setting) -> None:
@@ -49,6 +50,7 @@ class Backstage:
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
         self.latest: dict[str, Any] = {}
+        self.joint_norms: list[str] | None = None
 
     @property
     def sync(self) -> GradientSync | None:

@@ -20,6 +20,7 @@ from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, weighted_mean
 from lockstep.operator.committed import CommittedBuffers
+from lockstep.operator.joint import computing
 from lockstep.operator.registration import Registered, step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch, to_device
 
@@ -139,7 +140,9 @@ def train_batch(
     for position, part in enumerate(parts):
         buffers.begin_part(position)
         reduces = operator._lockstep.place.closes and position == len(parts) - 1 and not in_order
-        results.append((_train_part(operator, part, batch_info, reduces), part.num_samples))
+        with computing(operator, batch, part.num_samples):
+            metrics = _train_part(operator, part, batch_info, reduces)
+        results.append((metrics, part.num_samples))
         if in_order and run.sync is not None:
             run.sync.take_shard(part.shard)
     if run.sync is not None and operator._lockstep.place.closes and (in_order or not parts):
@@ -294,7 +297,11 @@ def validate_batch(
     results: list[tuple[dict[str, Any], int]] = []
     for part in parts:
         part.seed_randomness()
-        with operator.timers.record("eval_fwd"), operator._lockstep.precision.autocast():
+        with (
+            operator.timers.record("eval_fwd"),
+            operator._lockstep.precision.autocast(),
+            computing(operator, batch, part.num_samples),
+        ):
             moved = to_device(part.batch, operator.device)
             if own_loss:
                 loss, metrics = _loss_and_metrics(operator, moved, batch_info)
