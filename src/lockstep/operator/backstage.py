@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator.registration import Registered
     from lockstep.operator.setting import Setting
-    from lockstep.sync import GradientSync
+    from lockstep.sync import Synchroniser
 
 
 class Backstage:
@@ -53,5 +53,5 @@ class Backstage:
         self.joint_norms: list[str] | None = None
 
     @property
-    def sync(self) -> GradientSync | None:
+    def sync(self) -> Synchroniser | None:
         return None if self.registered is None else self.registered.sync

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lockstep.sync import GradientSync
+    from lockstep.sync import Synchroniser
 
 
 class CommittedBuffers:
@@ -29,7 +29,7 @@ class CommittedBuffers:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], num_parts: int, sync: GradientSync | None
+        self, modules: Iterable[nn.Module], num_parts: int, sync: Synchroniser | None
     ) -> None:
         self._sync = sync
         # One part is the common case, and walking through the modules is not free.
