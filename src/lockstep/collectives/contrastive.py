@@ -238,7 +238,7 @@ class _InfoNCE(torch.autograd.Function):
             of_b = None
             if by_columns is not None:
                 mine = sum_of_own_rows(call.group, call.columns, by_columns)
-                of_b = (mine * factor).to(ctx.dtype)
+                of_b = mine.mul_(factor).to(ctx.dtype)
         return of_a, of_b, of_scale, None, None
 
 
