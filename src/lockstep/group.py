@@ -183,6 +183,29 @@ class Group:
             return
         self._start("all_gather", "_allgather_base", gathered, tensor).wait()
 
+    def reduce(self, tensor: torch.Tensor, destination: int) -> Pending:
+        """Start to sum `tensor` over all ranks on one of them, in place.
+
+        Args:
+            tensor: contiguous, of the same shape and dtype on every rank. What is in it
+                afterwards has a meaning on `destination` only.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Does not block. One reduce.
+
+        Raises:
+            PeerLostError: the group is closed, or the collective could not be started.
+        """
+        if self._is_silent("reduce"):
+            return _DONE
+        options: Any = dist.ReduceOptions()
+        options.reduceOp = SUM
+        options.rootRank = destination
+        return self._start("reduce", "reduce", [tensor], options)
+
     def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Sum the ranks' `sent` and keep this rank's part of it, along dimension 0.
 

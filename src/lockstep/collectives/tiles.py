@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Sequence
 
 Tile = tuple[int, int]
+
+
+def strips_of(span: slice, length: int) -> list[slice]:
+    """`span` cut into slices of `length`; the last one may be shorter."""
+    return [
+        slice(start, min(start + length, span.stop))
+        for start in range(span.start, span.stop, length)
+    ]
 
 
 @dataclass(frozen=True)
@@ -36,29 +44,29 @@ class Similarities:
     tile: Tile
     own: int | None = None
 
-    def tiles(self, scaled: torch.Tensor, first: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The tiles of the rows `scaled`, which begin at `first`: their columns, and they."""
-        buffer = scaled.new_empty(len(scaled), min(self.tile[1], len(self.columns)))
-        for start in range(0, len(self.columns), self.tile[1]):
-            part = slice(start, min(start + self.tile[1], len(self.columns)))
-            tile = buffer[:, : part.stop - part.start]
-            torch.mm(scaled, self.columns[part].T, out=tile)
-            if self.own is not None:
-                # Negative where the diagonal begins below the tile, empty where it misses it.
-                offset = self.own + first - start
-                if -len(scaled) < offset < tile.shape[1]:
-                    tile.diagonal(offset).fill_(-math.inf)
-            yield part, tile
+    def tile_of(self, strip: slice, part: slice, buffer: torch.Tensor) -> torch.Tensor:
+        """S of some rows and some columns, in `buffer`."""
+        tile = buffer[: strip.stop - strip.start, : part.stop - part.start]
+        torch.mm(self.scaled(strip), self.columns[part].T, out=tile)
+        if self.own is not None:
+            # Where the diagonal of the whole begins in this tile; it may miss it altogether.
+            offset = self.own + strip.start - part.start
+            if -tile.shape[0] < offset < tile.shape[1]:
+                tile.diagonal(offset).fill_(-math.inf)
+        return tile
 
     def scratch(self) -> torch.Tensor:
         """Room for one tile."""
         height, width = self.tile
         return self.rows.new_empty(min(height, len(self.rows)), min(width, len(self.columns)))
 
-    def strips(self) -> Iterator[slice]:
-        """The rows of one row of tiles after the other."""
-        for start in range(0, len(self.rows), self.tile[0]):
-            yield slice(start, min(start + self.tile[0], len(self.rows)))
+    def strips(self) -> list[slice]:
+        """The rows, in the heights of tiles."""
+        return strips_of(slice(0, len(self.rows)), self.tile[0])
+
+    def parts(self) -> list[slice]:
+        """The columns, in the widths of tiles."""
+        return strips_of(slice(0, len(self.columns)), self.tile[1])
 
     def scaled(self, strip: slice) -> torch.Tensor:
         return self.rows[strip] * self.scale
@@ -102,9 +110,10 @@ def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums
     """
     of_rows = Sums(block.rows, len(block.rows))
     columns = Sums(block.rows, len(block.columns))
-    scratch = block.scratch()
+    buffer, scratch = block.scratch(), block.scratch()
     for strip in block.strips():
-        for part, tile in block.tiles(block.scaled(strip), strip.start):
+        for part in block.parts():
+            tile = block.tile_of(strip, part, buffer)
             room = scratch[: tile.shape[0], : tile.shape[1]]
             of_rows.add(strip, tile, 1, room)
             if of_columns:
@@ -132,27 +141,35 @@ def gradients(
     positives: torch.Tensor | slice,
     coefficients: Coefficients,
     *,
-    of_columns: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of the rows without its factor `scale`, and that of the columns.
+    parts: Sequence[slice],
+    deliver: Callable[[slice, torch.Tensor], None] | None,
+) -> torch.Tensor:
+    """The gradient of the rows without its factor `scale`, and, part by part, of the columns.
+
+    Args:
+        positives: each row's column.
+        parts: the columns, cut as their gradient is to be delivered; none wider than a tile.
+        deliver: gets each part and scale * (dL/dS).T @ rows of it, a tensor to keep.
 
     Returns:
-        dL/dS @ columns, shape (R, D); and scale * (dL/dS).T @ rows, shape (C, D), or None.
+        dL/dS @ columns, shape (R, D).
     """
-    by_rows = torch.empty_like(block.rows)
-    by_columns = torch.zeros_like(block.columns) if of_columns else None
-    scratch = block.scratch()
-    for strip in block.strips():
-        scaled = block.scaled(strip)
-        here = by_rows[strip].zero_()
-        for part, tile in block.tiles(scaled, strip.start):
+    by_rows = torch.zeros_like(block.rows)
+    buffer, scratch = block.scratch(), block.scratch()
+    for part in parts:
+        columns = block.columns[part]
+        by_columns = None if deliver is None else torch.zeros_like(columns)
+        for strip in block.strips():
+            tile = block.tile_of(strip, part, buffer)
             room = scratch[: tile.shape[0], : tile.shape[1]]
             _differentiate(tile, room, strip, part, coefficients)
-            here.addmm_(tile, block.columns[part])
+            by_rows[strip].addmm_(tile, columns)
             if by_columns is not None:
-                by_columns[part].addmm_(tile.T, scaled)
-        _subtract_pairs(block, strip, positives, coefficients, here, scaled, by_columns)
-    return by_rows, by_columns
+                by_columns.addmm_(tile.T, block.scaled(strip))
+        _subtract_pairs(block, positives, part, coefficients.on_pair, by_rows, by_columns)
+        if deliver is not None and by_columns is not None:
+            deliver(part, by_columns)
+    return by_rows
 
 
 def _differentiate(
@@ -177,24 +194,41 @@ def _times(tile: torch.Tensor, factor: torch.Tensor | float, part: slice, dim: i
 
 def _subtract_pairs(
     block: Similarities,
-    strip: slice,
     positives: torch.Tensor | slice,
-    given: Coefficients,
+    part: slice,
+    weight: torch.Tensor | float,
     by_rows: torch.Tensor,
-    scaled: torch.Tensor,
     by_columns: torch.Tensor | None,
 ) -> None:
-    where = _part(positives, strip)
-    weight = given.on_pair
-    if isinstance(weight, torch.Tensor):
-        weight = weight[strip].unsqueeze(1)
-    by_rows.sub_(block.columns[where] * weight)
-    if by_columns is None:
-        return
-    if isinstance(where, slice):
-        by_columns[where].sub_(scaled * weight)
-    else:
-        by_columns.index_add_(0, where, scaled * weight, alpha=-1)
+    """What the rows whose positives are in `part` take off both gradients, some at a time."""
+    for strip in block.strips():
+        here, there = _pairs(positives, strip, part)
+        each = weight[here].unsqueeze(1) if isinstance(weight, torch.Tensor) else weight
+        if isinstance(here, slice) and isinstance(there, slice):
+            if here.start >= here.stop:
+                continue
+            by_rows[here].sub_(block.columns[there] * each)
+            if by_columns is not None:
+                inside = slice(there.start - part.start, there.stop - part.start)
+                by_columns[inside].sub_(block.scaled(here) * each)
+        elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+            by_rows.index_add_(0, here, block.columns[there] * each, alpha=-1)
+            if by_columns is not None:
+                taken = block.rows[here] * (block.scale * each)
+                by_columns.index_add_(0, there - part.start, taken, alpha=-1)
+
+
+def _pairs(
+    positives: torch.Tensor | slice, strip: slice, part: slice
+) -> tuple[torch.Tensor | slice, torch.Tensor | slice]:
+    """The rows of `strip` whose positives are in `part`, and these positives."""
+    if isinstance(positives, slice):
+        first = max(part.start, positives.start + strip.start)
+        last = min(part.stop, positives.start + strip.stop)
+        return slice(first - positives.start, last - positives.start), slice(first, last)
+    found = positives[strip]
+    inside = ((found >= part.start) & (found < part.stop)).nonzero().squeeze(1)
+    return inside + strip.start, found[inside]
 
 
 def _part(positives: torch.Tensor | slice, strip: slice) -> torch.Tensor | slice:
