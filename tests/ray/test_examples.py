@@ -5,6 +5,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import sklearn.datasets  # noqa: F401  # sets variables when it is first imported
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
