@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator.registration import Registered
     from lockstep.operator.setting import Setting
-    from lockstep.sync import GradientSync
+    from lockstep.sync import Synchroniser
 
 
 class Backstage:
@@ -55,5 +55,5 @@ class Backstage:
         self.latest: dict[str, Any] = {}
 
     @property
-    def sync(self) -> GradientSync | None:
+    def sync(self) -> Synchroniser | None:
         return None if self.registered is None else self.registered.sync

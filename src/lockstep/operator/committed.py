@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lockstep.sync import GradientSync
+    from lockstep.sync import Synchroniser
 
 
 class CommittedBuffers:
@@ -34,7 +34,7 @@ class CommittedBuffers:
         self,
         modules: Iterable[nn.Module],
         num_parts: int,
-        sync: GradientSync | None,
+        sync: Synchroniser | None,
         *,
         may_discard: bool = False,
     ) -> None:

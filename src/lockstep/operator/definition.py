@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
+from lockstep.operator.attachment import Wanted
 from lockstep.operator.backstage import Backstage
 from lockstep.operator.registration import assemble
 from lockstep.operator.setting import Setting
@@ -171,12 +172,6 @@ class TrainingOperator:
                 "register was called twice",
                 fix="call it once, with lists: self.register(models=[a, b], optimizers=[...])",
             )
-        if ddp_args:
-            raise ConfigurationError(
-                "ddp_args were given, but the gradients are not synchronised by torch's DDP",
-                got=f"ddp_args={ddp_args!r}",
-                fix="leave them out",
-            )
         if loss_reduction is not None:
             self.loss_reduction = loss_reduction
         if self.loss_reduction not in ("mean", "sum"):
@@ -190,10 +185,13 @@ class TrainingOperator:
             optimizers=optimizers,
             criterion=criterion,
             schedulers=schedulers,
-            # The default step knows when a step's last forward is over, and that a shard
-            # starts from the committed buffers; for other loops, backward's end is the moment.
-            buffers="after_backward" if own_loop else "manual",
-            averages=self.loss_reduction == "mean",
+            wanted=Wanted(
+                # The default step knows when a step's last forward is over, and that a shard
+                # starts from the committed buffers; elsewhere backward's end is the moment.
+                buffers="after_backward" if own_loop else "manual",
+                averages=self.loss_reduction == "mean",
+                ddp_args=dict(ddp_args or {}),
+            ),
         )
         given = [models, optimizers]
         given += [item for item in (criterion, schedulers) if item is not None]

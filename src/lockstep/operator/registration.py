@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.agreement import agree_on_steps
-from lockstep.operator.setting import shard_order
-from lockstep.sync import GradientSync, is_local
+from lockstep.operator.attachment import Wanted, attach
+from lockstep.sync import is_local
 
 if TYPE_CHECKING:
     from lockstep.operator.setting import Setting
+    from lockstep.sync import Synchroniser
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Registered:
     schedulers: list[Any]
     criterion: Any
     models_given_alone: bool
-    sync: GradientSync | None
+    sync: Synchroniser | None
     attached: tuple[nn.Parameter, ...] = ()
 
     def refuse_replaced(self) -> None:
@@ -116,8 +117,7 @@ def assemble(
     optimizers: Any,
     criterion: Any,
     schedulers: Any,
-    buffers: str,
-    averages: bool,
+    wanted: Wanted,
 ) -> Registered:
     """Check, move to the device, and attach gradient synchronisation.
 
@@ -141,14 +141,7 @@ def assemble(
     if setting.options.wrap_ddp:
         _refuse_strangers(registered)
         if any(True for _ in registered.parameters()):
-            registered.sync = GradientSync(
-                registered.modules(),
-                setting.group,
-                bucket_cap_mb=setting.options.bucket_cap_mb,
-                buffers=buffers,
-                averages=averages,
-                order=shard_order(setting),
-            )
+            registered.sync = attach(registered, setting, wanted)
             if setting.group.size > 1:
                 registered.attached = tuple(registered.parameters())
                 try:

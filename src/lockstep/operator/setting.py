@@ -22,6 +22,7 @@ class Options:
 
     Attributes:
         scheduler_step_freq: "batch", "epoch", "manual", or None without schedulers.
+        sync: the way in which N gradients become one, by name (see `attachment`).
         wrap_ddp: False leaves synchronisation to the user's own wrapper.
         add_dist_sampler: False lets every worker read its own loader as it is.
         bucket_cap_mb: how large a bucket of gradients grows before it is sent, in MiB.
@@ -34,6 +35,7 @@ class Options:
     precision: PrecisionName = "fp32"
     use_tqdm: bool = False
     scheduler_step_freq: str | None = None
+    sync: str = "replicate"
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     bucket_cap_mb: float = 25.0

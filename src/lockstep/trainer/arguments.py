@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lockstep.operator import Options
 
 _NOT_YET: Final[Mapping[str, tuple[Any, ...]]] = {
-    "sync": ("replicate",),
     "audit": ("off",),
     "min_workers": (),
     "spare_workers": (0,),
@@ -214,6 +213,18 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     )
     require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
+
+
+_SYNCS_OF_LATER: Final = ("ddp", "fsdp", "parameter_server", "data_parallel")
+
+
+def pick_sync(sync: str) -> str:
+    if sync in _SYNCS_OF_LATER:
+        raise NotAvailableError(
+            f"TorchTrainer has no sync={sync!r} in this version", fix="leave sync out"
+        )
+    require(sync == "replicate", "sync", sync, '"replicate"')
+    return sync
 
 
 def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:

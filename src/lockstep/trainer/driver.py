@@ -36,6 +36,7 @@ from lockstep.trainer.arguments import (
     pick_backend,
     pick_gpu,
     pick_precision,
+    pick_sync,
     refuse_further,
     require,
 )
@@ -77,6 +78,7 @@ class TorchTrainer:
         use_gpu: True, False, or "auto": whether CUDA is available here.
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
+        sync: how N gradients become one; "replicate", hooks on the parameters.
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.
@@ -112,6 +114,7 @@ class TorchTrainer:
         use_gpu: bool | str = "auto",
         resources_per_worker: Mapping[str, float] | None = None,
         backend: str = "auto",
+        sync: str = "replicate",
         wrap_ddp: bool = True,
         timeout_s: float = 1800,
         use_fp16: bool = False,
@@ -143,6 +146,7 @@ class TorchTrainer:
             precision=pick_precision(precision, use_fp16),
             use_tqdm=use_tqdm,
             scheduler_step_freq=scheduler_step_freq,
+            sync=pick_sync(sync),
             wrap_ddp=wrap_ddp,
             add_dist_sampler=add_dist_sampler,
             bucket_cap_mb=bucket_cap_mb,
@@ -172,6 +176,9 @@ class TorchTrainer:
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
         )
+        self._open(resources, use_local=use_local, gpu_here=gpu_here)
+
+    def _open(self, resources: Resources, *, use_local: bool, gpu_here: bool) -> None:
         self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
         try:
             self._tell("on_start")

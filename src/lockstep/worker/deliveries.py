@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
-    from lockstep.sync import GradientSync
+    from lockstep.sync import Synchroniser
 
 
 class StepSource(Protocol):
@@ -234,7 +234,7 @@ class Deliveries:
         )
         sync = self._operator._lockstep.sync
         if sync is not None and self._purpose == "train":
-            sync.begin_step(self._operator._lockstep.committed)
+            sync.begin_step(self._operator._lockstep.committed, step.num_samples)
         if not self._cursor.source.joint:
             self._operator._lockstep.delivered = None
             return ShardedBatch(parts)
@@ -246,7 +246,7 @@ class Deliveries:
         part.seed_randomness()
         return part.batch
 
-    def _refuse_reading_ahead(self, sync: GradientSync, weight: int) -> None:
+    def _refuse_reading_ahead(self, sync: Synchroniser, weight: int) -> None:
         """A loop that reads ahead runs its backward for an earlier batch than the last one.
 
         Which one it is cannot be seen from here. That matters when they count differently.

@@ -24,6 +24,7 @@ RAYSGD_ARGUMENTS = {
     "scheduler_step_freq": None, "use_local": False,
 }  # fmt: skip
 OURS = {
+    "sync": "replicate",
     "num_shards": None, "precision": "fp32", "seed": 0, "resources_per_worker": None,
     "bucket_cap_mb": 25, "callbacks": (), "reproducible": False, "accumulate": 1,
     "clip_grad_norm": None,
@@ -164,7 +165,7 @@ def test_a_wrong_kind_is_refused_with_what_to_type(arguments, needed):
     assert needed in str(caught.value)
 
 
-@pytest.mark.parametrize("argument", ["sync", "resume", "spare_workers", "audit"])
+@pytest.mark.parametrize("argument", ["resume", "spare_workers", "audit"])
 def test_what_this_version_has_not_got_says_so(argument):
     with pytest.raises(NotAvailableError, match=f"leave {argument} out"):
         trainer(**{argument: 1})

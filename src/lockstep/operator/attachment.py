@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the name of a way to synchronise (`TorchTrainer(sync=...)`) to the thing at work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigurationError
+from lockstep.operator.setting import shard_order
+from lockstep.sync import GradientSync
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lockstep.operator.registration import Registered
+    from lockstep.operator.setting import Setting
+    from lockstep.sync import Synchroniser
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How an operator wants its gradients to become one.
+
+    Attributes:
+        buffers: "after_backward", or "manual" where the loop says when.
+        averages: False if the losses are sums over their batches.
+        ddp_args: for torch's DistributedDataParallel.
+    """
+
+    buffers: str
+    averages: bool
+    ddp_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def attach(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    """Tie `registered` to its peers in the way that ``setting.options.sync`` names.
+
+    A way may put other objects (a wrapper, a remapped optimizer) into `registered`: they are
+    what `register` returns.
+
+    Collective:
+        Every rank: compares structure, broadcasts rank 0's weights.
+    """
+    if wanted.ddp_args and setting.options.sync != "ddp":
+        raise ConfigurationError(
+            "ddp_args were given, but the gradients are not synchronised by torch's DDP",
+            got=f"ddp_args={dict(wanted.ddp_args)!r}",
+            fix='leave them out, or write TorchTrainer(..., sync="ddp")',
+        )
+    return _WAYS[setting.options.sync](registered, setting, wanted)
+
+
+def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    return GradientSync(
+        registered.modules(),
+        setting.group,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+        order=shard_order(setting),
+    )
+
+
+_WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
+    "replicate": _replicate,
+}
