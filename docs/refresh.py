@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import os
 import re
 import subprocess
 import sys
@@ -43,9 +44,14 @@ def source(program: Path, names: list[str]) -> str:
 
 
 def output(program: Path) -> str:
-    """What a program prints when it is started from the repository's root."""
+    """What a program prints on a CPU, when it is started from the repository's root."""
     done = subprocess.run(
-        [sys.executable, str(program)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(f"{program} failed:\n{done.stdout}{done.stderr}")

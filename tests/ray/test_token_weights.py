@@ -17,8 +17,8 @@ CONFIG = {BATCH_SIZE: BATCH}
     [
         (Tokens, 2, {"accumulate": 3}),
         (Tokens, 3, {"num_shards": 4, "reproducible": True}),
-        (Tokens, 4, {}),
-        (OwnEpoch, 2, {}),
+        pytest.param(Tokens, 4, {}, marks=pytest.mark.slow),
+        pytest.param(OwnEpoch, 2, {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_mean_over_the_tokens_of_the_global_batch(operator, num_workers, arguments):
