@@ -25,7 +25,6 @@ class Backstage:
         loaders: what `register_data` was given, by purpose.
         delivered: the plain batch in hand; None between batches, and while shards are.
         place: where the batch in hand stands in its accumulation window.
-        window_total: samples of the first global batch of the window in hand, over all workers.
         committed: global batches that have happened since the run began.
         weighed_by: what the default loops' losses count for, by purpose, once one was computed.
         ran_our_epoch: the default `train_epoch` ran in this pass, maybe from the user's.
@@ -43,7 +42,6 @@ class Backstage:
         self.loaders: dict[str, Any] = {}
         self.delivered: Part | None = None
         self.place = PlaceInWindow(opens=True, closes=True)
-        self.window_total: float | None = None
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False

@@ -34,6 +34,9 @@ class StepSource(Protocol):
     joint: bool
 
     @property
+    def global_batch_size(self) -> int | None: ...
+
+    @property
     def steps_per_epoch(self) -> int | None: ...
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
@@ -234,10 +237,7 @@ class Deliveries:
         )
         sync = self._operator._lockstep.sync
         if sync is not None and self._purpose == "train":
-            self._operator._lockstep.window_total = self._window_total(sync, step)
-            sync.begin_step(
-                self._operator._lockstep.committed, self._operator._lockstep.window_total
-            )
+            sync.begin_step(self._operator._lockstep.committed)
         if not self._cursor.source.joint:
             self._operator._lockstep.delivered = None
             return ShardedBatch(parts)
@@ -248,19 +248,6 @@ class Deliveries:
             self._refuse_reading_ahead(sync, part.num_samples)
         part.seed_randomness()
         return part.batch
-
-    def _window_total(self, sync: Synchroniser, step: Step) -> float | None:
-        """What the weights are measured by: the first batch of a window, for all of it.
-
-        The weights of a window add up, on every rank, in one unit. With `accumulate` the
-        windows are known, also to a rank without samples in the first batch; in those that a
-        loop makes by hand every rank runs backward for every batch, so all see alike whether
-        one is open.
-        """
-        operator = self._operator
-        is_known = operator._lockstep.setting.options.accumulate > 1
-        is_inside = not operator._lockstep.place.opens if is_known else sync.has_open_window
-        return operator._lockstep.window_total if is_inside else step.num_samples
 
     def _refuse_reading_ahead(self, sync: Synchroniser, weight: int) -> None:
         """A loop that reads ahead runs its backward for an earlier batch than the last one.
