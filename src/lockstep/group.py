@@ -323,8 +323,7 @@ class Group:
             expected="the same backward on every rank",
             got=str(failure).splitlines()[0],
             cause="it left backward out (a NaN guard, an early `continue`), raised, or died",
-            fix="run backward on every rank, with weight=0 where a batch should not count:"
-            " gradients.backward(loss, weight=0)",
+            fix="run backward on every rank, or agree to leave it out on all of them",
         ) from failure
 
     def _hear(self, mine: torch.Tensor, heard: torch.Tensor) -> RuntimeError | None:

@@ -256,7 +256,7 @@ def test_a_rank_that_leaves_its_backward_out_is_named(function, size):
             assert isinstance(result, PeerLostError), result
     # Whoever gives up first closes the connections of all.
     assert any("rank 1 did not come" in str(result) for result in results)
-    assert any("weight=0" in str(result) for result in results)
+    assert any("agree to leave it out" in str(result) for result in results)
 
 
 def test_backwards_in_another_order_are_refused():
@@ -287,6 +287,25 @@ def test_plain_backwards_of_unequal_weights():
     message = refused_everywhere(2, body, CrossedWeightsError, "unequal weights")
     assert "4 at the reduction on rank 0, 2 at the reduction on rank 1" in message
     assert "gradients.backward(loss, weight=...)" in message
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_rows_that_others_have_used_cannot_be_left_out_afterwards(function):
+    """A weight of zero drops this rank's gradients; what the others' losses say would be lost."""
+    replicas = [reset(nn.Linear(3, 3), seed=1) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group)
+        try:
+            loss = function(model(rows(4, 3, seed=group.rank)), group)
+            sync.backward(loss, weight=4 if group.rank == 0 else 0)
+        finally:
+            sync.detach()
+
+    message = refused_everywhere(2, body, CrossedWeightsError, "would be dropped")
+    assert "rank 1 of 2" in message
+    assert "x[:0]" in message
 
 
 def test_plain_backwards_of_equal_weights_and_of_none_are_right():

@@ -143,6 +143,14 @@ class CrossingBackward:
 
     def _compare_weights(self, heard: Sequence[Sequence[float]]) -> None:
         weights = [one[1] for one in heard]
+        mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.agreed.rows[rank]]
+        if mute:
+            raise CrossedWeightsError(
+                f"rows went into {self.function} whose gradients would be dropped",
+                where=f"rank {', '.join(map(str, mute))} of {self.group.size}",
+                got="a backward of weight zero, through rows that the other ranks' losses hold",
+                fix="bring no rows where a batch should not count: x[:0]",
+            )
         on_roots = {one[2] for one in heard}
         counting = {weight for weight in weights if weight != 0.0}
         if on_roots == {1.0} or (on_roots == {0.0} and (len(counting) < 2 or not self.averages)):
