@@ -88,9 +88,7 @@ class GradientSync:
             broadcast_tensors(group, everything, cap_bytes=self._cap_bytes)
         self._lock = threading.Lock()
         self._tasks: set[int] = set()
-        self._is_open = False
-        self._is_driven = False
-        self._is_paused = False
+        self._is_open = self._is_driven = self._is_paused = False
         self._arrive: Callable[[Slot], None] | None = None
         self._arrivals: dict[int, int] | None = None
         self._delivered: float | WeightError | None = None
