@@ -20,7 +20,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 TORCH := 2.13.0
 
 .PHONY: help setup demo check fix test test-all bench bench-full bench-gpu bench-growth \
-  bench-page constraints clean
+  bench-page docs constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,7 +49,10 @@ test-all: $(VENV)/.installed ## all tests
 bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
 	$(BIN)/python -m benchmarks
 
-bench-full: $(VENV)/.installed $(PEERS)/.tried ## the same with Ray Train and 1 to 8 workers
+docs: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
+	$(BIN)/python docs/refresh.py
+
+bench-full: $(VENV)/.installed $(PEERS)/.tried ## the same with Ray Train, 1 to 8 workers, the loss over 65536 rows
 	$(BIN)/python -m benchmarks --suite full
 
 bench-gpu: $(VENV)/.installed $(PEERS)/.tried ## the same on the CUDA devices of this machine

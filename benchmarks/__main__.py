@@ -24,6 +24,7 @@ import torch
 from benchmarks import (
     calls,
     checkpoints,
+    contrastive,
     growth,
     memory,
     page,
@@ -43,6 +44,8 @@ from benchmarks.verdict import NotMeasured, Result, markdown
 FAMILIES: dict[str, Family] = {
     "steps": steps.FAMILY,
     "steps_cuda": steps.CUDA_FAMILY,
+    "contrastive": contrastive.FAMILY,
+    "contrastive_full": contrastive.FULL_FAMILY,
     "checkpoint": checkpoints.FAMILY,
     "scaling": scaling.FAMILY,
     "scaling_cuda": scaling.CUDA_FAMILY,

@@ -15,10 +15,12 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.metrics.numeric import as_number
+from lockstep.operator.joint import reduction_of
 from lockstep.operator.loops import checked_metrics, registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
+from lockstep.reduction import activate
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.determinism import deterministic
@@ -50,6 +52,7 @@ class Report:
         steps: global batches.
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
+        weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
     """
 
     metrics: list[dict[str, Any]]
@@ -60,6 +63,7 @@ class Report:
     steps: int
     epoch: int | None
     timers: dict[str, float] | None
+    weighed_by: str | None = None
 
 
 class Worker:
@@ -136,6 +140,9 @@ class Worker:
             if loader is not None:
                 source = open_source(operator, loader, purpose)
                 self._cursors[purpose] = Cursor(source)
+        if operator._lockstep.sync is not None and "train" in self._cursors:
+            usual = self._cursors["train"].source.global_batch_size
+            operator._lockstep.sync.expect_weight(usual)
 
     def _close_loaders(self) -> None:
         for cursor in self._cursors.values():
@@ -201,7 +208,7 @@ class Worker:
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved(), self._arithmetic():
+        with preserved(), self._arithmetic(), activate(reduction_of(operator, None)):
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
@@ -230,6 +237,7 @@ class Worker:
             steps=tally.steps,
             epoch=epoch if purpose == "train" else None,
             timers=operator.timers.stats() if profile else None,
+            weighed_by=operator._lockstep.weighed_by.get(purpose),
         )
 
     def _arithmetic(self) -> AbstractContextManager[None]:
