@@ -137,5 +137,9 @@ def markdown(rows: Sequence[Result]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(row.cells())} |" for row in rows]
-    lines += [f"\n`{row.name}`: {said}" for row in rows for said in row.remarks()]
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for said in row.remarks():
+            about.setdefault(said, []).append(f"`{row.name}`")
+    lines += [f"\n{', '.join(dict.fromkeys(names))}: {said}" for said, names in about.items()]
     return "\n".join(lines)
