@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmark.md"
 RESULTS = ROOT / "out" / "benchmarks"
+PICTURE = ROOT / "docs" / "benchmark.svg"
+SHOWN = f"![ours / theirs, each row]({PICTURE.name})\n\n"
 MARK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,6 +39,7 @@ def filled(text: str, results: Path) -> tuple[str, list[str]]:
         if not table.is_file():
             missing.append(found[2])
             return found[0]
-        return f"{found[1]}\n{table.read_text().strip()}\n\n{found[3]}"
+        picture = SHOWN if found[2] == "bench" and PICTURE.is_file() else ""
+        return f"{found[1]}\n{picture}{table.read_text().strip()}\n\n{found[3]}"
 
     return MARK.sub(part, text), missing

@@ -10,9 +10,7 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.page import RESULTS, ROOT
-
-PICTURE = ROOT / "docs" / "benchmark.svg"
+from benchmarks.page import PICTURE, RESULTS, ROOT
 
 
 def main() -> int:
@@ -47,7 +45,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     axes.axvline(1.0, color="#cccccc", linewidth=1, zorder=0)
     axes.set_yticks(list(places), [f"{row['name']}  vs  {row['against']}" for row in rows])
     axes.tick_params(axis="y", labelsize=7, length=0)
-    axes.set_xlabel("time, ours / theirs (bar: spread, tick: goal); left is faster")
+    axes.set_xlabel("time, ours / theirs; bar: spread, tick: goal")
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.savefig(PICTURE, metadata={"Date": None})
 
