@@ -62,6 +62,23 @@ def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Sync
     )
 
 
+def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    # Imported only by who asks for it: it brings torch's DDP.
+    from lockstep.sync.ddp import DDPSync
+
+    sync = DDPSync(
+        registered.modules(),
+        setting.group,
+        ddp_args=wanted.ddp_args,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+    registered.replace_modules(sync.models)
+    return sync
+
+
 _WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
     "replicate": _replicate,
+    "ddp": _ddp,
 }

@@ -67,6 +67,17 @@ class Registered:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""
         return [_unwrapped(model) for model in self.models]
 
+    def plain_criterion(self) -> Any:
+        """The criterion without a wrapper."""
+        is_module = isinstance(self.criterion, nn.Module)
+        return _unwrapped(self.criterion) if is_module else self.criterion
+
+    def replace_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Put what a way of synchronising made of `modules()` in their place, in their order."""
+        self.models = list(modules[: len(self.models)])
+        if len(modules) > len(self.models):
+            self.criterion = modules[-1]
+
     def modules(self) -> list[nn.Module]:
         """The models, and the criterion where it is a module (it may hold parameters)."""
         extra = [self.criterion] if isinstance(self.criterion, nn.Module) else []
@@ -108,6 +119,15 @@ def as_list(given: Any, kind: type, argument: str) -> list[Any]:
     if not items:
         raise ConfigurationError(f"register({argument}=...) was given an empty list")
     return items
+
+
+def in_shape(given: Any, items: list[Any]) -> Any:
+    """`items` as they were given: alone, in a tuple, or in a list; what was given if the same."""
+    if not isinstance(given, Sequence):
+        return items[0]
+    if all(one is other for one, other in zip(given, items, strict=True)):
+        return given
+    return tuple(items) if isinstance(given, tuple) else items
 
 
 def assemble(

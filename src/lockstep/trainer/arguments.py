@@ -215,7 +215,8 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
 
 
-_SYNCS_OF_LATER: Final = ("ddp", "fsdp", "parameter_server", "data_parallel")
+_SYNCS: Final = ("replicate", "ddp")
+_SYNCS_OF_LATER: Final = ("fsdp", "parameter_server", "data_parallel")
 
 
 def pick_sync(sync: str) -> str:
@@ -223,7 +224,7 @@ def pick_sync(sync: str) -> str:
         raise NotAvailableError(
             f"TorchTrainer has no sync={sync!r} in this version", fix="leave sync out"
         )
-    require(sync == "replicate", "sync", sync, '"replicate"')
+    require(sync in _SYNCS, "sync", sync, " or ".join(f'"{name}"' for name in _SYNCS))
     return sync
 
 
@@ -237,6 +238,13 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
     _refuse_with_own_loop(options, operator_cls)
+    require(
+        options.sync == "replicate" or not options.reproducible,
+        "reproducible",
+        options.reproducible,
+        f"False with sync={options.sync!r}: it is only replicate that adds shards in their order",
+        fix="leave out sync, or reproducible",
+    )
     if options.reproducible and operator_cls.joint_loss:
         raise ConfigurationError(
             "reproducible=True cannot hold for a joint loss",

@@ -33,7 +33,7 @@ def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
         "models": [copied(model.state_dict()) for model in run.plain_models()],
         "optimizers": [copied(optimizer.state_dict()) for optimizer in run.optimizers],
         "schedulers": [copied(scheduler.state_dict()) for scheduler in run.schedulers],
-        "criterion": copied(run.criterion.state_dict())
+        "criterion": copied(run.plain_criterion().state_dict())
         if isinstance(run.criterion, nn.Module)
         else None,
         "precision": copied(operator._lockstep.precision.state_dict()),
@@ -81,7 +81,7 @@ def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
         found += _module_problems(f"model {index}", model, saved)
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
-        found += _module_problems("criterion", run.criterion, saved_criterion)
+        found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
     for index, (optimizer, saved) in enumerate(
         zip(run.optimizers, state["optimizers"], strict=True)
     ):
@@ -127,7 +127,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
     for model, saved in zip(run.plain_models(), state["models"], strict=True):
         model.load_state_dict(saved)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
-        run.criterion.load_state_dict(state["criterion"])
+        run.plain_criterion().load_state_dict(state["criterion"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
         optimizer.load_state_dict(copy.deepcopy(saved))
