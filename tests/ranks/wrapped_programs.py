@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -98,7 +100,7 @@ class Experts(nn.Module):
 class Choosing(Plain):
     """Branches that differ between ranks, and a layer that weight decay must not move."""
 
-    ddp_args = {"find_unused_parameters": True}
+    ddp_args: ClassVar = {"find_unused_parameters": True}
 
     def build(self):
         return [Experts()]
@@ -120,7 +122,7 @@ class Choosing(Plain):
 
 
 class ChoosingInBucketViews(Choosing):
-    ddp_args = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    ddp_args: ClassVar = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
 
 
 class CheckpointedLayers(nn.Module):
@@ -154,19 +156,19 @@ class RecomputingReentrant(Recomputing):
 
 
 class InBucketViews(Plain):
-    ddp_args = {"gradient_as_bucket_view": True}
+    ddp_args: ClassVar = {"gradient_as_bucket_view": True}
 
 
 class AddedInBucketViews(SeveralBackwardsOntoZeros):
-    ddp_args = {"gradient_as_bucket_view": True}
+    ddp_args: ClassVar = {"gradient_as_bucket_view": True}
 
 
 class AccumulatedInBucketViews(Accumulated):
-    ddp_args = {"gradient_as_bucket_view": True}
+    ddp_args: ClassVar = {"gradient_as_bucket_view": True}
 
 
 class AccumulatedFindingUnused(Accumulated):
-    ddp_args = {"find_unused_parameters": True}
+    ddp_args: ClassVar = {"find_unused_parameters": True}
 
 
 WRAPPED = (

@@ -19,7 +19,6 @@ import torch
 from lockstep import reduction
 from lockstep.errors import (
     ConfigurationError,
-    GradientNotReducedError,
     WeightError,
     WrongUseError,
 )
@@ -27,7 +26,7 @@ from lockstep.sync import guard, verdict
 from lockstep.sync.buckets import Slot
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
-from lockstep.sync.ddp_round import Round
+from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
 from lockstep.sync.inventory import agree, agree_on_values, take_inventory
@@ -295,6 +294,7 @@ class DDPSync:
             if self._round.kept is None:
                 self._used.add(slot)
             slot.passed = 0
+            self._round.note_arrival(slot)
 
         return hook_gradient(slot.param, gradient_comes, gradient_arrived)
 
@@ -352,7 +352,7 @@ class DDPSync:
             self._reset(broken=True)
             if "mark a variable ready only once" not in str(error):
                 raise
-            raise _came_twice(self.place, error) from error
+            raise came_twice(self.place, str(error).splitlines()[0]) from error
         except BaseException:
             self._reset(broken=True)
             raise
@@ -415,10 +415,9 @@ class DDPSync:
 
     def _reset(self, *, broken: bool = False) -> None:
         if broken:
-            # Peers wait for what did not follow, and DDP for what did not come.
             self._is_broken = self._is_broken or self._round.has_sent
-            for model in self._reduced:
-                model.forget()
+        for model in self._reduced if broken else self._round.unfinished():
+            model.forget()
         self._window = Window()
         self._used.clear()
         self._round = Round(self, self._reduced, self._used)
@@ -429,14 +428,3 @@ class DDPSync:
     def _buffer_tensors(self) -> list[torch.Tensor]:
         tensors = [place.tensor() for place in self._buffers]
         return [tensor for tensor in tensors if tensor is not None]
-
-
-def _came_twice(place: str, error: RuntimeError) -> GradientNotReducedError:
-    return GradientNotReducedError(
-        "a parameter's gradient came twice in one backward, which torch's DDP cannot reduce",
-        where=place,
-        got=str(error).splitlines()[0],
-        cause="reentrant checkpointing through one layer twice, or a parameter used outside the"
-        " model's forward",
-        fix="torch.utils.checkpoint(..., use_reentrant=False)",
-    )

@@ -90,11 +90,22 @@ class Round:
         self.kept: Mapping[Slot, torch.Tensor] | None = None
         self.sums: Sums | None = None
         self.refusal: BaseException | None = None
+        self._gone: set[Slot] = set()
+        self._late: list[Slot] = []
+
+    def note_arrival(self, slot: Slot) -> None:
+        """A gradient was accumulated; too late if its bucket has left."""
+        if slot in self._gone:
+            self._late.append(slot)
 
     @property
     def has_sent(self) -> bool:
         """Peers wait for what does not come any more, if this round is not finished."""
         return any(turn.is_led for turn in self._turns.values())
+
+    def unfinished(self) -> list[ReducedModel]:
+        """The models whose reducer waits for what will not come."""
+        return [m for m, turn in self._turns.items() if turn.cargo and not turn.has_landed]
 
     def landed(self) -> list[ReducedModel]:
         """The models whose gradients are the global ones."""
@@ -117,6 +128,7 @@ class Round:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         turn = self._turns[model]
         turn.cargo.append(_Cargo(flat, bucket.parameters(), future))
+        self._gone.update(map(self._host.slot_of, bucket.parameters()))
         # What is raised here would lose its type in C++.
         if self.refusal is None:
             try:
@@ -244,6 +256,8 @@ class Round:
         """
         if self.refusal is not None:
             raise self.refusal
+        if self._late:
+            raise came_twice(self._host.place, f"`{self._late[0].name}`")
         self._refuse_unfinished()
         led = [turn for turn in self._turns.values() if turn.cargo and turn.cargo[0].future]
         if led and self._has_followers:
@@ -255,17 +269,16 @@ class Round:
                 self._give_to_users(model, turn, turn.used)
 
     def _refuse_unfinished(self) -> None:
-        for model, turn in self._turns.items():
-            if turn.cargo and not turn.has_landed:
-                missing = [slot.name for slot in model.reduced if slot not in self.used]
-                raise GradientNotReducedError(
-                    "a backward left parameters without a gradient, and torch's DDP waits for them",
-                    where=self._host.place,
-                    got=", ".join(f"`{name}`" for name in missing[:8]),
-                    cause="a conditional branch, an unused layer, or one loss of several",
-                    fix='self.register(..., ddp_args={"find_unused_parameters": True}), and one'
-                    " backward through the sum of the losses",
-                )
+        for model in self.unfinished():
+            missing = [slot.name for slot in model.reduced if slot not in self.used]
+            raise GradientNotReducedError(
+                "a backward left parameters without a gradient, and torch's DDP waits for them",
+                where=self._host.place,
+                got=", ".join(f"`{name}`" for name in missing[:8]),
+                cause="a conditional branch, an unused layer, or one loss of several",
+                fix='self.register(..., ddp_args={"find_unused_parameters": True}), and one'
+                " backward through the sum of the losses",
+            )
 
     def _give_to_users(self, model: ReducedModel, turn: Turn, used: torch.Tensor) -> None:
         """What nobody used has no gradient; what anybody used has one on every rank."""
@@ -276,6 +289,17 @@ class Round:
                     param.grad = None
                 else:
                     param.grad = taken_out(view, param)
+
+
+def came_twice(place: str, what: str) -> GradientNotReducedError:
+    return GradientNotReducedError(
+        "a parameter's gradient came twice in one backward, which torch's DDP cannot reduce",
+        where=place,
+        got=what,
+        cause="reentrant checkpointing through one layer twice, or a parameter used outside the"
+        " model's forward",
+        fix='torch.utils.checkpoint(..., use_reentrant=False), or leave out sync="ddp"',
+    )
 
 
 def _call_at_end_of_task(function: Callable[[], None]) -> None:
