@@ -67,7 +67,8 @@ def table(*columns):
 
 
 @pytest.mark.parametrize(
-    ("program", "way", "split"), table(WRAPPED, ("weighted", "plain", "borrowed"), list(SHARES))
+    ("program", "way", "split"),
+    list(table(WRAPPED, ("weighted", "plain", "borrowed"), list(SHARES))),
 )
 def test_as_one_process(program, way, split):
     # Small buckets for all but the even split: then several are in flight during backward.
@@ -75,7 +76,7 @@ def test_as_one_process(program, way, split):
 
 
 @pytest.mark.parametrize(
-    ("program", "cap_mb", "split"), table(ACCUMULATING, (25, 1e-4), list(SHARES))
+    ("program", "cap_mb", "split"), list(table(ACCUMULATING, (25, 1e-4), list(SHARES)))
 )
 def test_accumulation_divides_once_by_all_weights(program, cap_mb, split):
     compare(program(), SHARES[split], way="weighted", cap_mb=cap_mb)
