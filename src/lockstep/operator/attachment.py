@@ -78,7 +78,25 @@ def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchronis
     return sync
 
 
+def _fsdp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    if setting.group.is_alone:
+        return _replicate(registered, setting, wanted)  # one shard is the whole
+    # Imported only by who asks for it: it brings torch's DTensor.
+    from lockstep.sync.fsdp import FSDPSync
+
+    registered.remember_plain()
+    return FSDPSync(
+        registered.plain_modules(),
+        setting.group,
+        registered.optimizers,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+
+
 _WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
     "replicate": _replicate,
     "ddp": _ddp,
+    "fsdp": _fsdp,
 }

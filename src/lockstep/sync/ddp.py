@@ -18,7 +18,6 @@ import torch
 
 from lockstep import reduction
 from lockstep.errors import (
-    ConfigurationError,
     WeightError,
     WrongUseError,
 )
@@ -29,7 +28,7 @@ from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, agree_on_values, take_inventory
+from lockstep.sync.inventory import agree, agree_on_values, refuse_shared, take_inventory
 from lockstep.sync.reducer import PLAIN, WEIGHTED
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 
@@ -112,18 +111,10 @@ class DDPSync:
     def _wrapped(
         self, modules: Sequence[torch.nn.Module], arguments: Mapping[str, Any]
     ) -> list[torch.nn.Module]:
+        refuse_shared(modules, 'put both into one module, or leave out sync="ddp"')
         wrapped: list[torch.nn.Module] = []
-        owners: dict[int, int] = {}
         for place, module in enumerate(modules):
             slots = [s for p in module.parameters() if (s := self._of_param.get(id(p)))]
-            for slot in slots:
-                if owners.setdefault(slot.number, place) != place:
-                    raise ConfigurationError(
-                        f"`{slot.name}` belongs to two registered modules",
-                        cause="each has a reducer of its own in torch's DDP, which would reduce"
-                        " the gradient twice",
-                        fix='put both into one module, or leave out sync="ddp"',
-                    )
             trains = any(slot.param.requires_grad for slot in slots)
             wrapped.append(
                 ReducedModel(module, place, slots, self, arguments) if trains else module
