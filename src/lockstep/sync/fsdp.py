@@ -31,11 +31,12 @@ from lockstep.sync import guard
 from lockstep.sync.buckets import Slot
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.inventory import agree, refuse_shared, take_inventory
+from lockstep.sync.inventory import agree, take_inventory
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from lockstep.group import Group
 
@@ -54,7 +55,8 @@ class FSDPSync(GradientSync):
     """See `GradientSync`; its parameters are the gathered ones, the optimizers' the shards.
 
     Args:
-        modules: of which each is sharded as a whole, in place.
+        modules: of which each is sharded as a whole, in place. Scalars, complex parameters and
+            those that several modules share stay whole on every rank.
         group: the ranks; its process group has to be torch's default group.
         optimizers: fresh; their parameters are exchanged for the shards.
     """
@@ -77,8 +79,7 @@ class FSDPSync(GradientSync):
         broadcast_tensors(group, everything, cap_bytes=2**25)
         mesh = _mesh(group, next(iter(found.parameters.values())).device)
         before = [_named(module) for module in modules]
-        refuse_shared(modules, 'leave out sync="fsdp", or put both into one module')
-        self._sharded = [module for module in modules if _shard(module, mesh)]
+        self._sharded = _shard_all(modules, mesh)
         self._exchange(before, [_named(module) for module in modules], optimizers)
         self._mesh: DeviceMesh | None = mesh
         self._is_open_for_use = False
@@ -344,18 +345,45 @@ def _mesh(group: Group, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(world, device.type)
 
 
-def _shard(module: torch.nn.Module, mesh: DeviceMesh) -> bool:
-    """Shard `module` in place. False if nothing in it can be: then it stays whole."""
-    params = dict.fromkeys(module.parameters())
-    # A scalar has no rows to share out; what is local is each rank's own.
-    kept = {param for param in params if is_local(param) or param.dim() == 0 or not param.numel()}
-    if len(kept) == len(params):
+def _shard_all(modules: Sequence[torch.nn.Module], mesh: DeviceMesh) -> list[torch.nn.Module]:
+    """Shard `modules` in place, each as a whole; returns the units that are gathered."""
+    units = list(dict.fromkeys(unit for module in modules for unit in _units(module)))
+    seen: set[torch.nn.Parameter] = set()
+    shared: set[torch.nn.Parameter] = set()
+    for unit in units:
+        own = set(unit.parameters())
+        shared |= own & seen
+        seen |= own
+    return [unit for unit in units if _shard(unit, mesh, shared)]
+
+
+def _units(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    # A container without a forward cannot be a unit; what is in it can.
+    if type(module).forward is not torch.nn.Module.forward:
+        yield module
+        return
+    for child in module.children():
+        yield from _units(child)
+
+
+def _shard(
+    unit: torch.nn.Module, mesh: DeviceMesh, shared: AbstractSet[torch.nn.Parameter]
+) -> bool:
+    """False if nothing in it can be sharded: then it stays whole, on every rank."""
+    params = set(unit.parameters())
+    kept = {param for param in params if param in shared or not _has_rows(param)}
+    if kept == params:
         return False
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=kept)
-    sharded = cast("FSDPModule", module)
+    fully_shard(unit, mesh=mesh, reshard_after_forward=False, ignored_params=kept)
+    sharded = cast("FSDPModule", unit)
     sharded.set_requires_gradient_sync(False)
     sharded.set_reshard_after_backward(False)
     return True
+
+
+def _has_rows(param: torch.nn.Parameter) -> bool:
+    """Whether there is something to share out, and gloo and torch can carry it."""
+    return not is_local(param) and param.dim() > 0 and param.numel() > 0 and not param.is_complex()
 
 
 def _forget_group(module: torch.nn.Module) -> None:
