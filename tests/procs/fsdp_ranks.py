@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the sharded runs: a program, because the default process group is a process's own.
 
-    python fsdp_ranks.py RANK FOLDER fast|slow
+    python fsdp_ranks.py RANK FOLDER PORT fast|slow
 
 Runs the cases that have a rank RANK, each in a fresh default group, and leaves the
 results in FOLDER. What is raised is a result as well.
@@ -194,12 +194,13 @@ def cases(slow: bool):
         yield program.__name__, 2, (program,)
 
 
-def run(rank: int, folder: Path, *, slow: bool) -> None:
+def run(rank: int, folder: Path, port: int, *, slow: bool) -> None:
     results: dict[str, Any] = {}
+    meeting = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     for name, size, (function, *arguments) in cases(slow):
         if rank >= size:
             continue
-        store = dist.FileStore(str(folder / f"{name}.store"), size)
+        store = dist.PrefixStore(name, meeting)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20)
         )
@@ -218,4 +219,4 @@ def run(rank: int, folder: Path, *, slow: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(int(sys.argv[1]), Path(sys.argv[2]), slow=sys.argv[3] == "slow")
+    run(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), slow=sys.argv[4] == "slow")

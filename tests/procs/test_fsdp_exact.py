@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.procs.fsdp_ranks import EXACT, REFUSALS, SHARES, WAYS, is_slow, oracle
 
 import harness
@@ -28,8 +29,10 @@ def results_of(folder: Path, speed: str) -> list[dict]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     program = str(Path(__file__).parent / "fsdp_ranks.py")
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rest = [str(folder), str(meeting.port), speed]
     running = [
-        subprocess.Popen([sys.executable, program, str(rank), str(folder), speed], env=environment)
+        subprocess.Popen([sys.executable, program, str(rank), *rest], env=environment)
         for rank in range(RANKS)
     ]
     assert [process.wait(timeout=100) for process in running] == [0] * RANKS
