@@ -370,8 +370,10 @@ class TorchTrainer:
         self._give_back()
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Write `state_dict()` into one file on this machine, atomically; returns its path."""
-        return checkpoint.write(os.fspath(path), self.state_dict())
+        """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""
+        in_shards = self._spec.options.sync == "fsdp"
+        write = checkpoint.write_directory if in_shards else checkpoint.write
+        return write(os.fspath(path), self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a file of `save`, check it, and go on from it in every worker.
