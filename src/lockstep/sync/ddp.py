@@ -95,7 +95,7 @@ class DDPSync:
         self._reduced = [model for model in self.models if isinstance(model, ReducedModel)]
         self._lock = threading.Lock()
         self._tasks: set[int] = set()
-        self._units = Units()
+        self._units = Units(group.size, fixed=not averages)
         self._window = Window()
         self._delivered: float | WeightError | None = None
         self.step = 0
@@ -159,6 +159,10 @@ class DDPSync:
             self._open_window(WEIGHTED)
             self._window.weight += scale
         self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
+
+    def expect_weight(self, total: float | None) -> None:
+        """What all ranks' batches of a usual step weigh; a step that does needs no division."""
+        self._units.expect(total)
 
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to."""
@@ -393,7 +397,7 @@ class DDPSync:
         for slot in [slot for model in landed for slot in model.reduced]:
             slot.passed = self.rounds
         self._add_aside()
-        if sums is not None and self.averages:
+        if sums is not None:
             self._units.learn(sums)
         self._reset()
         if landed and self._syncs_buffers:

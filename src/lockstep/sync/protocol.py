@@ -39,6 +39,9 @@ class Synchroniser(Protocol):
     ) -> None:
         """Run backward through `loss`, which counts `weight`, and reduce."""
 
+    def expect_weight(self, total: float | None) -> None:
+        """Say what all ranks' batches of a usual step count for together, if that is known."""
+
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to."""
 

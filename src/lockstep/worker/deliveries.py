@@ -34,6 +34,9 @@ class StepSource(Protocol):
     joint: bool
 
     @property
+    def global_batch_size(self) -> int | None: ...
+
+    @property
     def steps_per_epoch(self) -> int | None: ...
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...

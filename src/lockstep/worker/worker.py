@@ -50,6 +50,7 @@ class Report:
         steps: global batches.
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
+        weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
     """
 
     metrics: list[dict[str, Any]]
@@ -60,6 +61,7 @@ class Report:
     steps: int
     epoch: int | None
     timers: dict[str, float] | None
+    weighed_by: str | None = None
 
 
 class Worker:
@@ -136,6 +138,9 @@ class Worker:
             if loader is not None:
                 source = open_source(operator, loader, purpose)
                 self._cursors[purpose] = Cursor(source)
+        if operator._lockstep.sync is not None and "train" in self._cursors:
+            usual = self._cursors["train"].source.global_batch_size
+            operator._lockstep.sync.expect_weight(usual)
 
     def _close_loaders(self) -> None:
         for cursor in self._cursors.values():
@@ -234,6 +239,7 @@ class Worker:
             steps=tally.steps,
             epoch=epoch if purpose == "train" else None,
             timers=operator.timers.stats() if profile else None,
+            weighed_by=operator._lockstep.weighed_by.get(purpose),
         )
 
     def _arithmetic(self) -> AbstractContextManager[None]:
