@@ -10,7 +10,6 @@ reduction: so the step depends on the shards alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,14 +190,17 @@ def _train_part(
     operator: TrainingOperator, part: Part, batch_info: dict[str, Any], reduces: bool
 ) -> Result:
     part.seed_randomness()
-    # Around the forward too: torch's own wrappers prepare their reduction there.
-    with nullcontext() if reduces else operator.no_sync():
-        with operator.timers.record("fwd"), operator._lockstep.precision.autocast():
-            batch = to_device(part.batch, operator.device)
-            loss, metrics = _loss_and_metrics(operator, batch, batch_info)
-        weight = take_weight(operator, "train", part, metrics)
-        with operator.timers.record("grad"):
-            backward(operator, operator._lockstep.precision.scale(loss), weight)
+    with operator.timers.record("fwd"), operator._lockstep.precision.autocast():
+        batch = to_device(part.batch, operator.device)
+        loss, metrics = _loss_and_metrics(operator, batch, batch_info)
+    weight = take_weight(operator, "train", part, metrics)
+    with operator.timers.record("grad"):
+        scaled = operator._lockstep.precision.scale(loss)
+        if reduces:
+            backward(operator, scaled, weight)
+        else:
+            with operator.no_sync():
+                backward(operator, scaled, weight)
     return {"train_loss": _reported(operator, loss, part), **metrics}, weight
 
 
