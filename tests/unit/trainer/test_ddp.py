@@ -18,6 +18,8 @@ from torch import nn
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError
 
+UNUSED = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+
 
 class Learned(nn.Module):
     def __init__(self) -> None:
@@ -60,14 +62,17 @@ def test_accumulation_and_clipping_as_under_replicate():
     assert same(*results)
 
 
-@pytest.mark.parametrize("ddp_args", [{}, {"gradient_as_bucket_view": True}])
-def test_a_criterion_that_learns(ddp_args):
+@pytest.mark.parametrize("ddp_args", [{}, {"gradient_as_bucket_view": True}, UNUSED])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_criterion_that_learns(ddp_args, accumulate):
     states = []
     for sync in ("replicate", "ddp"):
         with TorchTrainer(
             training_operator_cls=WithCriterion,
             config=ddp_args if sync == "ddp" else {},
             sync=sync,
+            num_shards=2,
+            accumulate=accumulate,
         ) as run:
             run.train()
             states.append(run.state_dict())
