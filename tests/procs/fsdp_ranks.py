@@ -24,7 +24,7 @@ from torch import nn
 from harness import reset
 from lockstep.errors import LockstepError
 from lockstep.group import Group
-from lockstep.sync.fsdp import FSDPSync, whole_of
+from lockstep.sync.fsdp import FSDPSync, clip_shards, whole_of
 from ranks.programs import PROGRAMS, Accumulated, X, Y, mlp, prepared, sgd, squared
 from ranks.worlds import OneProcess, OnRanks
 from ranks.wrapped_programs import LearnedLoss
@@ -175,6 +175,40 @@ def a_rank_that_leaves(group):
     sync.begin_step(1)
 
 
+class WithScalar(nn.Module):
+    """A scalar has no rows: it stays whole beside the shards."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def clipped_beside_a_scalar(group):
+    """How far the weights are from one process's after two clipped steps."""
+    model, truth = reset(WithScalar(), 3), reset(WithScalar(), 3)
+    optimizer, true_optimizer = sgd(model), sgd(truth)
+    sync = FSDPSync([model], group, [optimizer])
+    part = slice(0, 8) if group.rank == 0 else slice(8, 12)
+    for step in range(2):
+        optimizer.zero_grad()
+        true_optimizer.zero_grad()
+        sync.begin_step(step)
+        sync.backward(squared(model)(X[part], Y[part]), weight=len(X[part]))
+        squared(truth)(X, Y).backward()
+        clip_shards(list(model.parameters()), 0.1)
+        nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
+        optimizer.step()
+        true_optimizer.step()
+    pairs = zip(model.parameters(), truth.parameters(), strict=True)
+    far = max(float((whole_of(a.detach()) - b).abs().max()) for a, b in pairs)
+    sync.detach()
+    return far
+
+
 REFUSALS = {
     gradients_by_hand: "LS101",
     window_left_open: "LS101",
@@ -190,7 +224,7 @@ def cases(slow: bool):
         if is_slow(program, way, split) == slow:
             name = f"{program.__name__}-{way}-{split}"
             yield name, len(SHARES[split]), (program_on_shards, program, way, split)
-    for program in [] if slow else [*REFUSALS, a_rank_that_leaves]:
+    for program in [] if slow else [*REFUSALS, a_rank_that_leaves, clipped_beside_a_scalar]:
         yield program.__name__, 2, (program,)
 
 

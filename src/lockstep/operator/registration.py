@@ -105,8 +105,8 @@ class Registered:
         return [*self.models, *extra]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        for module in self.modules():
-            yield from module.parameters()
+        # Once each: two modules may share some, and clipping would count those twice.
+        yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
 
     def set_training(self, training: bool) -> None:
         for module in self.modules():

@@ -270,6 +270,29 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def clip_shards(parameters: Sequence[torch.Tensor], max_norm: float) -> None:
+    """As torch's `clip_grad_norm_`, which takes shards and whole tensors, but not both at once.
+
+    Collective:
+        Every rank of the mesh. One all-reduce of one number.
+    """
+    grads = [param.grad for param in parameters if param.grad is not None]
+    shards = [grad for grad in grads if isinstance(grad, DTensor)]
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+    local = [grad.to_local() for grad in shards]
+    square = _square(local, grads[0])
+    dist.all_reduce(square, group=shards[0].device_mesh.get_group())
+    norm = (square + _square(whole, grads[0])).sqrt()
+    torch._foreach_mul_([*local, *whole], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _square(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(like.real.dtype if like.is_complex() else like.dtype, torch.float32)
+    squares = [tensor.norm().to(dtype) ** 2 for tensor in tensors]
+    zero = torch.zeros((), dtype=dtype, device=like.device)
+    return torch.stack([zero, *squares]).sum()
+
+
 def in_shards(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """`state` of whole tensors, with shards where `like` holds shards under the same key."""
     return {
