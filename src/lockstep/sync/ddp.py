@@ -158,7 +158,7 @@ class DDPSync:
             backward_kwargs["gradient"] = root
             self._open_window(WEIGHTED)
             self._window.weight += scale
-        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
+        self._drive(lambda: loss.backward(**backward_kwargs), scale)
 
     def expect_weight(self, total: float | None) -> None:
         """What all ranks' batches of a usual step weigh; a step that does needs no division."""
@@ -172,6 +172,7 @@ class DDPSync:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next."""
         is_number = weight is not None and not isinstance(weight, WeightError)
         self._delivered = checked_weight(weight, self.place) if is_number else weight
+        reduction.deliver(None if isinstance(self._delivered, WeightError) else self._delivered)
 
     def delivered_weight(self) -> float | None:
         """What `set_delivered_weight` was given last; raised, if it was an error."""
@@ -238,6 +239,7 @@ class DDPSync:
         """Take all hooks off and forget the group; the wrappers become their modules."""
         if self._group is None:
             return
+        reduction.deliver(None)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -332,13 +334,13 @@ class DDPSync:
         if is_first:
             self._window.aside = self._set_aside()
 
-    def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
+    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         self._is_driven = True
-        if muted:
+        if weight == 0.0:
             # Weight zero: nothing of it may stay, and zero times NaN would.
             self._round.kept = self._set_aside()
         try:
-            with reduction.activate(reduction.active() or reduction.Reduction(self.attached())):
+            with reduction.backward_of(self.attached(), weight):
                 run()
             self._put_back_kept()
             if not self._is_paused:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from lockstep import reduction
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync.ddp_header import Header, exchange, make_header
 from lockstep.sync.ddp_model import put_in, taken_out, views_of
@@ -136,12 +137,17 @@ class Round:
             except BaseException as error:
                 self.refusal = error
         if bucket.is_last():
-            _call_at_end_of_task(lambda: self._land(turn))
+            _call_at_end_of_task(lambda: self._land(model, turn))
         return future
 
     def _send(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
+        if reduction.crossing_ahead(self._host.attached()):
+            return  # `_land` sends them: what crosses ranks goes first, on every rank
+        self._send_all(model, turn, is_last)
+
+    def _send_all(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
         if not turn.is_led:
             mine = self._host.contribution()
             header = make_header(mine, self._host.step, model=model.signature())
@@ -150,7 +156,7 @@ class Round:
         for cargo in turn.cargo:
             if cargo.pending is None:
                 self._ship(cargo)
-        if is_last and self._host.finds_unused:
+        if is_last and self._host.finds_unused and turn.asked is None:
             self._ask_who_used(model, turn)
 
     def _note(self, sums: Header) -> None:
@@ -175,10 +181,12 @@ class Round:
         turn.used = torch.tensor(used, device=self._host.attached().device)
         turn.asked = self._host.attached().all_reduce(turn.used)
 
-    def _land(self, turn: Turn) -> None:
+    def _land(self, model: ReducedModel, turn: Turn) -> None:
         """Wait for a model's buckets, divide them and give them to DDP."""
         if self.refusal is not None:
             raise self.refusal
+        if any(cargo.pending is None for cargo in turn.cargo):
+            self._send_all(model, turn, is_last=True)
         assert self.sums is not None
         for cargo in turn.cargo:
             assert cargo.pending is not None
@@ -241,7 +249,7 @@ class Round:
             self._ship(cargo)
         if self._host.finds_unused:
             self._ask_who_used(model, turn)
-        self._land(turn)
+        self._land(model, turn)
         for cargo in turn.cargo:
             for param, view in zip(cargo.params, views_of(cargo.flat, cargo.params), strict=True):
                 param.grad = taken_out(view, param)
