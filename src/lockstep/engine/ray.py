@@ -24,6 +24,7 @@ from lockstep.engine.cluster import connect, session
 from lockstep.engine.crew import crew_for
 from lockstep.engine.inline import every
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
+from lockstep.engine.server import ServerProcess
 from lockstep.engine.travel import pickled, pickled_spec
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
@@ -57,6 +58,7 @@ class RayEngine:
         self._pids: list[int] = []
         self._room: PlacementGroup | None = None
         self._store: RendezvousStore | None = None
+        self._server: ServerProcess | None = None
         payload = pickled_spec(spec)
         own_cluster = connect()
         self._session = session()
@@ -74,6 +76,13 @@ class RayEngine:
                 actor.enlist.remote(shared, placement.local_ranks(nodes)[rank])
             store = self._store = _open_store(nodes, resources.timeout_s)
             one_node = store.host == LOOPBACK
+            if spec.options.sync == "parameter_server" and spec.num_workers > 1:
+                self._server = ServerProcess(
+                    crew.room,
+                    on_loopback=one_node,
+                    size=spec.num_workers,
+                    timeout_s=resources.timeout_s,
+                )
             rendezvous = Rendezvous(
                 store.host,
                 store.port,
@@ -82,6 +91,7 @@ class RayEngine:
                 one_node=one_node,
                 timeout_s=resources.timeout_s,
                 as_default=not (use_local and dist.is_initialized()),
+                owner=self._server.address if self._server is not None else None,
             )
             self.started = self.call("start", rendezvous if spec.num_workers > 1 else None)
         except BaseException as error:
@@ -90,6 +100,7 @@ class RayEngine:
             raise
         if one_node:
             self._pids = [self.started[rank]["pid"] for rank in self._actors]
+            self._pids += [self._server.pid] if self._server is not None else []
 
     # -------------------------------------------------------------------------------- calling
 
@@ -114,7 +125,7 @@ class RayEngine:
             self.ended = _session_over()
             self.close(force=True)
             raise self.ended
-        hearing = _Hearing(method)
+        hearing = _Hearing(method, self._server)
         try:
             shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
             for rank in ranks:
@@ -203,7 +214,7 @@ class RayEngine:
     def close(self, *, force: bool) -> None:
         if session() != self._session:
             self._actors.clear()
-            self._room = None
+            self._server = self._room = None
         if not force and self._actors:
             arguments = pickled((), "nothing")
             asked = [actor.perform.remote("stop", arguments) for actor in self._actors.values()]
@@ -214,6 +225,9 @@ class RayEngine:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors.clear()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
         room, self._room = self._room, None
         if room is not None:
             placement.release(room)
@@ -226,8 +240,9 @@ class RayEngine:
 class _Hearing:
     """What the driver has heard from the ranks of one call, and what it makes of it."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, server: ServerProcess | None = None) -> None:
         self.method = method
+        self._server = server
         self.pending: dict[Any, int] = {}
         self.values: dict[int, Any] = {}
         self.dead = False
@@ -255,9 +270,12 @@ class _Hearing:
             if deadline is not None and time.monotonic() > deadline:
                 return
             timeout = _WATCH_S if look is not None or deadline is not None else None
-            ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
+            ready, _ = ray.wait([*self.pending, *self._servers()], num_returns=1, timeout=timeout)
             for ref in ready:
-                self._answer(ref, self.pending.pop(ref))
+                if ref in self.pending:
+                    self._answer(ref, self.pending.pop(ref))
+                else:
+                    self._server_ended()
             if look is not None and not ready:
                 look()
 
@@ -274,6 +292,17 @@ class _Hearing:
                 " trainer and load the last checkpoint",
             )
             died.__cause__ = error
+            self.failed(died, peer_lost=False)
+
+    def _servers(self) -> list[Any]:
+        """The server's end says something where workers need it: not to who only reads weights."""
+        needed = self.method in COLLECTIVE_METHODS or self._consequences
+        return [self._server.ends] if self._server is not None and needed else []
+
+    def _server_ended(self) -> None:
+        died = self._server.death() if self._server is not None else None
+        self._server = None
+        if died is not None:
             self.failed(died, peer_lost=False)
 
     def cause(self) -> BaseException | None:

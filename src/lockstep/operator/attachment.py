@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError
 from lockstep.operator.setting import shard_order
-from lockstep.sync import GradientSync
+from lockstep.sync import GradientSync, ParameterServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,6 +62,19 @@ def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Sync
     )
 
 
+def _parameter_server(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    return ParameterServer(
+        registered.modules(),
+        registered.optimizers,
+        setting.group,
+        setting.owner,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+
+
 _WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
     "replicate": _replicate,
+    "parameter_server": _parameter_server,
 }

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data import Placement, shards_of
 from lockstep.group import Group
-from lockstep.sync import ShardOrder
+from lockstep.sync import OwnerAddress, ShardOrder
 
 if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
@@ -50,6 +50,7 @@ class Setting:
 
     Attributes:
         placement: the shards of every global batch that this worker carries.
+        owner: where the parameter server listens; None without one, or with one here.
     """
 
     world_rank: int = 0
@@ -59,6 +60,7 @@ class Setting:
     group: Group = field(default_factory=lambda: Group(None))
     placement: Placement = field(default_factory=lambda: Placement(1, range(1), seed=0))
     options: Options = field(default_factory=Options)
+    owner: OwnerAddress | None = None
 
 
 def shard_order(setting: Setting) -> ShardOrder | None:

@@ -215,7 +215,8 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
 
 
-_SYNCS_OF_LATER: Final = ("ddp", "fsdp", "parameter_server", "data_parallel")
+_SYNCS: Final = ("replicate", "parameter_server")
+_SYNCS_OF_LATER: Final = ("ddp", "fsdp", "data_parallel")
 
 
 def pick_sync(sync: str) -> str:
@@ -223,7 +224,7 @@ def pick_sync(sync: str) -> str:
         raise NotAvailableError(
             f"TorchTrainer has no sync={sync!r} in this version", fix="leave sync out"
         )
-    require(sync == "replicate", "sync", sync, '"replicate"')
+    require(sync in _SYNCS, "sync", sync, " or ".join(f'"{name}"' for name in _SYNCS))
     return sync
 
 
@@ -237,6 +238,7 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
     _refuse_with_own_loop(options, operator_cls)
+    _check_sync(options)
     if options.reproducible and operator_cls.joint_loss:
         raise ConfigurationError(
             "reproducible=True cannot hold for a joint loss",
@@ -244,6 +246,15 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
             cause="its shards go through as one batch, whose size depends on num_workers",
             fix="leave reproducible out; the result is still that of one process, to rounding",
         )
+
+
+def _check_sync(options: Options) -> None:
+    """What only the default way to synchronise can do."""
+    if options.sync == "replicate":
+        return
+    fix = f"leave sync={options.sync!r} out"
+    require(not options.reproducible, "reproducible", True, f"False with {options.sync}", fix)
+    require(options.wrap_ddp, "wrap_ddp", False, f"True: {options.sync} synchronises", fix)
 
 
 _OWN_LOOP_LINES: Final = {

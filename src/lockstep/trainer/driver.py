@@ -78,7 +78,8 @@ class TorchTrainer:
         use_gpu: True, False, or "auto": whether CUDA is available here.
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
-        sync: how N gradients become one; "replicate", hooks on the parameters.
+        sync: how N gradients become one; "replicate", hooks on the parameters;
+            "parameter_server", one owner of parameters and optimizers.
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.

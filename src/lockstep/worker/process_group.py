@@ -19,6 +19,8 @@ from lockstep.errors import PeerLostError, WrongUseError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from lockstep.sync import OwnerAddress
+
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 
@@ -34,6 +36,7 @@ class Rendezvous:
         timeout_s: bound of every collective, in seconds.
         as_default: the group becomes torch's default group. The same on every rank: a group
             of its own meets under other keys than a default group, and would wait for ever.
+        owner: where the parameter server listens, if there is one.
     """
 
     host: str
@@ -43,6 +46,7 @@ class Rendezvous:
     one_node: bool
     timeout_s: float
     as_default: bool = True
+    owner: OwnerAddress | None = None
 
 
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:

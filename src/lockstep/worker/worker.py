@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
+    from lockstep.sync import OwnerAddress
     from lockstep.worker.spec import WorkerSpec
 
 
@@ -100,11 +101,11 @@ class Worker:
             if self.before_meeting is not None:
                 self.before_meeting()
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
-        self._build_operator(device)
+        self._build_operator(device, rendezvous.owner if rendezvous is not None else None)
         loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
         return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
-    def _build_operator(self, device: torch.device) -> None:
+    def _build_operator(self, device: torch.device, owner: OwnerAddress | None) -> None:
         spec = self.spec
         setting = Setting(
             world_rank=self.rank,
@@ -114,6 +115,7 @@ class Worker:
             group=Group(self._group, device),
             placement=self._placement(spec.num_shards, spec.seed),
             options=spec.options,
+            owner=owner,
         )
         config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
         operator = spec.operator_cls(config, setting)
