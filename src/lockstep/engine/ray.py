@@ -278,6 +278,7 @@ class _Hearing:
                     self._server_ended()
             if look is not None and not ready:
                 look()
+        self._hear_of_the_server()
 
     def _answer(self, ref: Any, rank: int) -> None:
         try:
@@ -298,6 +299,14 @@ class _Hearing:
         """The server's end says something where workers need it: not to who only reads weights."""
         needed = self.method in COLLECTIVE_METHODS or self._consequences
         return [self._server.ends] if self._server is not None and needed else []
+
+    def _hear_of_the_server(self) -> None:
+        """The workers may have noticed its death before the notice of it is here."""
+        servers = self._servers()
+        if self._consequences and not self._causes and servers:
+            ready, _ = ray.wait(servers, timeout=_HEARING_S)
+            if ready:
+                self._server_ended()
 
     def _server_ended(self) -> None:
         died = self._server.death() if self._server is not None else None
