@@ -91,6 +91,19 @@ def test_who_waits_for_a_worker_that_goes_is_freed(orderly):
     assert errors[0].code == "LS601"
 
 
+def test_a_second_connection_of_each_rank_is_a_session_of_its_own():
+    with server(2) as address:
+        first = [call_owner(address, rank) for rank in range(2)]
+        second = [call_owner(address, rank) for rank in (1, 0)][::-1]
+        values = [torch.ones(2), torch.ones(2)]
+        assert sums(second, values, range(2))[0].tolist() == [2, 2]
+        for channel in second:
+            channel.close()
+        assert sums(first, values, range(2))[1].tolist() == [2, 2]
+        for channel in first:
+            channel.close()
+
+
 def test_nobody_there():
     listening = OwnerServer("127.0.0.1", 1, b"secret", 5.0)
     listening.close()

@@ -2,26 +2,49 @@
 """An `Owner` behind a socket: one thread, one request at a time.
 
 A worker has one request open at most and reads its answer at once, so that neither side can
-wait for the other to read. When a worker vanishes, or leaves while another one waits, the
-server ends, and its closed connections free everybody: nobody waits for a timeout.
+wait for the other to read. When a worker vanishes the server ends, and when one leaves while
+another one waits it closes their lines: either frees who waits, and nobody needs a timeout.
 """
 
 from __future__ import annotations
 
 import selectors
 import socket
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from typing import Final
 
 from lockstep.sync.owner import Owner
 from lockstep.sync.wire import Line, LineClosedError, OwnerAddress, shows
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lockstep.sync.wire import Message
-
 # A worker says who it is as soon as it is connected; a stranger must not hold up the others.
 _INTRODUCTION_S: Final = 10.0
+
+
+class _Session:
+    """One owner and the lines of its workers.
+
+    A worker may register twice (a trial run beside the run itself): the n-th connection of each
+    rank belongs to the n-th session.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._owner = Owner(size)
+        self.lines: dict[int, Line] = {}
+
+    def attend(self, rank: int) -> list[Line]:
+        """One request of `rank`; returns the lines that it ended.
+
+        Raises:
+            LineClosedError: a worker is lost.
+        """
+        message = self.lines[rank].receive()
+        if message.what != "leave":
+            for each, answer in self._owner.handle(rank, message).items():
+                self.lines[each].send(answer)
+            return []
+        self._owner.leave(rank)
+        left = [rank] if self._owner.is_idle else list(self.lines)
+        return [self.lines.pop(each) for each in left]
 
 
 class OwnerServer:
@@ -29,17 +52,19 @@ class OwnerServer:
 
     Args:
         host: the one address to listen on.
+        size: how many workers there are.
         secret: what a worker has to show before anything of it is read.
         timeout_s: how long a message that has begun may take to come, or to go.
     """
 
     def __init__(self, host: str, size: int, secret: bytes, timeout_s: float) -> None:
-        self._owner = Owner(size)
         self._size = size
         self._timeout_s = timeout_s
         self._listener = socket.create_server((host, 0), backlog=size)
         self.address = OwnerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
-        self._lines: dict[int, Line] = {}
+        self._selector = selectors.DefaultSelector()
+        self._sessions: list[_Session] = []
+        self._came: Counter[int] = Counter()
 
     def serve(self) -> None:
         """Answer until every worker has left, or one is lost.
@@ -47,20 +72,20 @@ class OwnerServer:
         Collective:
             None: a process of its own, which every worker talks to.
         """
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            try:
-                came: set[int] = set()
-                while len(came) < self._size or self._lines:
-                    for key, _ in selector.select():
-                        if key.fileobj is self._listener:
-                            self._accept(selector, came)
-                        elif not self._attend(selector, key.data):
-                            return
-            finally:
-                self.close()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while len(self._came) < self._size or any(each.lines for each in self._sessions):
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj in key.data[0].lines.values():
+                        self._attend(*key.data)
+        except LineClosedError:
+            return  # a worker is lost: those that wait for it learn it from their own lines
+        finally:
+            self.close()
 
-    def _accept(self, selector: selectors.BaseSelector, came: set[int]) -> None:
+    def _accept(self) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(min(self._timeout_s, _INTRODUCTION_S))
         try:
@@ -72,32 +97,23 @@ class OwnerServer:
         except (OSError, LineClosedError):
             connection.close()  # somebody who is no worker
             return
-        came.add(rank)
-        self._lines[rank] = line
-        selector.register(line, selectors.EVENT_READ, rank)
+        number = self._came[rank]
+        self._came[rank] += 1
+        if number == len(self._sessions):
+            self._sessions.append(_Session(self._size))
+        self._sessions[number].lines[rank] = line
+        self._selector.register(line, selectors.EVENT_READ, (self._sessions[number], rank))
 
-    def _attend(self, selector: selectors.BaseSelector, rank: int) -> bool:
-        """One request of `rank`; False if the workers cannot go on."""
-        line = self._lines[rank]
-        try:
-            message = line.receive()
-            if message.what == "leave":
-                self._owner.leave(rank)
-                selector.unregister(line)
-                self._lines.pop(rank).close()
-                return self._owner.is_idle
-            self._send(self._owner.handle(rank, message))
-        except LineClosedError:
-            return False
-        return True
-
-    def _send(self, answers: Mapping[int, Message]) -> None:
-        for rank, answer in answers.items():
-            self._lines[rank].send(answer)
+    def _attend(self, session: _Session, rank: int) -> None:
+        for line in session.attend(rank):
+            self._selector.unregister(line)
+            line.close()
 
     def close(self) -> None:
         """End: workers that wait get an error. Idempotent."""
         self._listener.close()
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.close()
+        self._selector.close()
+        for session in self._sessions:
+            for line in session.lines.values():
+                line.close()
+            session.lines.clear()
