@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError
 from lockstep.operator.setting import shard_order
-from lockstep.sync import GradientSync, ParameterServer
+from lockstep.sync import GradientSync, ParameterServer, ReplicatedModel, replica_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,7 +74,16 @@ def _parameter_server(registered: Registered, setting: Setting, wanted: Wanted) 
     )
 
 
+def _data_parallel(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    # Weights and windows are those of one worker, which has the whole batch.
+    sync = _replicate(registered, setting, wanted)
+    devices = replica_devices(setting.device, setting.options.replicas)
+    registered.replace_modules([ReplicatedModel(model, devices) for model in registered.models])
+    return sync
+
+
 _WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
     "replicate": _replicate,
     "parameter_server": _parameter_server,
+    "data_parallel": _data_parallel,
 }

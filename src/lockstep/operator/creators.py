@@ -121,9 +121,10 @@ def from_model(
 
     class ModelOperator(base):  # type: ignore[valid-type, misc]
         def setup(self, config: Any) -> None:
-            self.model, self.optimizer = model, optimizer
-            self.criterion = criterion
-            self.register(models=model, optimizers=optimizer, criterion=criterion)
+            self.model, self.optimizer, *rest = self.register(
+                models=model, optimizers=optimizer, criterion=criterion
+            )
+            self.criterion = rest[0] if rest else None
             self.register_data(train_loader=train_loader, validation_loader=validation_loader)
 
         @staticmethod

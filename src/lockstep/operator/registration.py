@@ -16,7 +16,7 @@ from lockstep.errors import ConfigurationError, UnknownParameterError, WrongType
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.attachment import Wanted, attach
-from lockstep.sync import is_local
+from lockstep.sync import ReplicatedModel, is_local
 
 if TYPE_CHECKING:
     from lockstep.operator.setting import Setting
@@ -67,6 +67,12 @@ class Registered:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""
         return [_unwrapped(model) for model in self.models]
 
+    def replace_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Put what a way of synchronising made of `modules()` in their place, in their order."""
+        self.models = list(modules[: len(self.models)])
+        if len(modules) > len(self.models):
+            self.criterion = modules[-1]
+
     def modules(self) -> list[nn.Module]:
         """The models, and the criterion where it is a module (it may hold parameters)."""
         extra = [self.criterion] if isinstance(self.criterion, nn.Module) else []
@@ -84,7 +90,7 @@ class Registered:
 def _unwrapped(model: nn.Module) -> nn.Module:
     # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
     while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
+        if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
             inner: nn.Module = model.module
         else:
             inner = getattr(model, "_orig_mod", model)
@@ -108,6 +114,15 @@ def as_list(given: Any, kind: type, argument: str) -> list[Any]:
     if not items:
         raise ConfigurationError(f"register({argument}=...) was given an empty list")
     return items
+
+
+def in_shape(given: Any, items: list[Any]) -> Any:
+    """`items` as they were given: alone, in a tuple, or in a list; what was given if the same."""
+    if not isinstance(given, Sequence):
+        return items[0]
+    if all(one is other for one, other in zip(given, items, strict=True)):
+        return given
+    return tuple(items) if isinstance(given, tuple) else items
 
 
 def assemble(

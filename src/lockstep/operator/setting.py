@@ -23,6 +23,7 @@ class Options:
     Attributes:
         scheduler_step_freq: "batch", "epoch", "manual", or None without schedulers.
         sync: the way in which N gradients become one, by name (see `attachment`).
+        replicas: device replicas in one process, with ``sync="data_parallel"``.
         wrap_ddp: False leaves synchronisation to the user's own wrapper.
         add_dist_sampler: False lets every worker read its own loader as it is.
         bucket_cap_mb: how large a bucket of gradients grows before it is sent, in MiB.
@@ -36,6 +37,7 @@ class Options:
     use_tqdm: bool = False
     scheduler_step_freq: str | None = None
     sync: str = "replicate"
+    replicas: int = 1
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     bucket_cap_mb: float = 25.0

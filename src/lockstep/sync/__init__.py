@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from lockstep.sync.attach import replicate as replicate
 from lockstep.sync.average import average_gradients as average_gradients
+from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
+from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
 from lockstep.sync.owner_server import OwnerServer as OwnerServer
 from lockstep.sync.ownership import is_local as is_local
@@ -19,10 +21,12 @@ __all__ = [
     "OwnerAddress",
     "OwnerServer",
     "ParameterServer",
+    "ReplicatedModel",
     "ShardOrder",
     "Synchroniser",
     "average_gradients",
     "is_local",
     "local",
+    "replica_devices",
     "replicate",
 ]

@@ -215,8 +215,8 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
 
 
-_SYNCS: Final = ("replicate", "parameter_server")
-_SYNCS_OF_LATER: Final = ("ddp", "fsdp", "data_parallel")
+_SYNCS: Final = ("replicate", "parameter_server", "data_parallel")
+_SYNCS_OF_LATER: Final = ("ddp", "fsdp")
 
 
 def pick_sync(sync: str) -> str:
@@ -226,6 +226,11 @@ def pick_sync(sync: str) -> str:
         )
     require(sync in _SYNCS, "sync", sync, " or ".join(f'"{name}"' for name in _SYNCS))
     return sync
+
+
+def processes_for(options: Options) -> int:
+    """Worker processes: one for all the replicas of one process, else one for each worker."""
+    return 1 if options.sync == "data_parallel" else options.replicas
 
 
 def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:

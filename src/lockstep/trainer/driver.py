@@ -37,6 +37,7 @@ from lockstep.trainer.arguments import (
     pick_gpu,
     pick_precision,
     pick_sync,
+    processes_for,
     refuse_further,
     require,
 )
@@ -79,7 +80,8 @@ class TorchTrainer:
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
         sync: how N gradients become one; "replicate", hooks on the parameters;
-            "parameter_server", one owner of parameters and optimizers.
+            "parameter_server", one owner of parameters and optimizers; "data_parallel", one
+            process that shares each call of the model out over `num_workers` devices.
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.
@@ -148,6 +150,7 @@ class TorchTrainer:
             use_tqdm=use_tqdm,
             scheduler_step_freq=scheduler_step_freq,
             sync=pick_sync(sync),
+            replicas=num_workers,
             wrap_ddp=wrap_ddp,
             add_dist_sampler=add_dist_sampler,
             bucket_cap_mb=bucket_cap_mb,
@@ -156,23 +159,24 @@ class TorchTrainer:
             clip_grad_norm=clip_grad_norm,
         )
         check_options(options, self._operator_cls)
+        processes = processes_for(options)
         self._callbacks = tuple(callbacks)
         said_seed = None if seed is UNSAID_SEED else seed
         self._explicit = {"num_shards": num_shards, "seed": said_seed}
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
-            num_workers=num_workers,
+            num_workers=processes,
             num_shards=num_shards or num_workers,
             seed=int(seed),
             initialization_hook=initialization_hook,
-            threads=num_cpus_per_worker if num_workers > 1 or reproducible else None,
+            threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=gpu,
             options=options,
         )
         resources = Resources(
             num_cpus=num_cpus_per_worker,
-            num_gpus=int(gpu),
+            num_gpus=int(gpu) * (num_workers // processes),
             further=resources_per_worker,
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,

@@ -71,7 +71,11 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     )
     own_loop = operator._brings(epoch_method)
     joint = (
-        own_loop or operator._brings(batch_method) or operator.joint_loss or not options.wrap_ddp
+        own_loop
+        or operator._brings(batch_method)
+        or operator.joint_loss
+        or not options.wrap_ddp
+        or options.sync == "data_parallel"
     )
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
