@@ -118,3 +118,4 @@ def test_weights_can_be_had_when_the_server_is_gone():
         assert farthest(trainer.get_model(), one_process()) < 1e-12
         with pytest.raises(WorkerDiedError, match="parameter server"):
             trainer.state_dict()
+        assert farthest(trainer.get_model(), one_process()) < 1e-12

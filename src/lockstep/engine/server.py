@@ -73,11 +73,13 @@ class ServerProcess:
         ends: resolves when the server has ended, whatever ended it.
         address: where it listens.
         pid: its process, on its own machine.
+        on_loopback: that is this machine.
     """
 
     def __init__(
         self, room: PlacementGroup, *, on_loopback: bool, size: int, timeout_s: float
     ) -> None:
+        self.on_loopback = on_loopback
         strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=0)
         self._actor = RemoteServer.options(scheduling_strategy=strategy).remote()
         try:
