@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.group import Group
-from lockstep.sync import replicate
+from lockstep.sync import ReplicatedModel, replicate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -83,3 +83,28 @@ def test_C21_timeout_reaches_nccl():
         sync.detach()
     finally:
         leave_group(group)
+
+
+@pytest.mark.parametrize("sync", ["parameter_server", "data_parallel"])
+def test_another_sync_trains_as_replicate_does(sync, tmp_path):
+    models = []
+    for way in ("replicate", sync):
+        with trainer(sync=way) as one:
+            one.train()
+            path = one.save(tmp_path / way)
+            one.train()
+            one.load(path)
+            one.train()
+            models.append(one.get_model())
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_replicas_on_one_gpu_and_on_the_cpu():
+    layer = nn.Linear(3, 2, dtype=torch.float64, device="cuda")
+    features = torch.randn(5, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(features.cuda()).square().mean(), layer.parameters())
+    devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0)]
+    ReplicatedModel(layer, devices)(features).square().mean().backward()
+    for param, gradient in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, gradient)

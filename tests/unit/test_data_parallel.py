@@ -70,6 +70,21 @@ def test_outputs_and_gradients_are_the_one_models(make, size, count):
         assert_same(gradients(model.module), gradients(true))
 
 
+# torch's compiler looks at the gradient of everything that goes into a graph, copies too.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False], ids=["around the replicas", "inside"])
+def test_a_compiled_model(whole):
+    true, compiled = mlp(), mlp()
+    if whole:
+        model = torch.compile(ReplicatedModel(compiled, [CPU] * 3), backend="aot_eager")
+    else:
+        model = ReplicatedModel(torch.compile(compiled, backend="aot_eager"), [CPU] * 3)
+    for each in (true, model):
+        ((each(X) - Y) ** 2).sum(1).mean().backward()
+    assert_same(gradients(compiled), gradients(true))
+
+
 Pair = namedtuple("Pair", "left right")
 
 
@@ -200,6 +215,13 @@ def test_running_statistics_are_replica_zeros():
     model(X)
     for name, value in first.state_dict().items():
         assert torch.equal(model.module.state_dict()[name], value)
+
+
+def test_statistics_over_all_replicas_are_refused():
+    layer = nn.Sequential(nn.SyncBatchNorm(4))
+    ReplicatedModel(layer, [CPU])
+    with pytest.raises(ConfigurationError, match="`0`"):
+        ReplicatedModel(layer, [CPU] * 2)
 
 
 def test_dropout_is_drawn_anew_for_every_replica():

@@ -138,7 +138,9 @@ class TrainingOperator:
         Models and criterion move to this worker's device. Parameters, the criterion's
         included, are synchronised between workers through hooks on themselves: the models
         are returned as they are, not wrapped, and may be called in any way. With
-        ``sync="data_parallel"`` call what is returned: it shares its batch out over devices.
+        ``sync="data_parallel"`` call what is returned: it shares its batch out over devices. With
+        ``sync="parameter_server"`` the optimizers' ``step`` and ``state_dict`` become the
+        owner's; their ``param_groups`` stay.
 
         Args:
             models: an `nn.Module`, or a list or tuple of them.

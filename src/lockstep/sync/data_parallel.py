@@ -39,10 +39,14 @@ class ReplicatedModel(nn.Module):
     Args:
         module: the model; its parameters are on ``devices[0]``.
         devices: one for each replica.
+
+    Raises:
+        ConfigurationError: a layer that would have to communicate between the replicas.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__()
+        _refuse_synced_statistics(module, len(devices))
         self.module = module
         self.devices = list(devices)
 
@@ -194,6 +198,18 @@ def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
         and torch.equal(value.isnan(), own.isnan())
         and torch.equal(value.nan_to_num(), own.nan_to_num())
     )
+
+
+def _refuse_synced_statistics(module: nn.Module, count: int) -> None:
+    for path, part in module.named_modules():
+        if count > 1 and isinstance(part, nn.SyncBatchNorm):
+            raise ConfigurationError(
+                "SyncBatchNorm cannot see the rows of the other replicas of one process",
+                where=f"`{path}` under sync='data_parallel'",
+                cause="the replicas run one after the other",
+                fix='use sync="replicate" with joint_loss = True, or nn.BatchNorm, whose'
+                " statistics are then those of each replica",
+            )
 
 
 def _rows(inputs: Any) -> int | None:

@@ -94,7 +94,8 @@ def test_a_loaders_batch_size_is_per_shard():
         assert trainer.get_local_operator().sizes == [12, 12]
 
 
-def test_accumulation_and_clipping():
+@pytest.mark.parametrize("sync", ["data_parallel", "parameter_server"])
+def test_accumulation_and_clipping(sync):
     features, targets = problem()
     model = net()
     optimizer = sgd(model)
@@ -106,7 +107,15 @@ def test_accumulation_and_clipping():
             (loss * (len(features[rows]) / total)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-    with start(accumulate=2, clip_grad_norm=0.05) as trainer:
+    workers = {"data_parallel": 3, "parameter_server": 1}[sync]
+    with TorchTrainer(
+        training_operator_cls=DefaultLoop,
+        config=CONFIG,
+        num_workers=workers,
+        sync=sync,
+        accumulate=2,
+        clip_grad_norm=0.05,
+    ) as trainer:
         trainer.train()
         assert farthest(trainer.get_model(), model) < 1e-12
 
