@@ -37,7 +37,7 @@ def start(operator=DefaultLoop, num_workers=2, config=CONFIG, **options):
     )
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_default_loop_saved_and_loaded(num_workers, tmp_path):
     with start(num_workers=num_workers, num_shards=4) as trainer:
         trainer.train(num_steps=STEPS - 4)
@@ -48,11 +48,9 @@ def test_the_default_loop_saved_and_loaded(num_workers, tmp_path):
         assert farthest(trainer.get_model(), one_process()) < 1e-12
         state = trainer.state_dict()["optimizers"][0]
         assert len(state["state"]) == 4
-        pids = [w["pid"] for w in trainer._engine.started]
-        if num_workers > 1:
-            pids.append(trainer._engine._server.pid)
-            assert _alive(pids[-1])
-    assert not any(map(_alive, set(pids) - {os.getpid()}))
+        server = None if num_workers == 1 else trainer._engine._server.pid
+        assert server is None or _alive(server)
+    assert server is None or not _alive(server)
 
 
 def test_a_loop_of_ones_own_with_rank_0_here():
@@ -77,7 +75,7 @@ def test_objects_handed_in_hold_the_trained_weights():
 
 
 def test_a_worker_that_dies_in_a_step_is_named():
-    trainer = start(Misbehaving, num_workers=3, config={**CONFIG, "what": exit_process})
+    trainer = start(Misbehaving, config={**CONFIG, "what": exit_process})
     pids = [*trainer.apply_all_workers(os.getpid), trainer._engine._server.pid]
     with pytest.raises(WorkerDiedError, match="rank 1"):
         trainer.train()
@@ -111,6 +109,7 @@ def test_a_server_that_dies_in_a_step_is_named():
         trainer.train()
 
 
+@pytest.mark.slow
 def test_weights_can_be_had_when_the_server_is_gone():
     with start() as trainer:
         trainer.train(num_steps=STEPS)

@@ -220,12 +220,12 @@ class RayEngine:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-            _wait_until_gone([server.pid] if server.on_loopback else [])
         if crew is not None and crew.stays and have_stopped:
             come_back(crew)
+            pids = []
         elif crew is not None:
             send_home(crew)
-            _wait_until_gone(pids)
+        _wait_until_gone([*pids, server.pid] if server is not None and server.on_loopback else pids)
         if self._store is not None:
             self._store.close()
 
