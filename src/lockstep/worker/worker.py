@@ -15,10 +15,12 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.metrics.numeric import as_number
+from lockstep.operator.joint import reduction_of
 from lockstep.operator.loops import checked_metrics, registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
+from lockstep.reduction import activate
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.determinism import deterministic
@@ -76,6 +78,7 @@ class Worker:
         self.rank = rank
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
+        self._owner: OwnerAddress | None = None
         self._operator: TrainingOperator | None = None
         self._cursors: dict[str, Cursor] = {}
         self._before_load: dict[str, Any] | None = None
@@ -103,11 +106,12 @@ class Worker:
             if self.before_meeting is not None:
                 self.before_meeting()
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
-        self._build_operator(device, rendezvous.owner if rendezvous is not None else None)
+            self._owner = rendezvous.owner
+        self._build_operator(device)
         loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
         return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
-    def _build_operator(self, device: torch.device, owner: OwnerAddress | None) -> None:
+    def _build_operator(self, device: torch.device) -> None:
         spec = self.spec
         setting = Setting(
             world_rank=self.rank,
@@ -117,7 +121,7 @@ class Worker:
             group=Group(self._group, device),
             placement=self._placement(spec.num_shards, spec.seed),
             options=spec.options,
-            owner=owner,
+            owner=self._owner,
         )
         config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
         operator = spec.operator_cls(config, setting)
@@ -208,7 +212,7 @@ class Worker:
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved(), self._arithmetic():
+        with preserved(), self._arithmetic(), activate(reduction_of(operator, None)):
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
