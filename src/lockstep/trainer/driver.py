@@ -79,9 +79,8 @@ class TorchTrainer:
         use_gpu: True, False, or "auto": whether CUDA is available here.
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
-        sync: how N gradients become one; "replicate", hooks on the parameters;
-            "parameter_server", one owner of parameters and optimizers; "data_parallel", one
-            process that shares each call of the model out over `num_workers` devices.
+        sync: how N gradients become one; "replicate" (hooks on the parameters), "ddp", "fsdp",
+            "parameter_server" (one owner), "data_parallel" (`num_workers` devices, one process).
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.
@@ -91,8 +90,7 @@ class TorchTrainer:
         scheduler_step_freq: "batch", "epoch" or "manual"; needed with schedulers.
         use_local: rank 0 runs in this process, so that a breakpoint in it works.
         seed: data order and every random number follow from it.
-        reproducible: the weights are the same bits at every `num_workers`, with `num_shards`
-            fixed; for the default loop.
+        reproducible: the same bits at every `num_workers`, `num_shards` fixed; the default loop.
         accumulate: global batches that one optimizer step of the default loop consumes; the
             last window of an epoch may be shorter, and counts rightly.
         clip_grad_norm: largest norm of the global gradient, for the default loop.
@@ -159,10 +157,9 @@ class TorchTrainer:
             clip_grad_norm=clip_grad_norm,
         )
         check_options(options, self._operator_cls)
-        processes = processes_for(options)
+        processes = processes_for(options, use_local)
         self._callbacks = tuple(callbacks)
-        said_seed = None if seed is UNSAID_SEED else seed
-        self._explicit = {"num_shards": num_shards, "seed": said_seed}
+        self._explicit = {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
@@ -313,7 +310,7 @@ class TorchTrainer:
 
         A list if `register` was given a list or tuple of models.
         """
-        model: nn.Module | list[nn.Module] = self._call_rank(0, "models")
+        model: nn.Module | list[nn.Module] = self._from_rank_0("models")
         return model
 
     def get_local_operator(self) -> TrainingOperator:
@@ -330,7 +327,7 @@ class TorchTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
-        state: dict[str, Any] = self._call_rank(0, "state_dict")
+        state: dict[str, Any] = self._from_rank_0("state_dict")
         own_state = self._operator_cls.state_dict is not TrainingOperator.state_dict
         if self._spec.num_workers > 1 and own_state:
             state["operator_by_rank"] = self._call("operator_state")
@@ -373,8 +370,10 @@ class TorchTrainer:
         self._give_back()
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Write `state_dict()` into one file on this machine, atomically; returns its path."""
-        return checkpoint.write(os.fspath(path), self.state_dict())
+        """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""
+        in_shards = self._spec.options.sync == "fsdp"
+        write = checkpoint.write_directory if in_shards else checkpoint.write
+        return write(os.fspath(path), self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a file of `save`, check it, and go on from it in every worker.
@@ -390,7 +389,7 @@ class TorchTrainer:
         """Objects handed over by `from_model` hold the trained state after every change."""
         absorb = getattr(self._operator_cls, "_absorb", None)
         if absorb is not None and self._engine.local_operator() is None:
-            absorb(self._call_rank(0, "state_dict"))
+            absorb(self._from_rank_0("state_dict"))
 
     # ------------------------------------------------------------------------ users' functions
 
@@ -464,6 +463,11 @@ class TorchTrainer:
         self._check_open()
         with self._one_call_at_a_time(method):
             return self._engine.call_rank(rank, method, *args)
+
+    def _from_rank_0(self, method: str) -> Any:
+        if self._spec.options.sync == "fsdp":
+            return self._call("whole", method)[0]  # each rank has a part of it
+        return self._call_rank(0, method)
 
     @contextlib.contextmanager
     def _one_call_at_a_time(self, method: str) -> Iterator[None]:
