@@ -7,18 +7,21 @@ the way over which buckets are summed is another one, a star with the owner in i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import LockstepError
 from lockstep.group import Pending
 from lockstep.sync.gradient_sync import GradientSync
+from lockstep.sync.lineup import Making
 from lockstep.sync.owner import OwnerHere
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.served_optimizer import ServedOptimizer, served_ones, shipped
 from lockstep.sync.wire import Message, OwnerAddress, call_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -53,7 +56,8 @@ class ParameterServer(GradientSync):
         wanted = served_ones(optimizers)
         self._channel: Channel = call_owner(address, group.rank) if address else OwnerHere()
         try:
-            super().__init__(modules, group, **options)
+            through_owner = partial(_ThroughTheOwner, combine=self._sum_at_the_owner)
+            super().__init__(modules, group, making=through_owner, **options)
         except BaseException:
             self._channel.close()
             raise
@@ -71,16 +75,6 @@ class ParameterServer(GradientSync):
         for number, optimizer in enumerate(optimizers):
             served = ServedOptimizer(optimizer, number, number_of, self._channel, leads=leads)
             self._served.append(served)
-
-    def _reducer_for(self, slots: list[Slot]) -> Reducer:
-        return _AtTheEnd(
-            slots,
-            self.attached(),
-            self._cap_bytes,
-            combine=self._sum_at_the_owner,
-            signature=self._signature,
-            divides=self._averages,
-        )
 
     def _sum_at_the_owner(self, group: Group, bucket: Bucket) -> Pending:
         """Send a bucket, wait for the sum.
@@ -123,3 +117,20 @@ class _AtTheEnd(Reducer):
     @property
     def can_overlap(self) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class _ThroughTheOwner(Making):
+    """Reducers whose buckets are summed by `combine`, after backward."""
+
+    combine: Callable[[Group, Bucket], Pending]
+
+    def reducer(self, group: Group, slots: Sequence[Slot]) -> Reducer:
+        return _AtTheEnd(
+            slots,
+            group,
+            self.cap_bytes,
+            combine=self.combine,
+            signature=self.signature,
+            divides=self.divides,
+        )
