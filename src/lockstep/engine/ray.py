@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine import placement
-from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.crew import crew_for
 from lockstep.engine.inline import every
@@ -250,7 +250,8 @@ class _Hearing:
         while self.pending:
             if self._causes and (self.method in COLLECTIVE_METHODS or self.dead):
                 return
-            if (self._causes or self._consequences) and deadline is None:
+            is_freed = self.method in METHODS_BESIDE and not self.dead
+            if (self._causes or self._consequences) and deadline is None and not is_freed:
                 deadline = time.monotonic() + _HEARING_S
             if deadline is not None and time.monotonic() > deadline:
                 return

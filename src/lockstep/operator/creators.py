@@ -121,9 +121,12 @@ def from_model(
 
     class ModelOperator(base):  # type: ignore[valid-type, misc]
         def setup(self, config: Any) -> None:
-            self.model, self.optimizer = model, optimizer
-            self.criterion = criterion
-            self.register(models=model, optimizers=optimizer, criterion=criterion)
+            given = (model, optimizer, criterion)
+            if self._lockstep.setting.is_trial:
+                # Together, so that the optimizer's copy holds the parameters of the model's.
+                given = copy.deepcopy(given)
+            self.model, self.optimizer, self.criterion = given
+            self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
             self.register_data(train_loader=train_loader, validation_loader=validation_loader)
 
         @staticmethod

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from lockstep.sync.alone import Alone as Alone
 from lockstep.sync.attach import replicate as replicate
 from lockstep.sync.average import average_gradients as average_gradients
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
@@ -12,6 +13,7 @@ from lockstep.sync.protocol import Synchroniser as Synchroniser
 from lockstep.sync.shard_order import ShardOrder as ShardOrder
 
 __all__ = [
+    "Alone",
     "GradientSync",
     "ShardOrder",
     "Synchroniser",
