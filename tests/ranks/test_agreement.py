@@ -8,6 +8,7 @@ from torch import nn
 from harness import reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError, ReplicasDifferError, UnknownParameterError
 from lockstep.operator import Options, Setting
+from lockstep.operator.attachment import Wanted
 from lockstep.operator.registration import assemble
 from lockstep.sync import local, replicate
 
@@ -36,8 +37,7 @@ def registers(make_optimizer, make_scheduler=None):
             optimizers=optimizer,
             criterion=None,
             schedulers=make_scheduler and make_scheduler(optimizer, group.rank),
-            buffers="manual",
-            averages=True,
+            wanted=Wanted(buffers="manual", averages=True),
         )
         registered.sync.detach()
 
@@ -101,8 +101,7 @@ def registered_on_two_ranks(body):
             optimizers=optimizer,
             criterion=None,
             schedulers=None,
-            buffers="manual",
-            averages=True,
+            wanted=Wanted(buffers="manual", averages=True),
         )
         try:
             body(run, model, optimizer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness import assert_same, gradients, outcomes, reset, rows, run_ranks
+from harness import assert_same, cut, gradients, outcomes, reset, rows, run_ranks
 from lockstep.errors import (
     GradientNotReducedError,
     MixedWeightsError,
@@ -105,6 +105,33 @@ def test_zero_weight_takes_nan_out_of_a_window_and_out_of_a_round():
     total = 2 * true(X[:3]).square().sum() + true(X[3:]).square().sum()
     (total / 11).backward()
     for got in run_ranks(2, body):
+        assert_same(got, gradients(true))
+
+
+@pytest.mark.parametrize("expected", [5.0, 400.0, None], ids=["known", "guessed wrong", "unknown"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_a_step_weighs_may_be_said_beforehand(plain, expected):
+    """It decides what is scaled when, never the result; nor does an earlier round."""
+    replicas = models(3, lambda: nn.Linear(4, 3, dtype=torch.float64))
+    x = rows(8, 4, seed=3)
+    cuts = {1: cut(3, [1, 1, 1]), 2: cut(8, [5, 2, 1])}
+
+    def body(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group)
+        for step, cuts_of_step in cuts.items():
+            part = x[cuts_of_step[group.rank]]
+            sync.begin_step(step, {1: 3.0, 2: expected and expected * 8 / 5}[step])
+            sync.set_delivered_weight(len(part))
+            model.zero_grad()
+            loss = model(part).square().mean()
+            loss.backward() if plain else sync.backward(loss, weight=len(part))
+        sync.detach()
+        return gradients(model)
+
+    (true,) = models(1, lambda: nn.Linear(4, 3, dtype=torch.float64))
+    true(x).square().mean().backward()
+    for got in run_ranks(3, body):
         assert_same(got, gradients(true))
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _EXACT = (torch.float32, torch.float64)
 
+_LONG = 2**15
+"""Elements from which a gradient is worth a call of its own, to be scaled while it is copied."""
+
 
 class Sums(NamedTuple):
     """What the tail says after the flags; every field is a sum over ranks.
@@ -76,6 +79,7 @@ class Bucket:
         self.views: list[torch.Tensor] = []
         self._params = [slot.param for slot in self.slots]
         self._all_used = [True] * len(self.slots)
+        self._is_long = bool(self.slots) and size >= _LONG * len(self.slots)
         self.used = self._all_used
         self.missing: set[int] = set()
         self.pending: Pending | None = None
@@ -96,15 +100,20 @@ class Bucket:
         """A new backward: nothing has arrived. What is frozen now is not waited for."""
         self.missing = {slot.number for slot in self.slots if slot.param.requires_grad}
 
-    def pack(self) -> None:
-        """Bring every gradient into its view, and note which ones there are.
+    def pack(self, scale: float = 1.0) -> None:
+        """Bring every gradient into its view, times `scale`, and note which ones there are.
 
         Raises:
             RuntimeError: a gradient that cannot be copied into a strided tensor (sparse).
         """
         grads = [param.grad for param in self._params]
-        if self.slots and grads[0] is not self.views[0] and self._pack_fresh(grads):
+        if self.slots and grads[0] is not self.views[0] and self._pack_fresh(grads, scale):
             return
+        self._pack_each(grads)
+        if scale != 1.0:
+            self.payload.mul_(scale)
+
+    def _pack_each(self, grads: list[torch.Tensor | None]) -> None:
         strays: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -124,12 +133,19 @@ class Bucket:
         if absent:
             torch._foreach_zero_(absent)
 
-    def _pack_fresh(self, grads: list[torch.Tensor | None]) -> bool:
+    def _pack_fresh(self, grads: list[torch.Tensor | None], scale: float) -> bool:
         """The common case, every gradient there and none a view yet: no look at each one."""
         try:
-            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+            if scale != 1.0 and self._is_long:
+                # One pass over memory instead of two, which is what large gradients cost.
+                for grad, view in zip(grads, self.views, strict=True):
+                    torch.mul(grad, scale, out=view)  # type: ignore[arg-type]
+            else:
+                torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+                if scale != 1.0:
+                    self.payload.mul_(scale)
         except TypeError:
-            return False  # a None among them; nothing was copied
+            return False  # a None among them; what was copied is copied once more
         for param, view in zip(self._params, self.views, strict=True):
             param.grad = view
         self.used = self._all_used
@@ -146,9 +162,9 @@ class Layout:
 
     def __init__(self, slots: Sequence[Slot], cap_bytes: int) -> None:
         groups = _by_device_and_dtype(reversed(slots))
-        # An exact dtype last, so that the tail travels with a bucket in all but pure
+        # The most exact dtype last, so that the tail travels with a bucket in all but pure
         # low-precision models.
-        keys = sorted(groups, key=lambda key: key[1] in _EXACT)
+        keys = sorted(groups, key=lambda key: (key[1] in _EXACT, key[1].itemsize))
         pieces = [
             (key, piece) for key in keys for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
         ]
@@ -181,6 +197,10 @@ class Layout:
             )
         self.tail.copy_(self._image)
         self._check.fill_(sums.check)
+
+    def is_one(self, weight: float) -> bool:
+        """Whether a sum of weights is 1 as exactly as the tail can say it."""
+        return abs(weight - 1.0) <= 4.0 * torch.finfo(self.tail.dtype).eps
 
     def read_sums(self) -> Sums:
         """The sums over all ranks. On an accelerator this waits for the device."""

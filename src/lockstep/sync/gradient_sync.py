@@ -95,7 +95,8 @@ class GradientSync:
         self._arrivals: dict[int, int] | None = None
         self._delivered: float | WeightError | None = None
         self._step = 0
-        self._units = Units()
+        # In a fixed order of shards nothing may follow the ranks.
+        self._units = Units(group.size, fixed=not averages or order is not None)
         self._window = Window()
         self._unread: verdict.Unread | None = None
         self._is_broken = False
@@ -149,8 +150,11 @@ class GradientSync:
         """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
         agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, total_weight: float | None = None) -> None:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
+
+        Args:
+            total_weight: what all ranks' batches of this step count for together, if known.
 
         Gradient:
             A round in which the ranks' steps differ is refused on all of them: it would average
@@ -160,6 +164,7 @@ class GradientSync:
             None.
         """
         self._step = step
+        self._units.expect(total_weight)
 
     def set_delivered_weight(self, weight: float | WeightError | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next.
@@ -228,12 +233,8 @@ class GradientSync:
         self._end_round()
 
     def forget_window(self) -> None:
-        """Drop the gradients that were accumulated since the last round.
-
-        Collective:
-            None: every rank does it, or none.
-        """
-        self._take_grads(dict.fromkeys(self._slots))
+        """Drop the gradients since the last round. Every rank does, or none; no collective."""
+        _put_grads(dict.fromkeys(self._slots))
         self._reset()
 
     def take_shard(self, shard: int) -> None:
@@ -364,7 +365,7 @@ class GradientSync:
             if muted:
                 # Weight zero: nothing of it may stay, and zero times NaN would.
                 kept = {slot: slot.param.grad for slot in self._slots}
-                self._take_grads(dict.fromkeys(kept))
+                _put_grads(dict.fromkeys(kept))
                 self._arrive = None
             elif not self._is_paused:
                 self._begin_round()
@@ -377,15 +378,11 @@ class GradientSync:
         finally:
             self._is_driven = False
             if muted:
-                self._take_grads(kept)
+                _put_grads(kept)
         if muted and not self._is_paused:
             self._begin_round()
         if not self._is_paused:
             self._end_round()
-
-    def _take_grads(self, grads: dict[Slot, torch.Tensor | None]) -> None:
-        for slot, grad in grads.items():
-            slot.param.grad = grad
 
     def _begin_round(self) -> None:
         contribution = self._window.contribution(self._units)
@@ -426,9 +423,7 @@ class GradientSync:
         group = self.attached()
         self._is_broken = verdict.is_out_of_step(sums, mine, group)
         verdict.judge(sums, mine, group, together=self._reducer.reads_are_free)
-        # Units follow the mean weight of a rank; in a fixed order nothing may follow ranks.
-        if self._averages and self._order is None:
-            self._units.learn(sums)
+        self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
         self.rounds += 1
@@ -494,5 +489,9 @@ class GradientSync:
         return self._group
 
     def _buffer_tensors(self) -> list[torch.Tensor]:
-        tensors = [place.tensor() for place in self._buffers]
-        return [tensor for tensor in tensors if tensor is not None]
+        return [tensor for place in self._buffers if (tensor := place.tensor()) is not None]
+
+
+def _put_grads(grads: dict[Slot, torch.Tensor | None]) -> None:
+    for slot, grad in grads.items():
+        slot.param.grad = grad

@@ -56,9 +56,10 @@ class Contribution:
     def is_silent(self) -> bool:
         return self.weight == 0.0
 
-    def sums(self) -> Sums:
+    def sums(self, share: float) -> Sums:
+        """What the tail says of it, if its gradients are multiplied by `share` besides."""
         return Sums(
-            weight=self.weight,
+            weight=self.weight * share,
             plain=float(self.kind == PLAIN),
             weighted=float(self.kind == WEIGHTED),
             faults=float(bool(self.faults)),
@@ -96,6 +97,9 @@ class Reducer:
         divides: bool = True,
     ) -> None:
         self._divides = divides
+        # Most of the division happens while gradients are packed: with equal weights, whose
+        # sum in units is then 1, all of it. An order of shards knows of no number of ranks.
+        self._share = 1.0 / group.size if divides and combine is sum_over_ranks else 1.0
         self.layout = Layout(slots, cap_bytes)
         self._group: Group | None = group
         self._combine = combine
@@ -158,21 +162,20 @@ class Reducer:
         with torch.no_grad():
             self._pack(bucket)
             if bucket is self.layout.buckets[-1]:
-                self.layout.write_tail(self.contribution.sums())
+                self.layout.write_tail(self.contribution.sums(self._share))
             bucket.is_launched = True
             self._next += 1
             bucket.pending = self._combine(self._group, bucket)
 
     def _pack(self, bucket: Bucket) -> None:
-        if not self._packs_densely(bucket) or self.contribution.is_silent:
+        scale = self.contribution.scale * self._share
+        if not self._packs_densely(bucket, scale) or self.contribution.is_silent:
             bucket.silence()
-        elif self.contribution.scale != 1.0:
-            bucket.payload.mul_(self.contribution.scale)
 
-    def _packs_densely(self, bucket: Bucket) -> bool:
+    def _packs_densely(self, bucket: Bucket, scale: float = 1.0) -> bool:
         """Pack; a sparse gradient is noted, for all ranks to refuse together."""
         try:
-            bucket.pack()
+            bucket.pack(scale)
         except RuntimeError:
             names = [
                 slot.name
@@ -255,7 +258,7 @@ class Reducer:
         return all(all(bucket.used) for bucket in self.layout.buckets)
 
     def _divide(self, sums: Sums | None) -> None:
-        if not self._divides or (sums is not None and sums.weight == 1.0):
+        if not self._divides or (sums is not None and self.layout.is_one(sums.weight)):
             return
         for bucket in self.layout.buckets:
             if sums is not None:

@@ -3,9 +3,9 @@
 
 A weighted backward multiplies its root by weight / unit, and the reduced sum is divided by the
 sum of weight / unit. The unit cancels, but keeps what flows backward near 1: a root times
-100 000 tokens would overflow float16. It is a power of two, so that nothing is rounded, and
-all ranks take it from the same sums of the same earlier round: where a gather sends gradients
-across ranks, roots of different units would be silently wrong.
+100 000 tokens would overflow float16. All ranks take the same one, known beforehand or from
+the sums of the same earlier round: where a gather sends gradients across ranks, roots of
+different units would be silently wrong.
 """
 
 from __future__ import annotations
@@ -75,20 +75,38 @@ def weighted_root(
 
 
 class Units:
-    """The power of two near the mean weight of the last round, for each kind of backward."""
+    """About the mean weight of a rank: in units of it a weight is a number near 1.
 
-    def __init__(self) -> None:
+    What nobody says beforehand (that there are tokens where samples were expected) is made up
+    for by the power of two nearest to the last round's weights, for each kind of backward: a
+    power of two, so that the result does not depend on what that round was.
+
+    Args:
+        size: number of ranks.
+        fixed: the units stay 1.
+    """
+
+    def __init__(self, size: int, *, fixed: bool = False) -> None:
+        self._size = size
+        self._fixed = fixed
         self._of = {PLAIN: 1.0, WEIGHTED: 1.0}
+        self._mean = 1.0
 
     def __getitem__(self, kind: str) -> float:
-        return self._of[kind]
+        return self._mean * self._of[kind]
+
+    def expect(self, total_weight: float | None) -> None:
+        """What all ranks weigh together is known; equal weights then need no division."""
+        self._mean = total_weight / self._size if total_weight and not self._fixed else 1.0
 
     def learn(self, sums: Sums) -> None:
         """Take the next unit from a round's sums; they are the same on every rank."""
+        if self._fixed:
+            return
         for kind, ranks in ((PLAIN, sums.plain), (WEIGHTED, sums.weighted)):
             if ranks and math.isfinite(sums.weight) and sums.weight > 0.0:
-                mean = sums.weight / ranks * self._of[kind]
-                self._of[kind] = 2.0 ** round(math.log2(mean))
+                found = sums.weight * self._size / ranks * self._of[kind]
+                self._of[kind] = 2.0 ** round(math.log2(found))
 
 
 @dataclass

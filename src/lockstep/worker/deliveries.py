@@ -234,7 +234,7 @@ class Deliveries:
         )
         sync = self._operator._lockstep.sync
         if sync is not None and self._purpose == "train":
-            sync.begin_step(self._operator._lockstep.committed)
+            sync.begin_step(self._operator._lockstep.committed, step.num_samples)
         if not self._cursor.source.joint:
             self._operator._lockstep.delivered = None
             return ShardedBatch(parts)
