@@ -126,6 +126,14 @@ def _sliced(batch: Any, rows: slice, place: str) -> Any:
     raise _unsliceable(place, f"a {type(batch).__name__}")
 
 
+def map_children(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container around what `change` makes of each child; a leaf is itself."""
+    children = _children(batch)
+    if children is None:
+        return batch
+    return _rebuilt(batch, [(key, change(child)) for key, child in children])
+
+
 def content_digest(value: Any) -> str:
     """A short digest of what `value` holds, equal in every process; 16 hexadecimal digits."""
     state = hashlib.blake2b(digest_size=8)

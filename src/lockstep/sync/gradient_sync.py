@@ -150,11 +150,15 @@ class GradientSync:
         """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
         agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
 
-    def begin_step(self, step: int, total_weight: float | None = None) -> None:
-        """Say which optimizer step the backwards from now on belong to; the same on every rank.
+    def expect_weight(self, total: float | None) -> None:
+        """What all ranks' batches of a usual step weigh; a step that does needs no division.
 
-        Args:
-            total_weight: what all ranks' batches of this step count for together, if known.
+        The same on every rank; the result does not depend on it.
+        """
+        self._units.expect(total)
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step the backwards from now on belong to; the same on every rank.
 
         Gradient:
             A round in which the ranks' steps differ is refused on all of them: it would average
@@ -164,7 +168,6 @@ class GradientSync:
             None.
         """
         self._step = step
-        self._units.expect(total_weight)
 
     def set_delivered_weight(self, weight: float | WeightError | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next.

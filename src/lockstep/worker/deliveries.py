@@ -34,6 +34,9 @@ class StepSource(Protocol):
     joint: bool
 
     @property
+    def global_batch_size(self) -> int | None: ...
+
+    @property
     def steps_per_epoch(self) -> int | None: ...
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
@@ -234,7 +237,7 @@ class Deliveries:
         )
         sync = self._operator._lockstep.sync
         if sync is not None and self._purpose == "train":
-            sync.begin_step(self._operator._lockstep.committed, step.num_samples)
+            sync.begin_step(self._operator._lockstep.committed)
         if not self._cursor.source.joint:
             self._operator._lockstep.delivered = None
             return ShardedBatch(parts)

@@ -26,6 +26,7 @@ class OwnSource:
     """
 
     joint = True
+    global_batch_size: int | None = None
 
     def __init__(self, loader: Unsharded) -> None:
         self._loader = loader

@@ -147,6 +147,9 @@ class Worker:
             if loader is not None:
                 source = open_source(operator, loader, purpose)
                 self._cursors[purpose] = Cursor(source)
+        if operator._lockstep.sync is not None and "train" in self._cursors:
+            usual = self._cursors["train"].source.global_batch_size
+            operator._lockstep.sync.expect_weight(usual)
 
     def _close_loaders(self) -> None:
         for cursor in self._cursors.values():
