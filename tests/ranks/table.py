@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from harness import TOLERANCE, assert_same
 from lockstep.errors import LockstepError, PeerLostError
@@ -43,6 +44,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if full is None else full()).detach().clone()
 
 
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
 class Watch:
     """Hooks on the optimizers that an operator registered."""
 
@@ -52,7 +57,7 @@ class Watch:
         self.named = {
             f"{place}.{name}": parameter
             for place, model in enumerate(models)
-            for name, parameter in model.named_parameters()
+            for name, parameter in unwrapped(model).named_parameters()
         }
         self.names = {id(parameter): name for name, parameter in self.named.items()}
         self.seen = Seen(weights=[self.weights()])
@@ -118,7 +123,6 @@ def _epoch(operator: Plain, batches: Sequence[list[torch.Tensor]]) -> None:
 
 def train(worker: Worker) -> tuple[Seen, LockstepError | None]:
     """All epochs, or up to what is refused; with the weights as they are then."""
-    worker._build_operator(torch.device("cpu"))
     watch = Watch(worker.operator)
     refusal: LockstepError | None = None
     try:
@@ -128,6 +132,9 @@ def train(worker: Worker) -> tuple[Seen, LockstepError | None]:
         refusal = error
         # Peers may be waiting for this rank.
         worker.leave()
+        # What is in shards can no longer be made whole.
+        if any(hasattr(parameter, "full_tensor") for parameter in watch.named.values()):
+            return watch.seen, refusal
     watch.seen.weights.append(watch.weights())
     watch.seen.also = worker.operator.also()
     return watch.seen, refusal
@@ -159,11 +166,10 @@ def as_threads(
     return results
 
 
-def on_workers(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
-    """What each rank saw and what was refused there; or its exception."""
+def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
     operator_cls = OPERATORS[name]
     num_rows, per_batch = SPLITS[split]
-    spec = WorkerSpec(
+    return WorkerSpec(
         operator_cls,
         {"rows": num_rows, BATCH_SIZE: per_batch},
         num_workers,
@@ -173,10 +179,16 @@ def on_workers(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
         options=Options(sync=sync, bucket_cap_mb=1e-4, **operator_cls.arguments),
     )
 
+
+def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
+    """What each rank saw and what was refused there; or its exception."""
+    spec = spec_of(sync, name, split, num_workers)
+
     def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
         worker = Worker(spec, rank, rank)
         worker._group = make_group()
         try:
+            worker._build_operator(torch.device("cpu"))
             return train(worker)
         finally:
             worker.stop()
@@ -184,11 +196,11 @@ def on_workers(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
     return as_threads(num_workers, one_rank)
 
 
-def check(sync: str, name: str, split: str, num_workers: int, refused_as: Any = None) -> None:
+def check(results: Sequence[Any], name: str, split: str, refused_as: Any = None) -> None:
     """The cell is exact; or with `refused_as`, exact up to where every rank refuses to go on."""
     true = one_process(name, split)
     refusals = []
-    for result in on_workers(sync, name, split, num_workers):
+    for result in results:
         if isinstance(result, BaseException):
             raise result
         seen, refusal = result
@@ -203,7 +215,7 @@ def check(sync: str, name: str, split: str, num_workers: int, refused_as: Any = 
         steps = len(seen.gradients)
         for got, expected in zip(seen.weights[: steps + 1], true.weights, strict=False):
             assert_close(got, expected)
-        # What it ends with is what the last step that was taken left.
+        # It ends with what the last step that was taken left.
         assert_close(seen.weights[-1], true.weights[steps])
     if refused_as is not None:
         assert all(refusals), "not every rank refused"

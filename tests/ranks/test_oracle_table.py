@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.errors import GradientNotReducedError, LockstepError
 from lockstep.sync import replicate
-from ranks.table import SPLITS, cells, check, pairwise
+from ranks.table import SPLITS, cells, check, on_threads, pairwise
 from ranks.table_operators import OPERATORS
 
 SYNCS = ("replicate",)
@@ -40,7 +40,7 @@ def test_exact_or_refused(sync, name, split, num_workers):
     if name == "Compiled":
         torch.compiler.reset()  # it remembers so many models of one kind, and no more
     refused_as = REFUSED.get((sync, name)) if num_workers > 1 else None
-    check(sync, name, split, num_workers, refused_as)
+    check(on_threads(sync, name, split, num_workers), name, split, refused_as)
 
 
 def test_the_quick_choice_holds_every_pair():

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.randomness import RandomState, preserved
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from torch import nn
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
@@ -114,13 +117,18 @@ def names(run: Registered) -> dict[int, tuple[torch.Tensor, str]]:
     """Every parameter that workers share, with the name that a user knows it by."""
     models = run.plain_models()
     modules = [("" if len(models) == 1 else f"models[{i}].", m) for i, m in enumerate(models)]
-    modules += [("criterion.", module) for module in run.modules()[len(models) :]]
+    modules += [("criterion.", _unwrapped(module)) for module in run.modules()[len(models) :]]
     return {
         id(parameter): (parameter, prefix + name)
         for prefix, module in modules
         for name, parameter in module.named_parameters()
         if not is_local(parameter)
     }
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
 
 
 def _closure(
