@@ -18,7 +18,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 # The version that constraints.txt is made for; everything else there is the newest that fits.
 TORCH := 2.13.0
 
-.PHONY: help setup demo check fix test test-all bench constraints clean
+.PHONY: help setup demo check fix test test-all bench docs constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ test-all: $(VENV)/.installed ## all tests
 
 bench: $(VENV)/.installed ## measure against a hand-written torchrun script; fails when a goal is missed
 	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
+	$(BIN)/python docs/refresh.py
 
 # A local suffix (+cpu) names one builder's wheel, and the CUDA packages come with another's.
 constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything

@@ -26,9 +26,11 @@ class Backstage:
         delivered: the plain batch in hand; None between batches, and while shards are.
         place: where the batch in hand stands in its accumulation window.
         committed: global batches that have happened since the run began.
+        weighed_by: what the default loops' losses count for, by purpose, once one was computed.
         ran_our_epoch: the default `train_epoch` ran in this pass, maybe from the user's.
         meters: the metrics of the whole call.
         summary: what the default loop returned for this pass; None if it did not run.
+        partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
     """
 
@@ -41,6 +43,7 @@ class Backstage:
         self.delivered: Part | None = None
         self.place = PlaceInWindow(opens=True, closes=True)
         self.committed = 0
+        self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False
         self.begin_call()
 
@@ -48,6 +51,7 @@ class Backstage:
         """A new `train` or `validate`: its metrics start from nothing."""
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
+        self.partial: dict[str, float] = {}
         self.latest: dict[str, Any] = {}
 
     @property

@@ -81,7 +81,10 @@ class TrainingOperator:
 
         Returns:
             A scalar tensor, the mean over the batch's samples (their sum with
-            ``loss_reduction = "sum"``); or that and a dict of metrics.
+            ``loss_reduction = "sum"``); or that and a dict of metrics. If the loss is a mean
+            over something else, ``metrics[lockstep.keys.WEIGHT]`` says over how much (a number
+            of tokens, 0 if there is none): the objective, and every metric returned here, is
+            then the mean over the tokens of the global batch.
         """
         return loops.default_loss(self, batch)[0]
 
@@ -98,7 +101,8 @@ class TrainingOperator:
 
         An override gets all the samples of its worker as one batch, as the loader collated
         it; ``loss.backward()`` in it carries exactly the weight of that batch. Return
-        ``num_samples`` if the metrics are means over something else than its samples.
+        ``num_samples`` if the metrics are means over something else than its samples, or,
+        where that number should stay what it is, `lockstep.keys.WEIGHT`.
 
         Args:
             batch: one item of the loader.

@@ -57,6 +57,7 @@ class Report:
         steps: global batches.
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
+        weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
     """
 
     metrics: list[dict[str, Any]]
@@ -67,6 +68,7 @@ class Report:
     steps: int
     epoch: int | None
     timers: dict[str, float] | None
+    weighed_by: str | None = None
 
 
 class Worker:
@@ -281,6 +283,7 @@ class Worker:
             steps=tally.steps,
             epoch=epoch if purpose == "train" else None,
             timers=operator.timers.stats() if profile else None,
+            weighed_by=operator._lockstep.weighed_by.get(purpose),
         )
 
     def _arithmetic(self) -> AbstractContextManager[None]:
