@@ -60,11 +60,11 @@ MUTATIONS = {
         (f"{EXACT}::test_as_one_process[Plain-weighted-uneven]",),
     ),
     "mean_of_the_shards_means": Mutation(
-        "operator/loops.py",
+        "operator/counting.py",
         (
             (
-                "            backward(operator, scaled, part.num_samples)\n        else:",
-                "            backward(operator, scaled, 1)\n        else:",
+                "weight = _checked(operator, given) if is_own else part.num_samples",
+                "weight = _checked(operator, given) if is_own else 1",
             ),
         ),
         (f"{TABLE}::test_exact_or_refused[replicate-Plain-uneven-2]",),

@@ -7,6 +7,7 @@ The truth is written here: whole batches, torch's backward, nothing of lockstep'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -23,7 +24,7 @@ from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options, Setting
 from lockstep.worker import Worker, WorkerSpec
-from ranks.table_operators import COLUMNS, OPERATORS, Plain
+from ranks.table_operators import COLUMNS, OPERATORS, Plain, whole
 
 EPOCHS = 2
 SPLITS = {"even": (36, 12), "uneven": (33, 11), "empty_last": (25, 12)}
@@ -37,11 +38,6 @@ class Seen:
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     also: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    return (tensor if full is None else full()).detach().clone()
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -166,34 +162,59 @@ def as_threads(
     return results
 
 
+def num_processes(sync: str, num_workers: int) -> int:
+    """Under `data_parallel` the workers are replicas in one process."""
+    return 1 if sync == "data_parallel" else num_workers
+
+
 def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
     operator_cls = OPERATORS[name]
     num_rows, per_batch = SPLITS[split]
+    # Small buckets: several are on their way while backward still runs.
+    arguments = {"bucket_cap_mb": 1e-4, **operator_cls.arguments}
+    arguments |= operator_cls.arguments_by_sync.get(sync, {})
+    if sync == "data_parallel":
+        arguments["replicas"] = num_workers
     return WorkerSpec(
         operator_cls,
         {"rows": num_rows, BATCH_SIZE: per_batch},
-        num_workers,
+        num_processes(sync, num_workers),
         # One worker carries several shards; several carry one each.
         num_shards=3 if num_workers == 1 else num_workers,
         seed=0,
-        options=Options(sync=sync, bucket_cap_mb=1e-4, **operator_cls.arguments),
+        options=Options(sync=sync, **arguments),
     )
+
+
+@contextmanager
+def owner_for(sync: str, num_workers: int) -> Iterator[Any]:
+    """Where a parameter server listens, if one is asked for."""
+    if sync != "parameter_server":
+        yield None
+        return
+    from ranks.served import server
+
+    with server(num_workers) as address:
+        yield address
 
 
 def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
     """What each rank saw and what was refused there; or its exception."""
     spec = spec_of(sync, name, split, num_workers)
+    with owner_for(sync, num_workers) as owner:
 
-    def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            return train(worker)
-        finally:
-            worker.stop()
+        def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
+            worker = Worker(spec, rank, rank)
+            worker._group = make_group()
+            if owner is not None:
+                worker._owner = owner
+            try:
+                worker._build_operator(torch.device("cpu"))
+                return train(worker)
+            finally:
+                worker.stop()
 
-    return as_threads(num_workers, one_rank)
+        return as_threads(num_processes(sync, num_workers), one_rank)
 
 
 def check(results: Sequence[Any], name: str, split: str, refused_as: Any = None) -> None:

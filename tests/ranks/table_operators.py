@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +24,12 @@ FEATURES, TARGETS = rows(36, 4, seed=1), rows(36, 3, seed=2)
 CHOICE = (torch.arange(36) // 5 % 2).double()
 TOKENS = (torch.arange(36) * 7 % 5 + 1).double()
 COLUMNS = (FEATURES, TARGETS, CHOICE, TOKENS)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; of something in shards, put together by all ranks."""
+    full = getattr(tensor, "full_tensor", None)
+    return (tensor if full is None else full()).detach().clone()
 
 
 def mlp() -> nn.Sequential:
@@ -40,6 +45,7 @@ class Plain(TrainingOperator):
     """An MLP in the default loop."""
 
     arguments: ClassVar[dict[str, Any]] = {}
+    arguments_by_sync: ClassVar[dict[str, dict[str, Any]]] = {}
     weight_decay = 0.0
     ddp_args: ClassVar[dict[str, Any]] = {}
 
@@ -290,9 +296,13 @@ class Compiled(Plain):
 
     one_at_a_time = threading.Lock()
 
+    # FSDP's own hooks, and DDP's buckets of one parameter, are not for the compiler.
+    arguments_by_sync: ClassVar = {"ddp": {"bucket_cap_mb": 25}}
+
     def make(self):
         # fullgraph: raise, and do not fall back, where the compiler gives up.
-        return torch.compile(mlp(), backend="aot_eager", fullgraph=True)
+        whole_graph = self._lockstep.setting.options.sync != "fsdp"
+        return torch.compile(mlp(), backend="aot_eager", fullgraph=whole_graph)
 
     def output(self, batch):
         # Ranks are threads here, and the compiler is one for all of them.
@@ -305,19 +315,22 @@ class Averaged(Plain):
 
     def build(self):
         super().build()
-        plain = self._lockstep.registered.plain_models()[0]
-        self.average = AveragedModel(plain, avg_fn=get_ema_avg_fn(0.9))
+        self.average = {name: whole(p) for name, p in self.weights()}
+
+    def weights(self):
+        return self._lockstep.registered.plain_models()[0].named_parameters()
 
     def train_epoch(self, iterator, info):
         for batch in iterator:
             self.optimizer.zero_grad()
             self.compute_loss(batch, info).backward()
             self.optimizer.step()
-            self.average.update_parameters(self._lockstep.registered.plain_models()[0])
+            for name, parameter in self.weights():
+                self.average[name].lerp_(whole(parameter), 0.1)
         return {}
 
     def also(self):
-        return dict(self.average.module.state_dict())
+        return self.average
 
 
 OPERATORS: dict[str, type[Plain]] = {

@@ -2,7 +2,8 @@
 """Every way to synchronise x every split x 1 to 4 workers x everything a gradient depends on.
 
 Each cell is exact in float64, or refused with a code before an optimizer steps. `make test`
-runs a choice of cells that holds every pair of values, `make test-all` all of them.
+runs a choice of cells that holds every pair of values, `make test-all` all of them. FSDP wants
+a process for each rank: see `procs/test_sharded_table.py`.
 """
 
 from itertools import combinations
@@ -13,15 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import GradientNotReducedError, LockstepError
+from lockstep.operator.attachment import _WAYS
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
 from ranks.table_operators import OPERATORS
 
-SYNCS = ("replicate",)
+SYNCS = tuple(
+    sync for sync in ("replicate", "ddp", "parameter_server", "data_parallel") if sync in _WAYS
+)
 AXES = (SYNCS, tuple(OPERATORS), tuple(SPLITS), (1, 2, 3, 4))
 
 REFUSED: dict[tuple[str, str], type[LockstepError]] = {
-    ("replicate", "ByHand"): GradientNotReducedError,
+    # One process of data_parallel has the whole gradient, however it got it.
+    (sync, "ByHand"): GradientNotReducedError
+    for sync in ("replicate", "ddp", "parameter_server")
 }
 """What a way cannot do exactly with several workers; everything else is exact."""
 
