@@ -155,6 +155,8 @@ def _row(
         return _presence_row(name, true, present, world_size)
     reference = _flat(true)
     values = [_flat(grad) for grad in found if grad is not None]
+    if not all(bool(value.isfinite().all()) for value in (reference, *values)):
+        return _unbounded_row(name, reference, values)
     norm = max(float(reference.norm()), floor)
     errors = [float((value - reference).norm()) / norm if norm else 0.0 for value in values]
     rank = max(range(world_size), key=errors.__getitem__)
@@ -168,6 +170,15 @@ def _row(
     alike = all(float((other - values[0]).norm()) <= limit * norm for other in values)
     text = "" if ok else explain(scale, cosine, alike, world_size)
     return ParityRow(name, errors[rank], scale, cosine, rank, ok, text)
+
+
+def _unbounded_row(name: str, reference: torch.Tensor, values: Sequence[torch.Tensor]) -> ParityRow:
+    """Numbers say nothing here; right is what is infinite, and NaN, in the same places."""
+    same = [torch.allclose(value, reference, equal_nan=True) for value in values]
+    if all(same):
+        return ParityRow(name, 0.0, 1.0, 1.0, 0, True, "NaN or infinite, in one process as well")
+    text = "NaN or infinite on one side only: an overflow, or an empty batch that was not left out"
+    return ParityRow(name, float("inf"), 0.0, 0.0, same.index(False), False, text)
 
 
 def _presence_row(

@@ -12,8 +12,14 @@ from tests.ray.operators import (
     DefaultLoop,
     PlainBackward,
     farthest,
+    net,
     one_process,
+    problem,
+    sgd,
 )
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
@@ -30,6 +36,8 @@ class Failing(DefaultLoop):
         super().setup(config)
         self.is_copy = hasattr(type(self), "has_lived")
         type(self).has_lived = True
+        if self.is_copy and os.environ.get("FAILS") == "in_setup" and self.world_rank == 2:
+            raise ArithmeticError("as it happens")
 
     def compute_loss(self, batch, batch_info):
         # The default group is the one that computes: the copy's own, or one process.
@@ -53,10 +61,11 @@ def test_the_run_goes_on_as_if_nothing_had_been_verified():
     with TorchTrainer(training_operator_cls=Failing, num_workers=3, config=CONFIG) as trainer:
         trainer.train(num_steps=3)
         assert trainer.verify(num_steps=3).ok
-        trainer.apply_all_workers(set_failing("in_loss"))
-        with pytest.raises(ArithmeticError, match="as it happens") as caught:
-            trainer.verify(num_steps=2)
-        assert any("raised on rank 2" in note for note in caught.value.__notes__)
+        for place in ("in_loss", "in_setup"):
+            trainer.apply_all_workers(set_failing(place))
+            with pytest.raises(ArithmeticError, match="as it happens") as caught:
+                trainer.verify(num_steps=2)
+            assert any("raised on rank 2" in note for note in caught.value.__notes__)
         trainer.train(num_steps=STEPS - 3)
         trainer.apply_all_workers(set_failing("nowhere"))
         report = trainer.verify()
@@ -90,6 +99,28 @@ def test_what_is_wrong_is_named_parameter_by_parameter():
             assert verdict == "equal", name
         else:
             assert "a loss that is a sum" in verdict, name
+
+
+class OwnWrapper(DefaultLoop):
+    """Torch's DDP, put on by hand."""
+
+    def setup(self, config):
+        model = DistributedDataParallel(net())
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+
+
+def test_a_wrapper_of_ones_own_that_weighs_uneven_ranks_alike_is_found():
+    config = {BATCH_SIZE: 11}
+    with TorchTrainer(
+        training_operator_cls=OwnWrapper, num_workers=2, config=config, wrap_ddp=False
+    ) as trainer:
+        report = trainer.verify()
+    # The whole batch has 11 rows, 6 and 5 on the ranks, which DDP averages as if they were equal.
+    assert not any(row.ok for row in report.rows)
+    assert "ranks are weighted unequally" in str(report) or "weights or a factor" in str(report)
 
 
 class Unsynchronised(DefaultLoop):
