@@ -18,7 +18,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 # The version that constraints.txt is made for; everything else there is the newest that fits.
 TORCH := 2.13.0
 
-.PHONY: help setup demo check fix test test-all bench docs constraints clean
+.PHONY: help setup demo check fix test test-all bench bench-full docs constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,10 @@ test-all: $(VENV)/.installed ## all tests
 
 bench: $(VENV)/.installed ## measure against a hand-written torchrun script; fails when a goal is missed
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.contrastive
+
+bench-full: bench ## also what takes many minutes: the loss over 65536 rows
+	$(BIN)/python -m benchmarks.contrastive 65536
 
 docs: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
 	$(BIN)/python docs/refresh.py

@@ -18,8 +18,12 @@
     ├── GradientNotReducedError   RuntimeError  LS101  an optimizer is about to use a local gradient
     ├── UnknownParameterError     RuntimeError  LS102  an optimizer holds what nobody synchronises
     ├── SparseGradientError       TypeError     LS103  a sparse gradient
+    ├── RowsDifferError           ValueError    LS111  ranks bring rows that do not fit together
+    ├── PerShardLossError         RuntimeError  LS112  a joint function on one shard alone
+    ├── LossesDifferError         RuntimeError  LS113  ranks' losses differ where one is needed
     ├── MixedWeightsError         RuntimeError  LS201  weighted and plain backwards in one window
     ├── WeightError               ValueError    LS202  a weight that is negative, NaN or infinite
+    ├── CrossedWeightsError       RuntimeError  LS211  a weight that cannot follow its gradient
     ├── ReplicasDifferError       ValueError    LS301  ranks built different models
     ├── DataOrderError            ValueError    LS501  ranks would read different data plans
     ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
@@ -165,6 +169,24 @@ class SparseGradientError(LockstepError, TypeError):
     code = "LS103"
 
 
+class RowsDifferError(LockstepError, ValueError):
+    """The ranks bring tensors to one collective that do not fit together."""
+
+    code = "LS111"
+
+
+class PerShardLossError(LockstepError, RuntimeError):
+    """A function that needs the whole global batch, where only one shard of it is computed."""
+
+    code = "LS112"
+
+
+class LossesDifferError(LockstepError, RuntimeError):
+    """The ranks differentiate different losses where one and the same is needed."""
+
+    code = "LS113"
+
+
 class MixedWeightsError(LockstepError, RuntimeError):
     """Weighted and plain backwards in one accumulation window."""
 
@@ -175,6 +197,12 @@ class WeightError(LockstepError, ValueError):
     """A weight that is negative, NaN or infinite, or weights that add up to zero."""
 
     code = "LS202"
+
+
+class CrossedWeightsError(LockstepError, RuntimeError):
+    """Gradients would travel between ranks before the ranks' unequal weights are applied."""
+
+    code = "LS211"
 
 
 class ReplicasDifferError(LockstepError, ValueError):

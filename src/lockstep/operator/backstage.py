@@ -32,6 +32,7 @@ class Backstage:
         summary: what the default loop returned for this pass; None if it did not run.
         partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
+        joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
     def __init__(self, config: Mapping[str, Any], setting: Setting) -> None:
@@ -53,6 +54,7 @@ class Backstage:
         self.summary: dict[str, Any] | None = None
         self.partial: dict[str, float] = {}
         self.latest: dict[str, Any] = {}
+        self.joint_norms: list[str] | None = None
 
     @property
     def sync(self) -> Synchroniser | None:

@@ -27,6 +27,7 @@ from lockstep.operator.counting import (
     step_counts,
     take_weight,
 )
+from lockstep.operator.joint import computing
 from lockstep.operator.registration import Registered, step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch, to_device
 
@@ -148,7 +149,8 @@ def train_batch(
     for position, part in enumerate(parts):
         buffers.begin_part(position)
         reduces = operator._lockstep.place.closes and position == len(parts) - 1 and not in_order
-        metrics, weight = _train_part(operator, part, batch_info, reduces)
+        with computing(operator, batch, part.num_samples):
+            metrics, weight = _train_part(operator, part, batch_info, reduces)
         results.append((metrics, weight))
         buffers.end_part(position, counts=weight > 0)
         if in_order and run.sync is not None:
@@ -307,7 +309,11 @@ def validate_batch(
     results: list[Result] = []
     for part in parts:
         part.seed_randomness()
-        with operator.timers.record("eval_fwd"), operator._lockstep.precision.autocast():
+        with (
+            operator.timers.record("eval_fwd"),
+            operator._lockstep.precision.autocast(),
+            computing(operator, batch, part.num_samples),
+        ):
             moved = to_device(part.batch, operator.device)
             if own_loss:
                 loss, metrics = _loss_and_metrics(operator, moved, batch_info)

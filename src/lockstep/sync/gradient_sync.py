@@ -88,9 +88,7 @@ class GradientSync:
             broadcast_tensors(group, everything, cap_bytes=self._cap_bytes)
         self._lock = threading.Lock()
         self._tasks: set[int] = set()
-        self._is_open = False
-        self._is_driven = False
-        self._is_paused = False
+        self._is_open = self._is_driven = self._is_paused = False
         self._arrive: Callable[[Slot], None] | None = None
         self._arrivals: dict[int, int] | None = None
         self._delivered: float | WeightError | None = None
@@ -144,7 +142,7 @@ class GradientSync:
             backward_kwargs["gradient"] = root
             self._open_window(WEIGHTED)
             self._window.weight += scale
-        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
+        self._drive(lambda: loss.backward(**backward_kwargs), scale)
 
     def agree_on_values(self) -> None:
         """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
@@ -188,6 +186,7 @@ class GradientSync:
         """
         is_number = weight is not None and not isinstance(weight, WeightError)
         self._delivered = checked_weight(weight, self.place) if is_number else weight
+        reduction.deliver(None if isinstance(self._delivered, WeightError) else self._delivered)
 
     def delivered_weight(self) -> float | None:
         """What `set_delivered_weight` was given last; raised, if it was an error."""
@@ -268,6 +267,7 @@ class GradientSync:
         """
         if self._group is None:
             return
+        reduction.deliver(None)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -360,8 +360,9 @@ class GradientSync:
         if self._window.kind is None and any(slot.param.requires_grad for slot in self._dormant):
             self._build([slot for slot in self._slots if slot.param.requires_grad])
 
-    def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
+    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
+        muted = weight == 0.0
         self._is_driven = True
         kept: dict[Slot, torch.Tensor | None] = {}
         try:
@@ -372,8 +373,7 @@ class GradientSync:
                 self._arrive = None
             elif not self._is_paused:
                 self._begin_round()
-            current = reduction.active() or reduction.Reduction(self.attached())
-            with reduction.activate(current):
+            with reduction.backward_of(self.attached(), weight):
                 run()
         except BaseException:
             self._reset()

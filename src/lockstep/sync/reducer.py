@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
+from lockstep import reduction
 from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
 
 if TYPE_CHECKING:
@@ -146,7 +147,8 @@ class Reducer:
             self.contribution.faults.append({"kind": "late", "names": [slot.name]})
             return
         bucket.missing.discard(slot.number)
-        if not bucket.missing:
+        assert self._group is not None
+        if not bucket.missing and not reduction.crossing_ahead(self._group):
             self._launch_complete()
 
     def _launch_complete(self) -> None:

@@ -15,10 +15,12 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.metrics.numeric import as_number
+from lockstep.operator.joint import reduction_of
 from lockstep.operator.loops import checked_metrics, registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
+from lockstep.reduction import activate
 from lockstep.worker import state as states
 from lockstep.worker import trial
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
@@ -254,7 +256,7 @@ class Worker:
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved(), self._arithmetic():
+        with preserved(), self._arithmetic(), activate(reduction_of(operator, None)):
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
