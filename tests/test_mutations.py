@@ -108,9 +108,9 @@ MUTATIONS = {
         "sync/reducer.py",
         (
             (
-                "        if not bucket.missing:\n            self._launch_complete()",
-                "        if not bucket.missing and bucket is not self.layout.buckets[-1]:\n"
-                "            self._launch(bucket)",
+                "            self._launch_complete()\n",
+                "            if bucket is not self.layout.buckets[-1]:\n"
+                "                self._launch(bucket)\n",
             ),
             (
                 "for bucket in self.layout.buckets[self._next :]:",

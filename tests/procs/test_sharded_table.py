@@ -4,7 +4,7 @@
 import pytest
 from tests.procs.pool import Pool
 
-from lockstep.errors import GradientNotReducedError
+from lockstep.errors import GradientNotReducedError, PerShardLossError
 from lockstep.operator.attachment import _WAYS
 from ranks.table import SPLITS, cells, check, pairwise
 from ranks.table_operators import OPERATORS
@@ -24,7 +24,7 @@ def pool():
 
 
 def run(pool, sync, name, split, num_workers):
-    refused_as = GradientNotReducedError if name == "ByHand" else None
+    refused_as = {"ByHand": GradientNotReducedError, "Normalised": PerShardLossError}.get(name)
     check(pool.run(sync, name, split, num_workers), name, split, refused_as)
 
 

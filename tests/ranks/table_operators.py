@@ -252,6 +252,15 @@ class SeveralBackwards(Plain):
         return {"train_loss": loss.item()}
 
 
+class Normalised(Plain):
+    """Statistics of the global batch, asked for shard by shard."""
+
+    def make(self):
+        # Two values a channel and row, so that one row has statistics too.
+        normalised = (nn.Unflatten(1, (3, 2)), nn.SyncBatchNorm(3), nn.Flatten())
+        return nn.Sequential(nn.Linear(4, 6), *normalised, nn.Linear(6, 3))
+
+
 class ByHand(Plain):
     """Gradients of this rank alone, assigned by hand."""
 
@@ -354,5 +363,6 @@ OPERATORS: dict[str, type[Plain]] = {
         Compiled,
         Averaged,
         ByHand,
+        Normalised,
     )
 }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.errors import GradientNotReducedError, LockstepError
+from lockstep.errors import GradientNotReducedError, LockstepError, PerShardLossError
 from lockstep.operator.attachment import _WAYS
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
@@ -24,12 +24,18 @@ SYNCS = tuple(
 )
 AXES = (SYNCS, tuple(OPERATORS), tuple(SPLITS), (1, 2, 3, 4))
 
-REFUSED: dict[tuple[str, str], type[LockstepError]] = {
-    # One process of data_parallel has the whole gradient, however it got it.
-    (sync, "ByHand"): GradientNotReducedError
-    for sync in ("replicate", "ddp", "parameter_server")
-}
-"""What a way cannot do exactly with several workers; everything else is exact."""
+WITH_PEERS = ("replicate", "ddp", "parameter_server")
+
+
+def refusal(sync: str, name: str, num_workers: int) -> type[LockstepError] | None:
+    """What cannot be exact, and how that is said; everything else is exact."""
+    if name == "ByHand" and sync in WITH_PEERS and num_workers > 1:
+        return GradientNotReducedError
+    # One process that has the whole batch at once can normalise by it.
+    if name == "Normalised" and sync in WITH_PEERS:
+        return PerShardLossError
+    return None
+
 
 QUICK = pairwise(*AXES)
 
@@ -45,8 +51,8 @@ QUICK = pairwise(*AXES)
 def test_exact_or_refused(sync, name, split, num_workers):
     if name == "Compiled":
         torch.compiler.reset()  # it remembers so many models of one kind, and no more
-    refused_as = REFUSED.get((sync, name)) if num_workers > 1 else None
-    check(on_threads(sync, name, split, num_workers), name, split, refused_as)
+    results = on_threads(sync, name, split, num_workers)
+    check(results, name, split, refusal(sync, name, num_workers))
 
 
 def test_the_quick_choice_holds_every_pair():
@@ -57,7 +63,7 @@ def test_the_quick_choice_holds_every_pair():
 
 
 def test_sync_batch_norm_on_the_cpu_is_refused_by_torch_before_the_step():
-    """Which is why the table has no row for it; see `test_cuda.py`."""
+    """Which is why the table has no row with a joint loss; see `test_cuda.py`."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))

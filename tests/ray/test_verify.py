@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+import lockstep
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
 
@@ -121,6 +122,24 @@ def test_a_wrapper_of_ones_own_that_weighs_uneven_ranks_alike_is_found():
     # The whole batch has 11 rows, 6 and 5 on the ranks, which DDP averages as if they were equal.
     assert not any(row.ok for row in report.rows)
     assert "ranks are weighted unequally" in str(report) or "weights or a factor" in str(report)
+
+
+class Contrastive(DefaultLoop):
+    """A loss over the rows of all workers."""
+
+    joint_loss = True
+
+    def compute_loss(self, batch, batch_info):
+        features, _ = batch
+        embedded = self.model(features)
+        return lockstep.info_nce(embedded, embedded.tanh() + features[:, :2], torch.tensor(2.0))
+
+
+def test_a_loss_over_the_rows_of_all_workers():
+    config = {BATCH_SIZE: 11}
+    with TorchTrainer(training_operator_cls=Contrastive, num_workers=2, config=config) as trainer:
+        report = trainer.verify(num_steps=4)
+    assert report.ok, str(report)
 
 
 class Unsynchronised(DefaultLoop):
