@@ -5,14 +5,12 @@ import pytest
 from tests.procs.pool import Pool
 
 from lockstep.errors import GradientNotReducedError, PerShardLossError
-from lockstep.operator.attachment import _WAYS
 from ranks.table import SPLITS, cells, check, pairwise
 from ranks.table_operators import OPERATORS
 
-SYNCS = tuple(sync for sync in ("replicate", "fsdp") if sync in _WAYS)
 # The compiler takes seconds in each process; three workers show whatever two and four do.
 NAMES = tuple(name for name in OPERATORS if name != "Compiled")
-AXES = (SYNCS[-1:], NAMES, tuple(SPLITS), (2, 3))
+AXES = (("fsdp",), NAMES, tuple(SPLITS), (2, 3))
 QUICK = pairwise(*AXES)
 
 
@@ -46,11 +44,11 @@ def test_exact_or_refused(pool, sync, name, split, num_workers):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", NAMES)
 def test_four_workers(pool, name, split):
-    run(pool, SYNCS[-1], name, split, 4)
+    run(pool, "fsdp", name, split, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("split", SPLITS)
 def test_compiled(pool, split):
-    run(pool, SYNCS[-1], "Compiled", split, 2)
+    run(pool, "fsdp", "Compiled", split, 2)

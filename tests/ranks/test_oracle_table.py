@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.errors import GradientNotReducedError, LockstepError, PerShardLossError
+from lockstep.errors import GradientNotReducedError, PerShardLossError
 from lockstep.operator.attachment import _WAYS
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
@@ -27,10 +27,12 @@ AXES = (SYNCS, tuple(OPERATORS), tuple(SPLITS), (1, 2, 3, 4))
 WITH_PEERS = ("replicate", "ddp", "parameter_server")
 
 
-def refusal(sync: str, name: str, num_workers: int) -> type[LockstepError] | None:
+def refusal(sync: str, name: str, num_workers: int) -> type[Exception] | None:
     """What cannot be exact, and how that is said; everything else is exact."""
     if name == "ByHand" and sync in WITH_PEERS and num_workers > 1:
         return GradientNotReducedError
+    if name == "Normalised" and sync == "ddp":
+        return ValueError  # by torch, which wraps it on GPUs only
     # One process that has the whole batch at once can normalise by it.
     if name == "Normalised" and sync in WITH_PEERS:
         return PerShardLossError

@@ -102,6 +102,18 @@ def test_what_is_wrong_is_named_parameter_by_parameter():
             assert "a loss that is a sum" in verdict, name
 
 
+@pytest.mark.parametrize("sync", ["ddp", "fsdp"])
+def test_other_ways_to_synchronise_go_on_undisturbed(sync):
+    with TorchTrainer(
+        training_operator_cls=DefaultLoop, num_workers=2, config=CONFIG, sync=sync
+    ) as trainer:
+        trainer.train(num_steps=3)
+        report = trainer.verify(num_steps=3)
+        trainer.train(num_steps=STEPS - 3)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
+    assert report.ok, str(report)
+
+
 class OwnWrapper(DefaultLoop):
     """Torch's DDP, put on by hand."""
 

@@ -42,7 +42,7 @@ class Engine(Protocol):
         """End all workers and give back what they used; `force` does not ask them first."""
 
 
-COLLECTIVE_METHODS = frozenset({"start", "train", "validate"})
+COLLECTIVE_METHODS = frozenset({"start", "train", "validate", "whole"})
 """Methods in which ranks wait for each other: a failure in one ends the group."""
 
 METHODS_BESIDE = frozenset({"verify"})

@@ -67,8 +67,43 @@ def _alone(registered: Registered, setting: Setting, wanted: Wanted) -> Synchron
     return Alone(registered.modules(), averages=wanted.averages)
 
 
+def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    # Imported only by who asks for it: it brings torch's DDP.
+    from lockstep.sync.ddp import DDPSync
+
+    sync = DDPSync(
+        registered.modules(),
+        setting.group,
+        ddp_args=wanted.ddp_args,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+    registered.replace_modules(sync.models)
+    return sync
+
+
+def _fsdp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    if setting.group.is_alone:
+        return _replicate(registered, setting, wanted)  # one shard is the whole
+    # Imported only by who asks for it: it brings torch's DTensor.
+    from lockstep.sync.fsdp import FSDPSync
+
+    registered.remember_plain()
+    return FSDPSync(
+        registered.plain_modules(),
+        setting.group,
+        registered.optimizers,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+
+
 _WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
     "replicate": _replicate,
     ONE_PROCESS: _alone,
     ONE_PROCESS_BY_SHARD: _alone,
+    "ddp": _ddp,
+    "fsdp": _fsdp,
 }

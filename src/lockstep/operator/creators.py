@@ -125,8 +125,10 @@ def from_model(
             if self._lockstep.setting.is_trial:
                 # Together, so that the optimizer's copy holds the parameters of the model's.
                 given = copy.deepcopy(given)
-            self.model, self.optimizer, self.criterion = given
-            self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
+            self.model, self.optimizer, *rest = self.register(
+                models=given[0], optimizers=given[1], criterion=given[2]
+            )
+            self.criterion = rest[0] if rest else None
             self.register_data(train_loader=train_loader, validation_loader=validation_loader)
 
         @staticmethod

@@ -11,7 +11,7 @@ from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.attachment import Wanted
 from lockstep.operator.backstage import Backstage
-from lockstep.operator.registration import assemble
+from lockstep.operator.registration import assemble, in_shape
 from lockstep.operator.setting import Setting
 from lockstep.operator.staging import to_device
 
@@ -141,7 +141,8 @@ class TrainingOperator:
 
         Models and criterion move to this worker's device. Parameters, the criterion's
         included, are synchronised between workers through hooks on themselves: the models
-        are returned as they are, not wrapped, and may be called in any way.
+        are returned as they are, not wrapped, and may be called in any way. Under
+        ``sync="ddp"`` and ``"fsdp"`` use what is returned, and call the models themselves.
 
         Args:
             models: an `nn.Module`, or a list or tuple of them.
@@ -193,9 +194,11 @@ class TrainingOperator:
                 ddp_args=dict(ddp_args or {}),
             ),
         )
-        given = [models, optimizers]
-        given += [item for item in (criterion, schedulers) if item is not None]
-        return tuple(given)
+        registered = self._lockstep.registered
+        parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
+        parts += [registered.criterion] if criterion is not None else []
+        parts += [schedulers] if schedulers is not None else []
+        return tuple(parts)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""

@@ -107,6 +107,23 @@ def take_inventory(modules: Sequence[torch.nn.Module]) -> Inventory:
     return found
 
 
+def refuse_shared(modules: Sequence[torch.nn.Module], fix: str) -> None:
+    """For ways that treat each module by itself: no parameter may belong to two of them.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+    """
+    owners: dict[int, int] = {}
+    for place, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if owners.setdefault(id(param), place) != place and not is_local(param):
+                raise ConfigurationError(
+                    f"`{name}` belongs to two registered modules",
+                    cause="each is reduced by itself, and this gradient would be reduced twice",
+                    fix=fix,
+                )
+
+
 def _walk(
     module: torch.nn.Module, prefix: str, marked: bool, visited: set[int]
 ) -> Iterator[tuple[str, torch.nn.Module, bool]]:

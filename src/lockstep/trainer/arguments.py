@@ -215,7 +215,8 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
 
 
-_SYNCS_OF_LATER: Final = ("ddp", "fsdp", "parameter_server", "data_parallel")
+_SYNCS: Final = ("replicate", "ddp", "fsdp")
+_SYNCS_OF_LATER: Final = ("parameter_server", "data_parallel")
 
 
 def pick_sync(sync: str) -> str:
@@ -223,7 +224,7 @@ def pick_sync(sync: str) -> str:
         raise NotAvailableError(
             f"TorchTrainer has no sync={sync!r} in this version", fix="leave sync out"
         )
-    require(sync == "replicate", "sync", sync, '"replicate"')
+    require(sync in _SYNCS, "sync", sync, " or ".join(f'"{name}"' for name in _SYNCS))
     return sync
 
 
@@ -237,6 +238,19 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
     _refuse_with_own_loop(options, operator_cls)
+    require(
+        options.sync == "replicate" or not options.reproducible,
+        "reproducible",
+        options.reproducible,
+        f"False with sync={options.sync!r}: it is only replicate that adds shards in their order",
+        fix="leave out sync, or reproducible",
+    )
+    require(
+        options.sync != "fsdp" or options.precision != "fp16",
+        "precision",
+        options.precision,
+        '"bf16" or "fp32" with sync="fsdp": no rank sees all the gradients that may overflow',
+    )
     if options.reproducible and operator_cls.joint_loss:
         raise ConfigurationError(
             "reproducible=True cannot hold for a joint loss",
@@ -244,6 +258,15 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
             cause="its shards go through as one batch, whose size depends on num_workers",
             fix="leave reproducible out; the result is still that of one process, to rounding",
         )
+
+
+def refuse_local_shards(options: Options, use_local: bool) -> None:
+    require(
+        options.sync != "fsdp" or not use_local,
+        "use_local",
+        use_local,
+        'False with sync="fsdp": objects of this process would be left in shards',
+    )
 
 
 _OWN_LOOP_LINES: Final = {

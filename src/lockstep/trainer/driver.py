@@ -36,6 +36,7 @@ from lockstep.trainer.arguments import (
     pick_precision,
     pick_sync,
     refuse_further,
+    refuse_local_shards,
     require,
 )
 from lockstep.trainer.progress import ProgressBar, wants_bar
@@ -78,7 +79,7 @@ class TorchTrainer:
         use_gpu: True, False, or "auto": whether CUDA is available here.
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
-        sync: how N gradients become one; "replicate", hooks on the parameters.
+        sync: how N gradients become one; "replicate" (hooks on the parameters), "ddp", "fsdp".
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.
@@ -155,6 +156,7 @@ class TorchTrainer:
             clip_grad_norm=clip_grad_norm,
         )
         check_options(options, self._operator_cls)
+        refuse_local_shards(options, use_local)
         self._callbacks = tuple(callbacks)
         said_seed = None if seed is UNSAID_SEED else seed
         self._explicit = {"num_shards": num_shards, "seed": said_seed}
@@ -313,7 +315,7 @@ class TorchTrainer:
 
         A list if `register` was given a list or tuple of models.
         """
-        model: nn.Module | list[nn.Module] = self._call_rank(0, "models")
+        model: nn.Module | list[nn.Module] = self._from_rank_0("models")
         return model
 
     def get_local_operator(self) -> TrainingOperator:
@@ -330,7 +332,7 @@ class TorchTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
-        state: dict[str, Any] = self._call_rank(0, "state_dict")
+        state: dict[str, Any] = self._from_rank_0("state_dict")
         own_state = self._operator_cls.state_dict is not TrainingOperator.state_dict
         if self._spec.num_workers > 1 and own_state:
             state["operator_by_rank"] = self._call("operator_state")
@@ -373,8 +375,10 @@ class TorchTrainer:
         self._give_back()
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Write `state_dict()` into one file on this machine, atomically; returns its path."""
-        return checkpoint.write(os.fspath(path), self.state_dict())
+        """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""
+        in_shards = self._spec.options.sync == "fsdp"
+        write = checkpoint.write_directory if in_shards else checkpoint.write
+        return write(os.fspath(path), self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a file of `save`, check it, and go on from it in every worker.
@@ -390,7 +394,7 @@ class TorchTrainer:
         """Objects handed over by `from_model` hold the trained state after every change."""
         absorb = getattr(self._operator_cls, "_absorb", None)
         if absorb is not None and self._engine.local_operator() is None:
-            absorb(self._call_rank(0, "state_dict"))
+            absorb(self._from_rank_0("state_dict"))
 
     # ------------------------------------------------------------------------ users' functions
 
@@ -464,6 +468,11 @@ class TorchTrainer:
         self._check_open()
         with self._one_call_at_a_time(method):
             return self._engine.call_rank(rank, method, *args)
+
+    def _from_rank_0(self, method: str) -> Any:
+        if self._spec.options.sync == "fsdp":
+            return self._call("whole", method)[0]  # each rank has a part of it
+        return self._call_rank(0, method)
 
     @contextlib.contextmanager
     def _one_call_at_a_time(self, method: str) -> Iterator[None]:

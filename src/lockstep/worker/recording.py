@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.randomness import RandomState, preserved
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from torch import nn
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
@@ -115,20 +112,15 @@ class Recorder:
 
 def names(run: Registered) -> dict[int, tuple[torch.Tensor, str]]:
     """Every parameter that workers share, with the name that a user knows it by."""
-    models = run.plain_models()
-    modules = [("" if len(models) == 1 else f"models[{i}].", m) for i, m in enumerate(models)]
-    modules += [("criterion.", _unwrapped(module)) for module in run.modules()[len(models) :]]
+    count = len(run.models)
+    prefixes = [""] if count == 1 else [f"models[{number}]." for number in range(count)]
+    modules = zip([*prefixes, "criterion."], run.plain_modules(), strict=False)
     return {
         id(parameter): (parameter, prefix + name)
         for prefix, module in modules
         for name, parameter in module.named_parameters()
         if not is_local(parameter)
     }
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
-    return inner
 
 
 def _closure(

@@ -252,6 +252,9 @@ class Worker:
         operator.timers.enable() if profile else operator.timers.disable()
         self._tally = tally = Tally(on_commit=self.on_commit)
         operator._lockstep.begin_call()
+        if operator._lockstep.sync is not None:
+            # Also for validation: weights that are in shards are gathered by all ranks at once.
+            operator._lockstep.sync.begin_step(operator._lockstep.committed)
         metrics: list[dict[str, Any]] = []
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
@@ -276,6 +279,7 @@ class Worker:
                 finished = num_steps is None or tally.steps >= num_steps
                 if finished or not deliveries.epoch_over or deliveries.delivered == 0:
                     break
+        self.run.seal()
         return Report(
             metrics=metrics,
             summaries=summaries,
@@ -346,6 +350,7 @@ class Worker:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank knows of the run; the same on every rank but "operator"."""
+        self.run.seal()
         state = states.collect(self.operator, self.run)
         state["epoch"] = self._cursors["train"].epochs_entered if "train" in self._cursors else 0
         state["position"] = {
@@ -369,6 +374,7 @@ class Worker:
         return states.copied(self.operator.state_dict())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        self.run.seal()
         states.check(self.run, state)
         shards = state.get("num_shards", self.spec.num_shards)
         if shards < self.spec.num_workers:
@@ -409,7 +415,13 @@ class Worker:
             return state
         return {**state, "operator": by_rank[self.rank]}
 
+    def whole(self, method: str) -> Any:
+        """What rank 0's `method` gives, where all ranks have to take part in it."""
+        answer = getattr(self, method)()
+        return answer if self.rank == 0 else None
+
     def models(self) -> nn.Module | list[nn.Module]:
+        self.run.seal()
         return states.model_copies(self.run)
 
     # ------------------------------------------------------------------------ users' functions
