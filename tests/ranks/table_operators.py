@@ -309,6 +309,8 @@ class Compiled(Plain):
     arguments_by_sync: ClassVar = {"ddp": {"bucket_cap_mb": 25}}
 
     def make(self):
+        if not self._lockstep.setting.options.wrap_ddp:
+            return mlp()  # the truth needs no compiler
         # fullgraph: raise, and do not fall back, where the compiler gives up.
         whole_graph = self._lockstep.setting.options.sync != "fsdp"
         return torch.compile(mlp(), backend="aot_eager", fullgraph=whole_graph)
