@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
@@ -25,6 +24,7 @@ from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
 from lockstep.sync.inventory import agree, agree_on_values, check_options, take_inventory
+from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
@@ -90,7 +90,6 @@ class GradientSync:
         self._tasks: set[int] = set()
         self._is_open = self._is_driven = self._is_paused = False
         self._arrive: Callable[[Slot], None] | None = None
-        self._arrivals: dict[int, int] | None = None
         self._delivered: float | WeightError | None = None
         self._step = 0
         # In a fixed order of shards nothing may follow the ranks.
@@ -98,8 +97,8 @@ class GradientSync:
         self._window = Window()
         self._unread: verdict.Unread | None = None
         self._is_broken = False
-        self._signature = found.signature()
-        self._build([slot for slot in self._slots if slot.param.requires_grad])
+        making = Making(self._cap_bytes, found.signature(), averages, order)
+        self._lineup = Lineup(self._slots, group, making)
         self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
         guard.protect(self, self._slots)
 
@@ -292,6 +291,10 @@ class GradientSync:
         """Gradients have arrived since the last round."""
         return self._window.kind is not None
 
+    @property
+    def _reducer(self) -> Reducer:
+        return self._lineup.reducer
+
     # ------------------------------------------------------------------ hooks
 
     def _hook(self, slot: Slot) -> list[RemovableHandle]:
@@ -329,10 +332,6 @@ class GradientSync:
         self._settle()
         return self._units[kind]
 
-    def _learn(self, slot: Slot) -> None:
-        assert self._arrivals is not None
-        self._arrivals[slot.number] = self._arrivals.get(slot.number, 0) + 1
-
     # ------------------------------------------------------------------ rounds
 
     def _open_window(self, kind: str) -> None:
@@ -357,8 +356,8 @@ class GradientSync:
         if not self._is_paused:
             raise verdict.out_of_order(self.place)
         # Unfrozen since the layout was made: every worker runs the same operator.
-        if self._window.kind is None and any(slot.param.requires_grad for slot in self._dormant):
-            self._build([slot for slot in self._slots if slot.param.requires_grad])
+        if self._window.kind is None and self._lineup.has_unfrozen:
+            self._lineup.admit_unfrozen(self.attached())
 
     def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
@@ -389,12 +388,10 @@ class GradientSync:
 
     def _begin_round(self) -> None:
         contribution = self._window.contribution(self._units)
-        contribution.thaws = any(slot.param.requires_grad for slot in self._dormant)
+        contribution.thaws = self._lineup.has_unfrozen
         self._reducer.start(contribution, self._step)
         self._is_open = True
-        self._arrive = None
-        if self._reducer.can_overlap:
-            self._arrive = self._reducer.arrive if self._arrivals is None else self._learn
+        self._arrive = self._lineup.listener()
 
     def _end_round(self) -> None:
         window, contribution = self._window, self._reducer.contribution
@@ -403,10 +400,10 @@ class GradientSync:
         self._arrive = None
         try:
             sums = self._reducer.finish()
-            used_all = self._reducer.used_all() and not self._dormant
+            used_all = self._reducer.used_all() and self._lineup.is_whole
             if contribution.thaws or (sums is not None and sums.thaws):
-                self._thaw(contribution)
-            self._finish_learning()
+                self._lineup.thaw(self.attached(), contribution)
+            self._lineup.finish_learning()
         except BaseException:
             self._is_broken = True
             raise
@@ -435,37 +432,6 @@ class GradientSync:
             return
         for slot in [slot for slot in self._slots if slot.param.grad is not None]:
             slot.passed = self.rounds
-
-    def _thaw(self, first: Contribution) -> None:
-        """A second round for what was unfrozen; from the next backward on it has its bucket."""
-        mine = [slot.number for slot in self._dormant if slot.param.requires_grad]
-        numbers = set().union(*self.attached().exchange(mine))
-        second = self._reducer_for([slot for slot in self._slots if slot.number in numbers])
-        second.start(replace(first, aside={}, thaws=False))
-        second.finish()
-        active = numbers | {slot.number for slot in self._reducer.layout.slots}
-        self._build([slot for slot in self._slots if slot.number in active])
-
-    def _build(self, active: list[Slot]) -> None:
-        self._reducer = self._reducer_for(active)
-        members = {slot.number for slot in active}
-        self._dormant = [slot for slot in self._slots if slot.number not in members]
-        # No overlap in the first backward: what arrives twice in one backward (a parameter in
-        # two reentrant checkpoints) must not leave after the first time, so look first.
-        self._arrivals = {} if self._reducer.can_overlap else None
-
-    def _reducer_for(self, slots: list[Slot]) -> Reducer:
-        group, cap, divides = self.attached(), self._cap_bytes, self._averages
-        if self._order is None:
-            return Reducer(slots, group, cap, signature=self._signature, divides=divides)
-        return OrderedReducer(slots, group, cap, self._order, self._signature, divides=divides)
-
-    def _finish_learning(self) -> None:
-        if self._arrivals:
-            for bucket in self._reducer.layout.buckets:
-                often = any(self._arrivals.get(number, 0) > 1 for number in bucket.numbers)
-                bucket.may_leave_early = not often
-            self._arrivals = None
 
     def _settle(self) -> None:
         """Look at sums that were left on the accelerator so that the host need not wait."""
