@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show. These alone may be skipped, where there is none."""
 
+import copy
 import datetime
 
 import pytest
@@ -108,3 +109,29 @@ def test_replicas_on_one_gpu_and_on_the_cpu():
     ReplicatedModel(layer, devices)(features).square().mean().backward()
     for param, gradient in zip(layer.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, gradient)
+
+
+def _normalised_over_ranks(rank: int, port: int) -> None:
+    """Uneven rows on two ranks that share a GPU, over gloo: NCCL wants a device for each."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    device = torch.device("cuda", 0)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(7, 3, generator=generator, dtype=torch.float64).to(device)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device).double()
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    mine = rows[:5] if rank == 0 else rows[5:]
+    sync = replicate(model)
+    sync.backward(model(mine).square().sum(1).mean(), weight=len(mine))
+    plain(rows).square().sum(1).mean().backward()
+    for found, true in zip(model.parameters(), plain.parameters(), strict=True):
+        # Its kernels keep statistics in lower precision than float64.
+        assert (found.grad - true.grad).norm() <= 1e-5 * max(true.grad.norm(), 1e-3)
+    sync.detach()
+    dist.destroy_process_group()
+
+
+def test_sync_batch_norm_over_uneven_ranks_is_one_batch():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(_normalised_over_ranks, (store.port,), nprocs=2)

@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import lockstep
-from harness import assert_same, reset
+from harness import assert_same, outcomes, reset
 from lockstep.errors import (
+    ConfigurationError,
     GradientNotReducedError,
     NotAvailableError,
     PeerLostError,
@@ -277,6 +278,15 @@ def test_what_cannot_step_elsewhere_is_refused():
             assert isinstance(result, NotAvailableError), result
             assert words in str(result)
             assert "LS003" in str(result)
+
+
+def test_several_ranks_without_a_server_are_refused():
+    def one_rank(group):
+        model = mlp()
+        ParameterServer([model], [sgd(model)], group, None)
+
+    for result in outcomes(2, one_rank):
+        assert isinstance(result, ConfigurationError)
 
 
 def test_an_optimizer_of_local_parameters_stays_here():

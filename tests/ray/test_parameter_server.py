@@ -42,6 +42,7 @@ def test_the_default_loop_saved_and_loaded(num_workers, tmp_path):
     with start(num_workers=num_workers, num_shards=4) as trainer:
         trainer.train(num_steps=STEPS - 4)
         path = trainer.save(tmp_path / "state")
+        assert trainer.verify(num_steps=2).ok
         trainer.train(num_steps=2)
         trainer.load(path)
         trainer.train(num_steps=4)

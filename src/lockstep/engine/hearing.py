@@ -10,7 +10,7 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Hearing:
         while self.pending:
             if self._causes and (self.method in COLLECTIVE_METHODS or self.dead):
                 return
-            if (self._causes or self._consequences) and deadline is None:
+            is_freed = self.method in METHODS_BESIDE and not self.dead
+            if (self._causes or self._consequences) and deadline is None and not is_freed:
                 deadline = time.monotonic() + _HEARING_S
             if deadline is not None and time.monotonic() > deadline:
                 return

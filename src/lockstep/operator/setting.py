@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -14,6 +14,12 @@ from lockstep.sync import OwnerAddress, ShardOrder
 
 if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
+
+ONE_PROCESS: Final = "one process"
+"""Not for users: the whole global batch at once, by plain autograd (see `sync.alone`)."""
+
+ONE_PROCESS_BY_SHARD: Final = "one process, by shard"
+"""The same, but shard after shard, each with its own random numbers."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Setting:
 
     Attributes:
         placement: the shards of every global batch that this worker carries.
+        is_trial: the operator is a copy beside the run's own, thrown away after a few steps.
         owner: where the parameter server listens; None without one, or with one here.
     """
 
@@ -62,6 +69,7 @@ class Setting:
     group: Group = field(default_factory=lambda: Group(None))
     placement: Placement = field(default_factory=lambda: Placement(1, range(1), seed=0))
     options: Options = field(default_factory=Options)
+    is_trial: bool = False
     owner: OwnerAddress | None = None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from lockstep.sync.alone import Alone as Alone
 from lockstep.sync.attach import replicate as replicate
 from lockstep.sync.average import average_gradients as average_gradients
 from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
@@ -17,6 +18,7 @@ from lockstep.sync.shard_order import ShardOrder as ShardOrder
 from lockstep.sync.wire import OwnerAddress as OwnerAddress
 
 __all__ = [
+    "Alone",
     "GradientSync",
     "OwnerAddress",
     "OwnerServer",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.group import Pending
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.lineup import Making
@@ -54,6 +54,12 @@ class ParameterServer(GradientSync):
         self._served: list[ServedOptimizer] = []
         self._is_remote = address is not None
         wanted = served_ones(optimizers)
+        if address is None and group.size > 1:
+            raise ConfigurationError(
+                "several ranks need one parameter server, and nobody says where it listens",
+                where=f"rank {group.rank} of {group.size}",
+                fix='TorchTrainer(..., sync="parameter_server") starts one',
+            )
         self._channel: Channel = call_owner(address, group.rank) if address else OwnerHere()
         try:
             through_owner = partial(_ThroughTheOwner, combine=self._sum_at_the_owner)

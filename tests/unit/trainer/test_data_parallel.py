@@ -45,6 +45,7 @@ def test_the_default_loop(num_workers, tmp_path):
         assert torch.get_num_threads() == threads
         result = trainer.train(num_steps=STEPS - 4)
         path = trainer.save(tmp_path / "state")
+        assert trainer.verify(num_steps=2).ok
         trainer.train(num_steps=2)
         trainer.load(path)
         trainer.train(num_steps=4)
