@@ -39,10 +39,10 @@ fix: $(VENV)/.installed ## repair what lint and format can repair
 	$(BIN)/ruff format .
 
 test: $(VENV)/.installed ## the tests, without the slow ones
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
 
 test-all: $(VENV)/.installed ## all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 bench: $(VENV)/.installed ## measure against a hand-written torchrun script; fails when a goal is missed
 	$(BIN)/python -m benchmarks
