@@ -211,6 +211,12 @@ class ReplicasDifferError(LockstepError, ValueError):
     code = "LS301"
 
 
+class LostUpdateError(LockstepError, RuntimeError):
+    """A forward wrote to a replica of the model, and what it wrote would be lost."""
+
+    code = "LS302"
+
+
 class DataOrderError(LockstepError, ValueError):
     """The ranks would read the data by different plans."""
 

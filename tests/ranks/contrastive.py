@@ -5,13 +5,16 @@ Every loss is written twice. `alone` is plain torch over all rows in one process
 `on_ranks` is what a rank computes from its own rows.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 import lockstep
 from harness import cut, generator, gradients, reset, rows, run_ranks
-from lockstep.sync import replicate
+from lockstep.sync import ParameterServer, replicate
+from ranks.served import server
 
 TOTAL = 24
 SPLITS = {
@@ -225,8 +228,14 @@ LOSSES = {
     "nt_xent by rows": NTXentByRows(),
 }
 
-SYNCS = {"replicate": lambda model, group: replicate(model, group=group, bucket_cap_mb=1e-4)}
-"""How gradients become one: from a model and a group to what has `backward` and `detach`."""
+SYNCS = {
+    "replicate": lambda model, group, *_: replicate(model, group=group, bucket_cap_mb=1e-4),
+    "parameter_server": lambda model, group, optimizer, address: ParameterServer(
+        [model], [optimizer], group, address, bucket_cap_mb=1e-4
+    ),
+}
+"""How gradients become one: from a model, a group, an optimizer and where a server listens, to
+what has `backward` and `detach`."""
 
 
 def one_process(loss, sizes, steps):
@@ -250,8 +259,8 @@ def on_ranks(loss, sizes, steps, sync, *, weighted):
 
     def one_rank(group):
         model = replicas[group.rank]
-        attached = SYNCS[sync](model, group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        attached = SYNCS[sync](model, group, optimizer, address)
         mine = cut(TOTAL, sizes)[group.rank]
         seen, values = [], []
         try:
@@ -269,4 +278,5 @@ def on_ranks(loss, sizes, steps, sync, *, weighted):
             attached.detach()
         return seen, values
 
-    return run_ranks(len(sizes), one_rank)
+    with server(len(sizes)) if sync == "parameter_server" else nullcontext() as address:
+        return run_ranks(len(sizes), one_rank)

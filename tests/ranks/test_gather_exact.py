@@ -31,14 +31,25 @@ def splits(*quick):
     ]
 
 
+BY_SYNC = [
+    pytest.param(name, marks=() if name == "replicate" else pytest.mark.slow) for name in SYNCS
+]
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "weights"])
 @pytest.mark.parametrize("sync", SYNCS)
+def test_any_sync(loss, sync):
+    compare(LOSSES[loss], SPLITS["2 uneven"], sync, weighted=True)
+
+
+@pytest.mark.parametrize("sync", BY_SYNC)
 @pytest.mark.parametrize("sizes", splits("2 uneven", "2, one empty", "4 uneven"))
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_weighed_by_rows(loss, sizes, sync):
     compare(loss, sizes, sync, weighted=True)
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", BY_SYNC)
 @pytest.mark.parametrize("sizes", splits("2 even", "2, one empty"))
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_plain_backward(loss, sizes, sync):

@@ -73,3 +73,13 @@ def test_rounding_and_parameters_without_gradients_are_equal():
     report = compare(truth, [noisy, noisy])
     assert report.ok, str(report)
     assert not compare({"w": None}, [TRUE]).ok
+
+
+def test_what_is_not_finite_is_said_to_be_so():
+    bad = torch.tensor([3.0, float("nan")], dtype=torch.float64)
+    both = compare({"w": bad}, [{"w": bad.clone()}, {"w": bad.clone()}])
+    assert both.ok
+    assert "in one process as well" in str(both)
+    one_side = compare(TRUE, [TRUE, {"w": bad}])
+    assert not one_side.ok
+    assert "rank 1: NaN or infinite on one side only" in str(one_side)

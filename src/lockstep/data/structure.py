@@ -126,6 +126,15 @@ def _sliced(batch: Any, rows: slice, place: str) -> Any:
     raise _unsliceable(place, f"a {type(batch).__name__}")
 
 
+def map_leaves(batch: Any, function: Callable[[Any, str], Any], place: str = "") -> Any:
+    """The same structure around ``function(leaf, place)`` of all that is not structure."""
+    children = _children(batch)
+    if children is None:
+        return function(batch, place)
+    columns = [(key, map_leaves(child, function, place + key)) for key, child in children]
+    return _rebuilt(batch, columns)
+
+
 def map_children(batch: Any, change: Callable[[Any], Any]) -> Any:
     """The same container around what `change` makes of each child; a leaf is itself."""
     children = _children(batch)

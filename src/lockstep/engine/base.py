@@ -44,3 +44,7 @@ class Engine(Protocol):
 
 COLLECTIVE_METHODS = frozenset({"start", "train", "validate", "whole"})
 """Methods in which ranks wait for each other: a failure in one ends the group."""
+
+METHODS_BESIDE = frozenset({"verify"})
+"""Methods in which ranks wait for each other over a group of their own, beside the run's: one
+that fails closes it, so that all answer, and the run goes on."""

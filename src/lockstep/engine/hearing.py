@@ -10,12 +10,13 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.engine.server import ServerProcess
     from lockstep.worker import Outcome
 
 WATCH_S = 0.2
@@ -26,10 +27,16 @@ _HEARING_S = 2.0
 
 
 class Hearing:
-    """Answers by rank; of the failures, which one caused the others."""
+    """Answers by rank; of the failures, which one caused the others.
 
-    def __init__(self, method: str) -> None:
+    Args:
+        method: what the workers were asked to do.
+        server: the parameter server that they need for it, if there is one.
+    """
+
+    def __init__(self, method: str, server: ServerProcess | None = None) -> None:
         self.method = method
+        self._server = server
         self.pending: dict[Any, int] = {}
         self.values: dict[int, Any] = {}
         self.dead = False
@@ -52,16 +59,21 @@ class Hearing:
         while self.pending:
             if self._causes and (self.method in COLLECTIVE_METHODS or self.dead):
                 return
-            if (self._causes or self._consequences) and deadline is None:
+            is_freed = self.method in METHODS_BESIDE and not self.dead
+            if (self._causes or self._consequences) and deadline is None and not is_freed:
                 deadline = time.monotonic() + _HEARING_S
             if deadline is not None and time.monotonic() > deadline:
                 return
             timeout = WATCH_S if look is not None or deadline is not None else None
-            ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
+            ready, _ = ray.wait([*self.pending, *self._servers()], num_returns=1, timeout=timeout)
             for ref in ready:
-                self._answer(ref, self.pending.pop(ref))
+                if ref in self.pending:
+                    self._answer(ref, self.pending.pop(ref))
+                else:
+                    self._server_ended()
             if look is not None and not ready:
                 look()
+        self._hear_of_the_server()
 
     def _answer(self, ref: Any, rank: int) -> None:
         try:
@@ -76,6 +88,25 @@ class Hearing:
                 " trainer and load the last checkpoint",
             )
             died.__cause__ = error
+            self.failed(died, peer_lost=False)
+
+    def _servers(self) -> list[Any]:
+        """The server's end says something where workers need it: not to who only reads weights."""
+        needed = self.method in COLLECTIVE_METHODS or self._consequences
+        return [self._server.ends] if self._server is not None and needed else []
+
+    def _hear_of_the_server(self) -> None:
+        """The workers may have noticed its death before the notice of it is here."""
+        servers = self._servers()
+        if self._consequences and not self._causes and servers:
+            ready, _ = ray.wait(servers, timeout=_HEARING_S)
+            if ready:
+                self._server_ended()
+
+    def _server_ended(self) -> None:
+        died = self._server.death() if self._server is not None else None
+        self._server = None
+        if died is not None:
             self.failed(died, peer_lost=False)
 
     def cause(self) -> BaseException | None:

@@ -24,6 +24,7 @@ from lockstep.engine.crew import come_back, crew_for, send_home
 from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
+from lockstep.engine.server import ServerProcess
 from lockstep.engine.travel import pickled, pickled_spec
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
@@ -53,6 +54,7 @@ class RayEngine:
         self._pids: list[int] = []
         self._crew: Crew | None = None
         self._store: RendezvousStore | None = None
+        self._server: ServerProcess | None = None
         payload = pickled_spec(spec)
         own_cluster = connect()
         self._session = session()
@@ -70,6 +72,13 @@ class RayEngine:
                 actor.enlist.remote(shared, placement.local_ranks(nodes)[rank])
             store = self._store = _open_store(nodes, resources.timeout_s)
             one_node = store.host == LOOPBACK
+            if spec.options.sync == "parameter_server" and spec.num_workers > 1:
+                self._server = ServerProcess(
+                    crew.room,
+                    on_loopback=one_node,
+                    size=spec.num_workers,
+                    timeout_s=resources.timeout_s,
+                )
             rendezvous = Rendezvous(
                 store.host,
                 store.port,
@@ -78,6 +87,7 @@ class RayEngine:
                 one_node=one_node,
                 timeout_s=resources.timeout_s,
                 as_default=not (use_local and dist.is_initialized()),
+                owner=self._server.address if self._server is not None else None,
             )
             self.started = self.call("start", rendezvous if spec.num_workers > 1 else None)
         except BaseException as error:
@@ -110,7 +120,7 @@ class RayEngine:
             self.ended = _session_over()
             self.close(force=True)
             raise self.ended
-        hearing = Hearing(method)
+        hearing = Hearing(method, self._server)
         try:
             shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
             for rank in ranks:
@@ -199,7 +209,7 @@ class RayEngine:
     def close(self, *, force: bool) -> None:
         if session() != self._session:
             self._actors.clear()
-            self._crew = None
+            self._server = self._crew = None
         have_stopped = not force and self._stop_remotely()
         if self._local is not None:
             self._local.stop()
@@ -207,11 +217,15 @@ class RayEngine:
         self._actors.clear()
         crew, self._crew = self._crew, None
         pids, self._pids = self._pids, []
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
         if crew is not None and crew.stays and have_stopped:
             come_back(crew)
+            pids = []
         elif crew is not None:
             send_home(crew)
-            _wait_until_gone(pids)
+        _wait_until_gone([*pids, server.pid] if server is not None and server.on_loopback else pids)
         if self._store is not None:
             self._store.close()
 

@@ -142,7 +142,10 @@ class TrainingOperator:
         Models and criterion move to this worker's device. Parameters, the criterion's
         included, are synchronised between workers through hooks on themselves: the models
         are returned as they are, not wrapped, and may be called in any way. Under
-        ``sync="ddp"`` and ``"fsdp"`` use what is returned, and call the models themselves.
+        ``sync="ddp"`` and ``"fsdp"`` use what is returned, and call the models themselves; under
+        ``"data_parallel"`` too: what is returned shares its batch out over devices. Under
+        ``"parameter_server"`` the optimizers' ``step`` and ``state_dict`` become the owner's;
+        their ``param_groups`` stay.
 
         Args:
             models: an `nn.Module`, or a list or tuple of them.

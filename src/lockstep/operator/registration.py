@@ -17,7 +17,7 @@ from lockstep.errors import ConfigurationError, UnknownParameterError, WrongType
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.attachment import Wanted, attach
-from lockstep.sync import is_local
+from lockstep.sync import ReplicatedModel, is_local
 
 if TYPE_CHECKING:
     from lockstep.operator.setting import Setting
@@ -116,7 +116,7 @@ class Registered:
 def _unwrapped(model: nn.Module) -> nn.Module:
     # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
     while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
+        if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
             inner: nn.Module = model.module
         else:
             inner = getattr(model, "_orig_mod", model)

@@ -46,6 +46,7 @@ class GradientSync:
     not divided, and of a weight only its being zero or not matters. What earlier rounds left
     must then stay out of a plain backward's sum, so it is taken away before the first gradient
     is accumulated, where averaging can leave it in (the mean of equal things is that thing).
+    `making` says how buckets are summed, where it is not by one all-reduce each.
 
     Attributes:
         rounds: how many reductions there have been.
@@ -63,6 +64,7 @@ class GradientSync:
         owns_group: bool = False,
         averages: bool = True,
         order: ShardOrder | None = None,
+        making: Callable[[int, int, bool, ShardOrder | None], Making] = Making,
     ) -> None:
         check_options(buffers, bucket_cap_mb)
         found = take_inventory(modules)
@@ -97,8 +99,8 @@ class GradientSync:
         self._window = Window()
         self._unread: verdict.Unread | None = None
         self._is_broken = False
-        making = Making(self._cap_bytes, found.signature(), averages, order)
-        self._lineup = Lineup(self._slots, group, making)
+        how = making(self._cap_bytes, found.signature(), averages, order)
+        self._lineup = Lineup(self._slots, group, how)
         self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
         guard.protect(self, self._slots)
 

@@ -215,17 +215,18 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
 
 
-_SYNCS: Final = ("replicate", "ddp", "fsdp")
-_SYNCS_OF_LATER: Final = ("parameter_server", "data_parallel")
+_SYNCS: Final = ("replicate", "ddp", "fsdp", "parameter_server", "data_parallel")
 
 
 def pick_sync(sync: str) -> str:
-    if sync in _SYNCS_OF_LATER:
-        raise NotAvailableError(
-            f"TorchTrainer has no sync={sync!r} in this version", fix="leave sync out"
-        )
     require(sync in _SYNCS, "sync", sync, " or ".join(f'"{name}"' for name in _SYNCS))
     return sync
+
+
+def processes_for(options: Options, use_local: bool) -> int:
+    """Worker processes: one for all the replicas of one process, else one for each worker."""
+    _refuse_local_shards(options, use_local)
+    return 1 if options.sync == "data_parallel" else options.replicas
 
 
 def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:
@@ -238,19 +239,7 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
     _refuse_with_own_loop(options, operator_cls)
-    require(
-        options.sync == "replicate" or not options.reproducible,
-        "reproducible",
-        options.reproducible,
-        f"False with sync={options.sync!r}: it is only replicate that adds shards in their order",
-        fix="leave out sync, or reproducible",
-    )
-    require(
-        options.sync != "fsdp" or options.precision != "fp16",
-        "precision",
-        options.precision,
-        '"bf16" or "fp32" with sync="fsdp": no rank sees all the gradients that may overflow',
-    )
+    _check_sync(options)
     if options.reproducible and operator_cls.joint_loss:
         raise ConfigurationError(
             "reproducible=True cannot hold for a joint loss",
@@ -260,7 +249,28 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
         )
 
 
-def refuse_local_shards(options: Options, use_local: bool) -> None:
+def _check_sync(options: Options) -> None:
+    """What only the default way to synchronise can do, and what only FSDP cannot."""
+    if options.sync == "replicate":
+        return
+    fix = f"leave sync={options.sync!r} out"
+    require(
+        not options.reproducible,
+        "reproducible",
+        options.reproducible,
+        f"False with sync={options.sync!r}: it is only replicate that adds shards in their order",
+        fix="leave out sync, or reproducible",
+    )
+    require(options.wrap_ddp, "wrap_ddp", False, f"True: {options.sync} synchronises", fix)
+    require(
+        options.sync != "fsdp" or options.precision != "fp16",
+        "precision",
+        options.precision,
+        '"bf16" or "fp32" with sync="fsdp": no rank sees all the gradients that may overflow',
+    )
+
+
+def _refuse_local_shards(options: Options, use_local: bool) -> None:
     require(
         options.sync != "fsdp" or not use_local,
         "use_local",

@@ -22,9 +22,16 @@ from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.reduction import activate
 from lockstep.worker import state as states
+from lockstep.worker import trial
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.determinism import deterministic
-from lockstep.worker.process_group import Rendezvous, form_group, leave_group
+from lockstep.worker.process_group import (
+    Rendezvous,
+    form_group,
+    form_second_group,
+    leave_group,
+    taken_for_world,
+)
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
 
@@ -77,6 +84,8 @@ class Worker:
         self.rank = rank
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._num_copies = 0
         self._operator: TrainingOperator | None = None
         self._cursors: dict[str, Cursor] = {}
         self._before_load: dict[str, Any] | None = None
@@ -103,12 +112,13 @@ class Worker:
         if rendezvous is not None:
             if self.before_meeting is not None:
                 self.before_meeting()
+            self._rendezvous = rendezvous
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
         self._build_operator(device)
         loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
         return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
-    def _build_operator(self, device: torch.device) -> None:
+    def _build_operator(self, device: torch.device, *, is_trial: bool = False) -> None:
         spec = self.spec
         setting = Setting(
             world_rank=self.rank,
@@ -118,6 +128,8 @@ class Worker:
             group=Group(self._group, device),
             placement=self._placement(spec.num_shards, spec.seed),
             options=spec.options,
+            is_trial=is_trial,
+            owner=self._rendezvous.owner if self._rendezvous is not None else None,
         )
         config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
         operator = spec.operator_cls(config, setting)
@@ -167,6 +179,44 @@ class Worker:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
+
+    # --------------------------------------------------------------------- copies beside it
+
+    def verify(self, num_steps: int) -> trial.Trial:
+        """`num_steps` steps on copies; this worker stays as it is."""
+        return trial.run(self, num_steps)
+
+    def copied(self, spec: WorkerSpec, *, alone: bool) -> Worker:
+        """A second worker in this process, with a group of its own and no operator yet.
+
+        Args:
+            spec: what it is a worker of.
+            alone: it has no peers, whatever this worker has.
+
+        Collective:
+            Unless `alone`, every rank: forms the group.
+        """
+        copy = Worker(spec, 0 if alone else self.rank, self.local_rank)
+        if self._rendezvous is not None:
+            self._num_copies += not alone
+            name = f"copy-{self._num_copies}"
+            copy._group = form_second_group(
+                self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
+            )
+            copy._rendezvous = None if alone else self._rendezvous
+        return copy
+
+    def build_as_trial(self) -> None:
+        """Run `setup` again, for an operator that is thrown away after a few steps."""
+        self._build_operator(_pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
+
+    def in_its_world(self) -> AbstractContextManager[None]:
+        """Inside, torch's default group is this worker's, for what the user's code asks of it."""
+        return taken_for_world(self)
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Take over what a worker of the same run returned from `state_dict`."""
+        self._take(state)
 
     # ------------------------------------------------------------------- training, validation
 
@@ -388,6 +438,10 @@ class Worker:
     def operator(self) -> TrainingOperator:
         assert self._operator is not None, "start() comes first"
         return self._operator
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return self._group
 
     @property
     def run(self) -> Registered:
