@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from contextlib import nullcontext
 from itertools import groupby
@@ -65,6 +66,8 @@ SUITES = ("bench", "full", "gpu")
 
 
 def main() -> int:
+    # As Ctrl-C does: what was started, a Ray most of all, is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         return COMMANDS[sys.argv[1]](sys.argv[2:])
     options = _options()
