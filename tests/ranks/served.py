@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from harness import outcomes
+from lockstep.errors import PeerLostError
 from lockstep.group import Group
 from lockstep.sync import OwnerAddress, OwnerServer, ParameterServer
+from lockstep.sync.wire import call_owner
 from ranks import programs
 from ranks.worlds import Loss, OneProcess, OnRanks
 
@@ -29,6 +31,11 @@ def server(size: int, timeout_s: float = 20.0) -> Iterator[OwnerAddress | None]:
     try:
         yield listening.address
     finally:
+        # It waits for workers that failed before they came; in a run their driver ends it.
+        for rank in range(size):
+            if thread.is_alive():
+                with suppress(PeerLostError):
+                    call_owner(listening.address, rank).close()
         thread.join()
 
 

@@ -22,7 +22,7 @@ from harness import TOLERANCE, assert_same
 from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options, Setting
-from lockstep.worker import Worker, WorkerSpec
+from lockstep.worker import Rendezvous, Worker, WorkerSpec
 from ranks.table_operators import COLUMNS, OPERATORS, Plain, whole
 
 EPOCHS = 2
@@ -201,7 +201,9 @@ def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
             worker = Worker(spec, rank, rank)
             worker._group = make_group()
             if owner is not None:
-                worker._owner = owner
+                worker._rendezvous = Rendezvous(
+                    "", 0, 0, "gloo", one_node=True, timeout_s=20.0, as_default=False, owner=owner
+                )
             try:
                 worker._build_operator(torch.device("cpu"))
                 return train(worker)

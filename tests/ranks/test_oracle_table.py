@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.errors import GradientNotReducedError, PerShardLossError
+from lockstep.errors import ConfigurationError, GradientNotReducedError, PerShardLossError
 from lockstep.operator.attachment import _WAYS
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
@@ -33,6 +33,8 @@ def refusal(sync: str, name: str, num_workers: int) -> type[Exception] | None:
         return GradientNotReducedError
     if name == "Normalised" and sync == "ddp":
         return ValueError  # by torch, which wraps it on GPUs only
+    if name == "Normalised" and sync == "data_parallel" and num_workers > 1:
+        return ConfigurationError
     # One process that has the whole batch at once can normalise by it.
     if name == "Normalised" and sync in WITH_PEERS:
         return PerShardLossError
@@ -42,6 +44,8 @@ def refusal(sync: str, name: str, num_workers: int) -> type[Exception] | None:
 QUICK = pairwise(*AXES)
 
 
+# A compiled model asks the parameters of replicas, which are no leaves, for their gradients.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("sync", "name", "split", "num_workers"),
     [

@@ -113,10 +113,12 @@ def _parameter_server(registered: Registered, setting: Setting, wanted: Wanted) 
 
 
 def _data_parallel(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
-    # Weights and windows are those of one worker, which has the whole batch.
-    sync = _replicate(registered, setting, wanted)
     devices = replica_devices(setting.device, setting.options.replicas)
-    registered.replace_modules([ReplicatedModel(model, devices) for model in registered.models])
+    replicated = [ReplicatedModel(model, devices) for model in registered.models]
+    # Weights and windows are those of one worker, which has the whole batch. Attached last:
+    # of models that were refused nobody would let go.
+    sync = _replicate(registered, setting, wanted)
+    registered.replace_modules(replicated)
     return sync
 
 
