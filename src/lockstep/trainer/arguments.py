@@ -301,7 +301,7 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
         "clip_grad_norm": options.clip_grad_norm is not None,
     }
     for method in ("train_batch", "train_epoch"):
-        own = getattr(operator_cls, method) is not getattr(TrainingOperator, method)
+        own = operator_cls._brings(method)
         for name in [name for name, is_wanted in wanted.items() if is_wanted and own]:
             raise ConfigurationError(
                 f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",

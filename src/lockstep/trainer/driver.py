@@ -333,8 +333,7 @@ class TorchTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
         state: dict[str, Any] = self._from_rank_0("state_dict")
-        own_state = self._operator_cls.state_dict is not TrainingOperator.state_dict
-        if self._spec.num_workers > 1 and own_state:
+        if self._spec.num_workers > 1 and self._operator_cls._brings("state_dict"):
             state["operator_by_rank"] = self._call("operator_state")
         return state
 
