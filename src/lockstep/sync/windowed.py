@@ -120,6 +120,9 @@ class WindowedSync:
         """
         agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
 
+    def seal(self) -> None:
+        """See `Synchroniser`; here every rank has whole weights at all times."""
+
     @property
     def needs_guard(self) -> bool:
         """A rank alone has whole gradients, however it got them."""
