@@ -186,6 +186,9 @@ class DDPSync(WindowedSync):
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's, unless ``ddp_args`` say not to.
 
+        Gradient:
+            None: buffers have none.
+
         Collective:
             Every rank. Blocks. One broadcast.
         """

@@ -243,6 +243,9 @@ def sharded_like(shard: DTensor, whole: torch.Tensor) -> DTensor:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this may be a shard.
 
+    Gradient:
+        Back to the shard, as `DTensor.full_tensor` has it.
+
     Collective:
         Every rank of a shard's mesh. One all-gather; none for a tensor that is no shard.
     """
@@ -251,6 +254,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def clip_shards(parameters: Sequence[torch.Tensor], max_norm: float) -> None:
     """As torch's `clip_grad_norm_`, which takes shards and whole tensors, but not both at once.
+
+    Gradient:
+        Scaled in place, by the same number on every rank.
 
     Collective:
         Every rank of the mesh. One all-reduce of one number.

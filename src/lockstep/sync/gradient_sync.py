@@ -188,6 +188,9 @@ class GradientSync(WindowedSync):
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's.
 
+        Gradient:
+            None: buffers have none.
+
         Collective:
             Every rank. Blocks. One broadcast.
         """
