@@ -85,7 +85,9 @@ def test_further_combinations(further_ranks, program, way, split):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("program", "code"), REFUSALS.items(), ids=lambda item: str(item)[:40])
+@pytest.mark.parametrize(
+    ("program", "code"), REFUSALS.items(), ids=lambda item: getattr(item, "__name__", item)
+)
 def test_refused_on_every_rank(ranks, program, code):
     assert [found[program.__name__] for found in ranks[:2]] == [code, code]
 

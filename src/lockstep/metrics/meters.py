@@ -95,6 +95,11 @@ class AverageMeterCollection:
         self._means: defaultdict[str, _WeightedMean] = defaultdict(_WeightedMean)
         self._others: dict[str, Any] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has been counted, and no step begun."""
+        return self._batch_count == 0
+
     def begin_step(self, step: int | None = None) -> None:
         """Start a step: one global batch, of which this worker may report several parts.
 

@@ -76,12 +76,17 @@ class _Recorder:
     def __init__(self, operator: TrainingOperator) -> None:
         self._operator = operator
         self._pass = AverageMeterCollection()
+        # The first pass of a call is all of the call so far, which need not be counted twice.
+        if operator._lockstep.meters.is_empty:
+            operator._lockstep.meters = self._pass
+        self._call = operator._lockstep.meters
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         samples = counted(self._operator, metrics)
         partial, self._operator._lockstep.partial = self._operator._lockstep.partial, {}
-        for meters in (self._pass, self._operator._lockstep.meters):
-            meters.update(metrics, n=samples, partial=partial)
+        self._pass.update(metrics, n=samples, partial=partial)
+        if self._call is not self._pass:
+            self._call.update(metrics, n=samples, partial=partial)
 
     def summary(self) -> dict[str, Any]:
         summary = self._pass.summary()

@@ -78,4 +78,5 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
     borrow = training or operator.joint_loss or not own_loop
-    return ShardedLoader(loader, placement, joint=joint, borrow=borrow)
+    # Every part is seeded before it is computed on, so nobody reads what loading leaves.
+    return ShardedLoader(loader, placement, joint=joint, borrow=borrow, keeps_generators=False)
