@@ -58,6 +58,14 @@ class Call:
         return [part for span in spans for part in strips_of(span, self.tile[1])]
 
     def reduced(self, losses: torch.Tensor) -> torch.Tensor:
+        """What the user gets for the losses of this rank's rows.
+
+        Gradient:
+            None: inside a forward of our own.
+
+        Collective:
+            Unless the reduction is "none", every rank. Blocks. One all-reduce of a number.
+        """
         if self.reduction == "none":
             return losses
         total = losses.double().sum()
@@ -69,7 +77,14 @@ class Call:
         return self.agreed.total if self.reduction == "mean" else 1
 
     def call_roll(self, gradient: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """What one row's loss counts for, if all count the same; and this rank's gradient."""
+        """What one row's loss counts for, if all count the same; and this rank's gradient.
+
+        Gradient:
+            What flows back on all ranks is summed; of a rank that counts for nothing, zero.
+
+        Collective:
+            Every rank. One roll call.
+        """
         assert self.crossing is not None
         heard = self.crossing.call_roll(gradient)
         if heard.weights[self.group.rank] == 0.0:
@@ -86,6 +101,22 @@ def agreed_call(
     tile: Tile,
     group: Any,
 ) -> Call:
+    """What a loss is called with, compared between the ranks before anything of it moves.
+
+    Args:
+        name: the function, as the user calls it.
+        tensors: this rank's rows on either side, shapes (n, D) and (m, D).
+
+    Gradient:
+        None: metadata only.
+
+    Collective:
+        Every rank, same order. Blocks. One small all-gather.
+
+    Raises:
+        As `agree_on_rows`; ConfigurationError, ReplicasDifferError: arguments that cannot be, or
+        that differ between ranks.
+    """
     ranks = ranks_of(name, group)
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(

@@ -154,6 +154,9 @@ class _Gather(torch.autograd.Function):
 def all_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.Tensor:
     """Every rank's rows along dimension 0, by rank; uneven ones travel padded.
 
+    Gradient:
+        None: `sum_of_own_rows` is its adjoint.
+
     Collective:
         Every rank. Blocks. One all-gather.
     """
@@ -179,6 +182,9 @@ def sum_of_own_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.T
     """The sum over ranks of what they hold for this rank's rows; adjoint of `all_rows`.
 
     16-bit numbers are added as float32.
+
+    Gradient:
+        None: it is one.
 
     Collective:
         Every rank. Blocks. One reduce-scatter.

@@ -29,7 +29,7 @@ def class_accuracy(output: Any, target: Any) -> dict[str, torch.Tensor]:
     return {"val_accuracy": hits.to(torch.float64).mean()}
 
 
-def weighted_mean(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
+def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     """One step's metrics from its shards': each the mean over the shards that report it.
 
     Stays on the tensors' device. What is not a number is the first shard's. A shard of weight

@@ -182,7 +182,6 @@ class TrainingOperator:
             raise ConfigurationError(
                 "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
             )
-        own_loop = self._brings("train_batch") or self._brings("train_epoch")
         self._lockstep.registered = assemble(
             self._lockstep.setting,
             models=models,
@@ -192,7 +191,7 @@ class TrainingOperator:
             wanted=Wanted(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
-                buffers="after_backward" if own_loop else "manual",
+                buffers="after_backward" if self._brings_own_loop() else "manual",
                 averages=self.loss_reduction == "mean",
                 ddp_args=dict(ddp_args or {}),
             ),
@@ -280,9 +279,15 @@ class TrainingOperator:
     def scheduler_step_freq(self) -> str | None:
         return self._lockstep.setting.options.scheduler_step_freq
 
-    def _brings(self, method: str) -> bool:
+    @classmethod
+    def _brings(cls, method: str) -> bool:
         """Whether the user's class has its own `method` instead of the one above."""
-        return getattr(type(self), method) is not getattr(TrainingOperator, method)
+        return getattr(cls, method) is not getattr(TrainingOperator, method)
+
+    @classmethod
+    def _brings_own_loop(cls) -> bool:
+        """Whether something else than the default loop decides when a step begins and ends."""
+        return cls._brings("train_batch") or cls._brings("train_epoch")
 
     # ---------------------------------------------------------------- other ways to make one
 

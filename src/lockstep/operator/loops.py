@@ -18,7 +18,7 @@ from lockstep.data.structure import leading_length
 from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
-from lockstep.operator.batches import class_accuracy, weighted_mean
+from lockstep.operator.batches import class_accuracy, mean_over_shards
 from lockstep.operator.committed import CommittedBuffers
 from lockstep.operator.counting import (
     BY_SAMPLES,
@@ -169,7 +169,7 @@ def train_batch(
                 optimizer, run.parameters(), operator._lockstep.setting.options.clip_grad_norm
             )
     operator._lockstep.partial = partial_weights(results)
-    return {**weighted_mean(results), **step_counts(operator, "train", parts, results)}
+    return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
 
 
 def _open_window(run: Registered, optimizer: torch.optim.Optimizer) -> None:
@@ -328,4 +328,4 @@ def validate_batch(
         weight = take_weight(operator, "validation", part, metrics)
         results.append(({"val_loss": _reported(operator, loss, part), **metrics}, weight))
     operator._lockstep.partial = partial_weights(results)
-    return {**weighted_mean(results), **step_counts(operator, "validation", parts, results)}
+    return {**mean_over_shards(results), **step_counts(operator, "validation", parts, results)}

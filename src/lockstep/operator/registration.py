@@ -67,7 +67,8 @@ class Registered:
 
     def seal(self) -> None:
         """Where weights are in shards and were gathered for use: only the shards are left."""
-        getattr(self.sync, "seal", lambda: None)()
+        if self.sync is not None:
+            self.sync.seal()
 
     def plain_models(self) -> list[nn.Module]:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""

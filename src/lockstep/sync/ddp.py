@@ -11,31 +11,30 @@ backward) stays this rank's, and the optimizer guard refuses to step with it.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep import reduction
 from lockstep.errors import (
-    WeightError,
     WrongUseError,
 )
-from lockstep.sync import guard, verdict
-from lockstep.sync.buckets import Slot
+from lockstep.sync import guard
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, agree_on_values, refuse_shared, take_inventory
+from lockstep.sync.inventory import agree, refuse_shared, take_inventory
 from lockstep.sync.reducer import PLAIN, WEIGHTED
-from lockstep.sync.window import Units, Window, checked_weight, weighted_root
+from lockstep.sync.window import Window, checked_weight, weighted_root
+from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lockstep.group import Group
+    from lockstep.sync.buckets import Slot
     from lockstep.sync.reducer import Contribution
 
 _OUTSIDE: Final = (
@@ -47,7 +46,7 @@ _OUTSIDE: Final = (
 )
 
 
-class DDPSync:
+class DDPSync(WindowedSync):
     """See `Synchroniser`. Wraps the modules that have something to train.
 
     Attributes:
@@ -73,21 +72,14 @@ class DDPSync:
         arguments = {"bucket_cap_mb": bucket_cap_mb, **checked_ddp_args(ddp_args)}
         found = take_inventory(modules)
         guard.refuse_attached(found.parameters, "detach() the synchronisation that has it")
-        self.place = f"rank {group.rank} of {group.size}"
-        self.rounds = 0
         agree(group, found, [sorted(map(repr, arguments.items())), buffers, averages])
-        self._group: Group | None = group
+        super().__init__(group, found, fixed_units=not averages)
         self.averages = averages
         forward_buffers = arguments.get("forward_sync_buffers", True)
         self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
         self._syncs_buffers = buffers == "after_backward" and self._keeps_buffers
         self.finds_unused = bool(arguments.get("find_unused_parameters"))
         self._copies = bool(arguments.get("gradient_as_bucket_view"))
-        self._buffers = list(found.buffers.values())
-        self._slots = [
-            Slot(number, name, param, self)
-            for number, (name, param) in enumerate(found.parameters.items())
-        ]
         everything = [slot.param for slot in self._slots] + self._buffer_tensors()
         broadcast_tensors(group, everything, cap_bytes=2**25)
         self._of_param = {id(slot.param): slot for slot in self._slots}
@@ -95,12 +87,7 @@ class DDPSync:
         self._reduced = [model for model in self.models if isinstance(model, ReducedModel)]
         self._lock = threading.Lock()
         self._tasks: set[int] = set()
-        self._units = Units(group.size, fixed=not averages)
-        self._window = Window()
-        self._delivered: float | WeightError | None = None
         self.step = 0
-        self._is_paused = False
-        self._is_broken = False
         self._is_open = False
         self._is_driven = False
         self._used: set[Slot] = set()
@@ -160,35 +147,9 @@ class DDPSync:
             self._window.weight += scale
         self._drive(lambda: loss.backward(**backward_kwargs), scale)
 
-    def expect_weight(self, total: float | None) -> None:
-        """What all ranks' batches of a usual step weigh; a step that does needs no division."""
-        self._units.expect(total)
-
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to."""
         self.step = step
-
-    def set_delivered_weight(self, weight: float | WeightError | None) -> None:
-        """Say what the batch counts for whose plain ``loss.backward()`` comes next."""
-        is_number = weight is not None and not isinstance(weight, WeightError)
-        self._delivered = checked_weight(weight, self.place) if is_number else weight
-        reduction.deliver(None if isinstance(self._delivered, WeightError) else self._delivered)
-
-    def delivered_weight(self) -> float | None:
-        """What `set_delivered_weight` was given last; raised, if it was an error."""
-        if isinstance(self._delivered, WeightError):
-            raise self._delivered
-        return self._delivered
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate on this rank; the next backward outside closes the window."""
-        before = self._is_paused
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def reduce_pending(self) -> None:
         """Follow the peers' backward with what is there, or with nothing.
@@ -225,15 +186,14 @@ class DDPSync:
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's, unless ``ddp_args`` say not to.
 
+        Gradient:
+            None: buffers have none.
+
         Collective:
             Every rank. Blocks. One broadcast.
         """
         if self._keeps_buffers:
             broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=2**25)
-
-    def agree_on_values(self) -> None:
-        """Refuse to go on if the parameters differ between ranks."""
-        agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
 
     def detach(self) -> None:
         """Take all hooks off and forget the group; the wrappers become their modules."""
@@ -252,25 +212,8 @@ class DDPSync:
     # ------------------------------------------------------------------ for guard and models
 
     @property
-    def needs_guard(self) -> bool:
-        """A rank alone has whole gradients, however it got them."""
-        return self._group is not None and self._group.size > 1
-
-    @property
-    def has_open_window(self) -> bool:
-        """Gradients have arrived since the last round."""
-        return self._window.kind is not None
-
-    @property
     def is_paused(self) -> bool:
         return self._is_paused
-
-    def attached(self) -> Group:
-        if self._group is None:
-            raise verdict.detached(self.place)
-        if self._is_broken:
-            raise verdict.broken(self.place)
-        return self._group
 
     def refuse_broken(self) -> None:
         """Before a forward: its backward could not be reduced."""
@@ -421,7 +364,3 @@ class DDPSync:
         self._tasks.clear()
         self._is_open = False
         self._is_driven = False
-
-    def _buffer_tensors(self) -> list[torch.Tensor]:
-        tensors = [place.tensor() for place in self._buffers]
-        return [tensor for tensor in tensors if tensor is not None]

@@ -78,12 +78,13 @@ class FSDPSync(GradientSync):
         everything = [*found.parameters.values(), *(t for t in tensors if t is not None)]
         broadcast_tensors(group, everything, cap_bytes=2**25)
         mesh = _mesh(group, next(iter(found.parameters.values())).device)
-        before = [_named(module) for module in modules]
+        plain = [_named(module) for module in modules]
         self._sharded = _shard_all(modules, mesh)
-        self._exchange(before, [_named(module) for module in modules], optimizers)
+        shards = [_named(module) for module in modules]
+        _exchange(plain, shards, optimizers)
         self._mesh: DeviceMesh | None = mesh
         self._is_open_for_use = False
-        shards = [_named(module) for module in modules]
+        self._pairs: list[_Pair] = []
         self._gather()
         super().__init__(
             modules,
@@ -124,11 +125,7 @@ class FSDPSync(GradientSync):
         if not self._is_open_for_use:
             return
         self._is_open_for_use = False
-        changed = [
-            pair.shard.name
-            for pair in getattr(self, "_pairs", ())
-            if pair.whole._version != pair.version
-        ]
+        changed = [p.shard.name for p in self._pairs if p.whole._version != p.version]
         for module in self._sharded:
             cast("_Sharded", module).reshard()
         self._follow_frozen()
@@ -156,12 +153,12 @@ class FSDPSync(GradientSync):
                 "gathering the weights failed", got=str(error).splitlines()[0]
             ) from error
         self._is_open_for_use = True
-        for pair in getattr(self, "_pairs", ()):
+        for pair in self._pairs:
             pair.version = pair.whole._version
 
     def _follow_frozen(self) -> None:
         """A parameter is two objects here: what was done to one is done to the other."""
-        for place, pair in enumerate(getattr(self, "_pairs", ())):
+        for place, pair in enumerate(self._pairs):
             known = self._known[place]
             shard, whole = pair.shard.param.requires_grad, pair.whole.requires_grad
             if shard != whole:
@@ -196,24 +193,6 @@ class FSDPSync(GradientSync):
         for module in self._sharded:
             _forget_group(module)
         self._mesh = None
-
-    # ------------------------------------------------------------------ making it
-
-    def _exchange(
-        self,
-        before: Sequence[dict[str, torch.nn.Parameter]],
-        after: Sequence[dict[str, torch.nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Let the optimizers hold the shards of what they held."""
-        shards = {
-            id(old): new[name]
-            for own, new in zip(before, after, strict=True)
-            for name, old in own.items()
-        }
-        for optimizer in optimizers:
-            for options in optimizer.param_groups:
-                options["params"] = [shards.get(id(param), param) for param in options["params"]]
 
 
 class _Pair:
@@ -264,6 +243,9 @@ def sharded_like(shard: DTensor, whole: torch.Tensor) -> DTensor:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this may be a shard.
 
+    Gradient:
+        Back to the shard, as `DTensor.full_tensor` has it.
+
     Collective:
         Every rank of a shard's mesh. One all-gather; none for a tensor that is no shard.
     """
@@ -272,6 +254,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def clip_shards(parameters: Sequence[torch.Tensor], max_norm: float) -> None:
     """As torch's `clip_grad_norm_`, which takes shards and whole tensors, but not both at once.
+
+    Gradient:
+        Scaled in place, by the same number on every rank.
 
     Collective:
         Every rank of the mesh. One all-reduce of one number.
@@ -328,6 +313,22 @@ def _is_alike(value: Any, param: torch.Tensor) -> bool:
 
 def _named(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
+
+
+def _exchange(
+    before: Sequence[dict[str, torch.nn.Parameter]],
+    after: Sequence[dict[str, torch.nn.Parameter]],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Let the optimizers hold the shards of what they held."""
+    shards = {
+        id(old): new[name]
+        for own, new in zip(before, after, strict=True)
+        for name, old in own.items()
+    }
+    for optimizer in optimizers:
+        for options in optimizer.param_groups:
+            options["params"] = [shards.get(id(param), param) for param in options["params"]]
 
 
 def _pairs(

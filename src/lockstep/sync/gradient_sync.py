@@ -13,33 +13,32 @@ around them), and patching ``Tensor.backward`` (``torch.autograd.backward`` goes
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
-from lockstep.errors import WeightError
 from lockstep.sync import guard, verdict
-from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, agree_on_values, check_options, take_inventory
+from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.window import Units, Window, checked_weight, weighted_root
+from lockstep.sync.window import Window, checked_weight, weighted_root
+from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.group import Group
+    from lockstep.sync.buckets import Slot, Sums
     from lockstep.sync.shard_order import ShardOrder
 
 
-class GradientSync:
+class GradientSync(WindowedSync):
     """The N gradients of some modules become one. Made by `replicate`.
 
     With ``averages=False`` the losses are sums over their batches: the gradients are added and
@@ -69,36 +68,25 @@ class GradientSync:
         check_options(buffers, bucket_cap_mb)
         found = take_inventory(modules)
         guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
-        self.place = f"rank {group.rank} of {group.size}"
-        self.rounds = 0
         self.full_round = 0
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers, averages])
         self._averages = averages
         self._order = order
         self._taken_weight = 0.0
-        self._group: Group | None = group
+        # In a fixed order of shards nothing may follow the ranks.
+        super().__init__(group, found, fixed_units=not averages or order is not None)
         self._owns_group = owns_group
-        self._buffers = list(found.buffers.values())
         self._syncs_buffers = buffers == "after_backward"
-        self._slots = [
-            Slot(number, name, param, self)
-            for number, (name, param) in enumerate(found.parameters.items())
-        ]
         if broadcast:
             everything = [slot.param for slot in self._slots] + self._buffer_tensors()
             broadcast_tensors(group, everything, cap_bytes=self._cap_bytes)
         self._lock = threading.Lock()
         self._tasks: set[int] = set()
-        self._is_open = self._is_driven = self._is_paused = False
+        self._is_open = self._is_driven = False
         self._arrive: Callable[[Slot], None] | None = None
-        self._delivered: float | WeightError | None = None
         self._step = 0
-        # In a fixed order of shards nothing may follow the ranks.
-        self._units = Units(group.size, fixed=not averages or order is not None)
-        self._window = Window()
         self._unread: verdict.Unread | None = None
-        self._is_broken = False
         how = making(self._cap_bytes, found.signature(), averages, order)
         self._lineup = Lineup(self._slots, group, how)
         self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
@@ -145,17 +133,6 @@ class GradientSync:
             self._window.weight += scale
         self._drive(lambda: loss.backward(**backward_kwargs), scale)
 
-    def agree_on_values(self) -> None:
-        """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
-        agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
-
-    def expect_weight(self, total: float | None) -> None:
-        """What all ranks' batches of a usual step weigh; a step that does needs no division.
-
-        The same on every rank; the result does not depend on it.
-        """
-        self._units.expect(total)
-
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
 
@@ -167,51 +144,6 @@ class GradientSync:
             None.
         """
         self._step = step
-
-    def set_delivered_weight(self, weight: float | WeightError | None) -> None:
-        """Say what the batch counts for whose plain ``loss.backward()`` comes next.
-
-        Args:
-            weight: samples or tokens; None: one per rank (torch's mean over ranks); an error:
-                to raise from the next backward without an explicit weight, on this rank alone,
-                before it communicates.
-
-        Gradient:
-            Applied in the buckets, at the reduction.
-
-        Collective:
-            None.
-
-        Raises:
-            WeightError: negative, NaN or infinite.
-        """
-        is_number = weight is not None and not isinstance(weight, WeightError)
-        self._delivered = checked_weight(weight, self.place) if is_number else weight
-        reduction.deliver(None if isinstance(self._delivered, WeightError) else self._delivered)
-
-    def delivered_weight(self) -> float | None:
-        """What `set_delivered_weight` was given last; raised, if it was an error."""
-        if isinstance(self._delivered, WeightError):
-            raise self._delivered
-        return self._delivered
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate on this rank; the next backward outside closes the window.
-
-        Gradient:
-            Weighted backwards of the window are divided once by all their weights; plain ones
-            add up, as in torch.
-
-        Collective:
-            None inside the block.
-        """
-        before = self._is_paused
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def reduce_pending(self) -> None:
         """Take part in the round that the peers run, with what is there, or with nothing.
@@ -256,6 +188,9 @@ class GradientSync:
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's.
 
+        Gradient:
+            None: buffers have none.
+
         Collective:
             Every rank. Blocks. One broadcast.
         """
@@ -280,18 +215,6 @@ class GradientSync:
         self._group = None
         self._unread = None
         guard.release(self, self._slots)
-
-    # ------------------------------------------------------------------ for the guard
-
-    @property
-    def needs_guard(self) -> bool:
-        """A rank alone has whole gradients, however it got them."""
-        return self._group is not None and self._group.size > 1
-
-    @property
-    def has_open_window(self) -> bool:
-        """Gradients have arrived since the last round."""
-        return self._window.kind is not None
 
     @property
     def _reducer(self) -> Reducer:
@@ -451,16 +374,6 @@ class GradientSync:
         self._is_open = False
         self._is_driven = False
         self._arrive = None
-
-    def attached(self) -> Group:
-        if self._group is None:
-            raise verdict.detached(self.place)
-        if self._is_broken:
-            raise verdict.broken(self.place)
-        return self._group
-
-    def _buffer_tensors(self) -> list[torch.Tensor]:
-        return [tensor for place in self._buffers if (tensor := place.tensor()) is not None]
 
 
 def _put_grads(grads: dict[Slot, torch.Tensor | None]) -> None:

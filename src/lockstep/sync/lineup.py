@@ -31,10 +31,10 @@ class Making:
     order: ShardOrder | None
 
     def reducer(self, group: Group, slots: Sequence[Slot]) -> Reducer:
-        rest, divides = (self.cap_bytes, self.signature), self.divides
+        cap, signature, divides = self.cap_bytes, self.signature, self.divides
         if self.order is None:
-            return Reducer(slots, group, rest[0], signature=rest[1], divides=divides)
-        return OrderedReducer(slots, group, rest[0], self.order, rest[1], divides=divides)
+            return Reducer(slots, group, cap, signature=signature, divides=divides)
+        return OrderedReducer(slots, group, cap, self.order, signature, divides=divides)
 
 
 class Lineup:

@@ -69,5 +69,8 @@ class Synchroniser(Protocol):
     def agree_on_values(self) -> None:
         """Raise on every rank, or on none, if the replicas' parameters differ."""
 
+    def seal(self) -> None:
+        """Give up what was gathered for use, where weights are in shards between steps."""
+
     def detach(self) -> None:
         """Let go of the parameters and of the group. Idempotent, works after a failure."""

@@ -70,7 +70,14 @@ class Contribution:
 
 
 def sum_over_ranks(group: Group, bucket: Bucket) -> Pending:
-    """The plain way to combine a full bucket: one all-reduce."""
+    """The plain way to combine a full bucket.
+
+    Gradient:
+        ``bucket.flat`` becomes its sum over ranks, once the result has been waited for.
+
+    Collective:
+        Every rank, same order. Does not block. One all-reduce.
+    """
     return group.all_reduce(bucket.flat)
 
 

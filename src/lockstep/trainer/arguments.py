@@ -223,13 +223,14 @@ def pick_sync(sync: str) -> str:
     return sync
 
 
-def processes_for(options: Options, use_local: bool) -> int:
-    """Worker processes: one for all the replicas of one process, else one for each worker."""
-    _refuse_local_shards(options, use_local)
-    return 1 if options.sync == "data_parallel" else options.replicas
+def processes_and_replicas(sync: str, num_workers: int) -> tuple[int, int]:
+    """Worker processes, and device replicas in each: one of the two is `num_workers`."""
+    return (1, num_workers) if sync == "data_parallel" else (num_workers, 1)
 
 
-def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:
+def check_options(
+    options: Options, operator_cls: type[TrainingOperator], *, use_local: bool
+) -> None:
     """Refuse options that cannot be right, alone or with the loop that the operator brings."""
     checked_scheduling(options.scheduler_step_freq)
     require(
@@ -239,7 +240,7 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
     _refuse_with_own_loop(options, operator_cls)
-    _check_sync(options)
+    _check_sync(options, use_local)
     if options.reproducible and operator_cls.joint_loss:
         raise ConfigurationError(
             "reproducible=True cannot hold for a joint loss",
@@ -249,7 +250,7 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
         )
 
 
-def _check_sync(options: Options) -> None:
+def _check_sync(options: Options, use_local: bool) -> None:
     """What only the default way to synchronise can do, and what only FSDP cannot."""
     if options.sync == "replicate":
         return
@@ -269,8 +270,6 @@ def _check_sync(options: Options) -> None:
         '"bf16" or "fp32" with sync="fsdp": no rank sees all the gradients that may overflow',
     )
 
-
-def _refuse_local_shards(options: Options, use_local: bool) -> None:
     require(
         options.sync != "fsdp" or not use_local,
         "use_local",
@@ -301,7 +300,7 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
         "clip_grad_norm": options.clip_grad_norm is not None,
     }
     for method in ("train_batch", "train_epoch"):
-        own = getattr(operator_cls, method) is not getattr(TrainingOperator, method)
+        own = operator_cls._brings(method)
         for name in [name for name, is_wanted in wanted.items() if is_wanted and own]:
             raise ConfigurationError(
                 f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",

@@ -35,7 +35,7 @@ from lockstep.trainer.arguments import (
     pick_gpu,
     pick_precision,
     pick_sync,
-    processes_for,
+    processes_and_replicas,
     refuse_further,
     require,
 )
@@ -143,12 +143,13 @@ class TorchTrainer:
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
+        processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
         options = Options(
             precision=pick_precision(precision, use_fp16),
             use_tqdm=use_tqdm,
             scheduler_step_freq=scheduler_step_freq,
-            sync=pick_sync(sync),
-            replicas=num_workers,
+            sync=sync,
+            replicas=replicas,
             wrap_ddp=wrap_ddp,
             add_dist_sampler=add_dist_sampler,
             bucket_cap_mb=bucket_cap_mb,
@@ -156,8 +157,7 @@ class TorchTrainer:
             accumulate=accumulate,
             clip_grad_norm=clip_grad_norm,
         )
-        check_options(options, self._operator_cls)
-        processes = processes_for(options, use_local)
+        check_options(options, self._operator_cls, use_local=use_local)
         self._callbacks = tuple(callbacks)
         self._explicit = {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
         self._spec = WorkerSpec(
@@ -173,7 +173,7 @@ class TorchTrainer:
         )
         resources = Resources(
             num_cpus=num_cpus_per_worker,
-            num_gpus=int(gpu) * (num_workers // processes),
+            num_gpus=int(gpu) * replicas,
             further=resources_per_worker,
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
@@ -333,8 +333,7 @@ class TorchTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
         state: dict[str, Any] = self._from_rank_0("state_dict")
-        own_state = self._operator_cls.state_dict is not TrainingOperator.state_dict
-        if self._spec.num_workers > 1 and own_state:
+        if self._spec.num_workers > 1 and self._operator_cls._brings("state_dict"):
             state["operator_by_rank"] = self._call("operator_state")
         return state
 

@@ -88,10 +88,7 @@ def _did_not_meet(error: RuntimeError, rank: int, world_size: int) -> PeerLostEr
 
 
 def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
-    timeout = timedelta(seconds=rendezvous.timeout_s)
-    tcp_store = TCPStore(
-        rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
-    )
+    tcp_store = _drivers_store(rendezvous)
     tcp_store.set(arrival_key(rendezvous.generation, rank), "here")
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
     if rendezvous.as_default:
@@ -100,11 +97,18 @@ def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.devic
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=rendezvous.timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
         return dist.group.WORLD
     return _raw_group(rendezvous, store, rank, world_size)
+
+
+def _drivers_store(rendezvous: Rendezvous) -> TCPStore:
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    return TCPStore(
+        rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
 
 
 def _raw_group(rendezvous: Rendezvous, store: Any, rank: int, world_size: int) -> Any:
@@ -144,14 +148,8 @@ def form_second_group(
                 return dist.new_group(timeout=timeout, backend=backend)
             if alone:
                 return None
-            tcp_store = TCPStore(
-                rendezvous.host,
-                rendezvous.port,
-                is_master=False,
-                timeout=timeout,
-                wait_for_workers=False,
-            )
-            store = PrefixStore(f"generation-{rendezvous.generation}-{name}", tcp_store)
+            prefix = f"generation-{rendezvous.generation}-{name}"
+            store = PrefixStore(prefix, _drivers_store(rendezvous))
             return _raw_group(rendezvous, store, rank, world_size)
         except RuntimeError as error:
             raise _did_not_meet(error, rank, world_size) from error

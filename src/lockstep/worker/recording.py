@@ -12,6 +12,7 @@ import torch
 
 from lockstep.randomness import RandomState, preserved
 from lockstep.sync import is_local
+from lockstep.worker.state import copied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,10 +66,6 @@ class Recorder:
                 linear |= {name for name, _ in self._held(optimizer)}
         self._linear = frozenset(linear)
 
-    @property
-    def has_steps(self) -> bool:
-        return bool(self._current.gradients)
-
     def take(self) -> Recorded:
         """What happened since the last call.
 
@@ -78,7 +75,7 @@ class Recorder:
         taken, self._current = self._current, Recorded()
         taken.linear = self._linear
         for parameter, name in self._names.values():
-            taken.weights[name] = _whole(parameter)
+            taken.weights[name] = copied(parameter)
         return taken
 
     def _before(
@@ -97,7 +94,7 @@ class Recorder:
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         held = self._held(optimizer)
         self._current.gradients.append(
-            {name: None if p.grad is None else _whole(p.grad) for name, p in held}
+            {name: None if p.grad is None else copied(p.grad) for name, p in held}
         )
         delivered = self._operator._lockstep.delivered
         if delivered is not None:
@@ -129,12 +126,6 @@ def _closure(
     # Bound methods of a patched `step` pass the optimizer itself as the first argument.
     positional = args[1:] if args and args[0] is optimizer else args
     return kwargs.get("closure") is not None or any(callable(each) for each in positional[:1])
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    plain: torch.Tensor = tensor if full is None else full()
-    return plain.detach().to("cpu", copy=True)
 
 
 def _has_drawn_since(seed: int) -> bool:

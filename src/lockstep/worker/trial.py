@@ -126,8 +126,7 @@ class _Side:
     def computes_shards_apart(self) -> bool:
         """The loop can take the global batch shard by shard, and mean the same."""
         operator = self._copy.operator
-        own_loop = operator._brings("train_batch") or operator._brings("train_epoch")
-        return not own_loop and not operator.joint_loss
+        return not operator._brings_own_loop() and not operator.joint_loss
 
     def state(self) -> dict[str, Any]:
         return self._copy.state_dict()

@@ -214,10 +214,6 @@ class Worker:
         """Inside, torch's default group is this worker's, for what the user's code asks of it."""
         return taken_for_world(self)
 
-    def go_to(self, state: Mapping[str, Any]) -> None:
-        """Take over what a worker of the same run returned from `state_dict`."""
-        self._take(state)
-
     # ------------------------------------------------------------------- training, validation
 
     def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
@@ -390,14 +386,15 @@ class Worker:
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Take the state over; on an error, and until `settle_state`, it can be taken back."""
         self._before_load = self.state_dict()
-        self._take(state)
+        self.go_to(state)
 
     def settle_state(self, keep: bool) -> None:
         before, self._before_load = self._before_load, None
         if not keep and before is not None:
-            self._take(before)
+            self.go_to(before)
 
-    def _take(self, state: Mapping[str, Any]) -> None:
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Take over, for good, what a worker of the same run returned from `state_dict`."""
         operator = self.operator
         states.apply(operator, self.run, self._own_part(state))
         before = operator._lockstep.setting.placement
