@@ -25,6 +25,7 @@
     ├── WeightError               ValueError    LS202  a weight that is negative, NaN or infinite
     ├── CrossedWeightsError       RuntimeError  LS211  a weight that cannot follow its gradient
     ├── ReplicasDifferError       ValueError    LS301  ranks built different models
+    ├── LostUpdateError           RuntimeError  LS302  a write to a replica that would be lost
     ├── DataOrderError            ValueError    LS501  ranks would read different data plans
     ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
     ├── PeerLostError             RuntimeError  LS601  a collective failed: another rank went away

@@ -224,7 +224,7 @@ def pin(model: nn.Module) -> list[str]:
     """
     notes: list[str] = []
     for name, module in model.named_modules():
-        place = name or "the model"
+        place = f"layer `{name}`" if name else "the model"
         if isinstance(module, _DropoutNd):
             _stay_in_evaluation(module)
             notes.append(f"dropout is off in {place}")

@@ -33,7 +33,7 @@ def test_a_right_step_is_equal_on_uneven_and_empty_ranks(step_fn, world_size):
     report = assert_parity(step_fn, make_model, batches, world_size=world_size)
     assert report.ok
     assert len(report.rows) == 4
-    assert report.notes == ["dropout is off in 2"]
+    assert report.notes == ["dropout is off in layer `2`"]
 
 
 def test_a_loss_that_is_no_mean_is_found_and_shown():

@@ -62,7 +62,9 @@ def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:
             _note_weights(rows, row, _STEP_DIFFERS)
     shown = rows.values() if comparable else map(_of_ranks_only, rows.values())
     notes = dict.fromkeys(note for trial in trials for note in trial.notes)
-    return ParityReport(list(shown), len(trials), list(notes))
+    # The replicas of one process are the workers that the user asked for.
+    workers = max(len(trials), spec.options.replicas)
+    return ParityReport(list(shown), workers, list(notes))
 
 
 def _keep_worse(rows: dict[str, ParityRow], row: ParityRow) -> None:

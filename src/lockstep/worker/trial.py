@@ -103,7 +103,7 @@ class _Side:
             with copy.in_its_world():
                 copy.build_as_trial()
             run = self._registered
-            self.notes = [note for module in run.modules() for note in pin(module)]
+            self.notes = [note for module in run.plain_modules() for note in pin(module)]
             self._recorder = Recorder(copy.operator, run)
         except BaseException:
             copy.stop()

@@ -45,7 +45,9 @@ def test_the_default_loop(num_workers, tmp_path):
         assert torch.get_num_threads() == threads
         result = trainer.train(num_steps=STEPS - 4)
         path = trainer.save(tmp_path / "state")
-        assert trainer.verify(num_steps=2).ok
+        report = trainer.verify(num_steps=2)
+        assert report.ok
+        assert report.world_size == num_workers
         trainer.train(num_steps=2)
         trainer.load(path)
         trainer.train(num_steps=4)
@@ -157,3 +159,18 @@ def test_a_lost_write_ends_the_run_before_its_step():
 def test_what_only_replicate_can_do(sync, option):
     with pytest.raises(ConfigurationError, match=next(iter(option))):
         TorchTrainer(training_operator_cls=DefaultLoop, config=CONFIG, sync=sync, **option)
+
+
+def test_verify_names_layers_as_the_model_does_without_its_wrapper():
+    class Dropping(TrainingOperator):
+        def setup(self, config):
+            model = nn.Sequential(net(), nn.Dropout(0.5))
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+            )
+            data = TensorDataset(*problem())
+            self.register_data(train_loader=DataLoader(data, config[BATCH_SIZE]))
+
+    with start(Dropping, num_workers=2) as trainer:
+        report = trainer.verify()
+    assert list(report.notes) == ["dropout is off in layer `1`"]

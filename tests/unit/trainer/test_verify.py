@@ -180,8 +180,8 @@ def regularised(make_layer, as_function=None):
 @pytest.mark.parametrize(
     ("layer", "note"),
     [
-        (lambda: nn.Dropout(0.5), "dropout is off in 1"),
-        (lambda: nn.BatchNorm1d(8).double(), "1 uses its running statistics"),
+        (lambda: nn.Dropout(0.5), "dropout is off in layer `1`"),
+        (lambda: nn.BatchNorm1d(8).double(), "layer `1` uses its running statistics"),
     ],
 )
 def test_layers_that_depend_on_the_split_are_pinned_and_named(layer, note):
