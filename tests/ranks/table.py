@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from harness import TOLERANCE, assert_same
 from lockstep.errors import LockstepError, PeerLostError
@@ -210,7 +211,12 @@ def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
             finally:
                 worker.stop()
 
-        return as_threads(num_processes(sync, num_workers), one_rank)
+        try:
+            return as_threads(num_processes(sync, num_workers), one_rank)
+        finally:
+            # Ranks are processes to DDP: two that leave its forward in the order in which they
+            # came put each other back as the one that is inside, for the compiler to ask.
+            DistributedDataParallel._active_ddp_module = None
 
 
 def check(results: Sequence[Any], name: str, split: str, refused_as: Any = None) -> None:
