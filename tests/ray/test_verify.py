@@ -114,6 +114,27 @@ def test_other_ways_to_synchronise_go_on_undisturbed(sync):
     assert report.ok, str(report)
 
 
+class FailingInShards(DefaultLoop):
+    def compute_loss(self, batch, batch_info):
+        if os.environ.get("FAILS") == "in_shards" and self.world_rank == 1:
+            raise ArithmeticError("as it happens")
+        return super().compute_loss(batch, batch_info)
+
+
+def test_a_copy_in_shards_that_fails_on_one_rank_frees_its_peers():
+    """They would wait for `timeout_s`, longer than a test may take."""
+    with TorchTrainer(
+        training_operator_cls=FailingInShards, num_workers=2, config=CONFIG, sync="fsdp"
+    ) as trainer:
+        trainer.train(num_steps=2)  # the fourth batch would have one sample, for rank 0
+        trainer.apply_all_workers(set_failing("in_shards"))
+        with pytest.raises(ArithmeticError, match="as it happens"):
+            trainer.verify()
+        trainer.apply_all_workers(set_failing(""))
+        trainer.train(num_steps=STEPS - 2)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
+
+
 class OwnWrapper(DefaultLoop):
     """Torch's DDP, put on by hand."""
 

@@ -192,6 +192,8 @@ class FSDPSync(GradientSync):
         guard.release(self, [pair.shard for pair in self._pairs])
         for module in self._sharded:
             _forget_group(module)
+        # The weights keep the mesh, and a mesh keeps its groups by name.
+        getattr(self._mesh, "_pg_registry", {}).clear()
         self._mesh = None
 
 

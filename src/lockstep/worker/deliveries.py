@@ -59,18 +59,24 @@ class Cursor:
     Attributes:
         epoch: passes over the data completed, from 0.
         step: global batches committed in the current pass.
+        window_start: the step with which the accumulation window that is open begins; `step`
+            if none is.
     """
 
     def __init__(self, source: StepSource) -> None:
         self.source = source
         self.epoch = 0
         self.step = 0
+        self.window_start = 0
         self._steps: Generator[Step, None, None] | None = None
         self._ahead: Step | None = None
 
     def move_to(self, epoch: int, step: int) -> None:
         self._abandon()
         self.epoch, self.step = epoch, step
+        # Wherever it is moved to, also into what was the middle of a window with another
+        # `accumulate`: what came before is not in anybody's gradients.
+        self.window_start = step
 
     def close(self) -> None:
         """End the loader's worker processes."""
@@ -201,9 +207,15 @@ class Deliveries:
         if self._purpose == "train":
             self._operator._lockstep.committed += 1
             self._operator.global_step = self._operator._lockstep.committed
+            self._note_window()
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()
+
+    def _note_window(self) -> None:
+        every = self._operator._lockstep.setting.options.accumulate
+        if self._operator._lockstep.place.closes or self._cursor.step % every == 0:
+            self._cursor.window_start = self._cursor.step
 
     def _look_for_the_end(self) -> None:
         # A source of known length tells without reading on; the others tell by running out.
@@ -217,7 +229,7 @@ class Deliveries:
             return PlaceInWindow(opens=True, closes=True)
         full = (step.index + 1) % every == 0
         closes = full or self._cursor.is_last(step.index)
-        return PlaceInWindow(opens=step.index % every == 0, closes=closes)
+        return PlaceInWindow(opens=step.index == self._cursor.window_start, closes=closes)
 
     def _deliver(self, step: Step) -> Any:
         if self._purpose == "train":

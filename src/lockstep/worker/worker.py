@@ -362,11 +362,10 @@ class Worker:
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Gradients are not saved: a window that is open is computed again from its start."""
-        place = state["position"].get("train")
-        ahead = place["step"] % self.spec.options.accumulate if place else 0
-        if ahead:
-            place["step"] -= ahead
-            state["global_step"] -= ahead
+        if "train" in self._cursors:
+            cursor = self._cursors["train"]
+            state["position"]["train"]["step"] = cursor.window_start
+            state["global_step"] -= cursor.step - cursor.window_start
 
     def operator_state(self) -> Any:
         return states.copied(self.operator.state_dict())

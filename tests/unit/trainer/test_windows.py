@@ -4,7 +4,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.keys import BATCH_SIZE
@@ -96,6 +96,55 @@ def test_a_state_saved_in_a_window_goes_on_from_its_start(tmp_path):
         assert trainer.state_dict()["global_step"] == 3
         trainer.train()
         trainer.train()
+        assert_equal_weights(trainer.get_model(), one_process(3))
+
+
+def test_a_state_of_other_windows_begins_a_new_one():
+    """Saved at step 2, which is the middle of a window where three batches make one."""
+    arguments = {"training_operator_cls": Regression, "config": {BATCH_SIZE: BATCH}}
+    with TorchTrainer(**arguments, accumulate=2) as trainer:
+        trainer.train(num_steps=2)
+        state = trainer.state_dict()
+    ends = []
+    # The gradients of no earlier step, and of no open window, may come into the next one.
+    for earlier_steps in (None, 1, 3):
+        with TorchTrainer(**arguments, accumulate=3) as trainer:
+            if earlier_steps is not None:
+                trainer.train(num_steps=earlier_steps)
+            trainer.load_state_dict(state)
+            assert trainer.state_dict()["position"]["train"]["step"] == 2
+            assert trainer.state_dict()["global_step"] == 2
+            trainer.train(num_steps=2)
+            assert trainer.state_dict()["position"]["train"]["step"] == 3
+            trainer.train()
+            ends.append(trainer.get_model())
+    assert_equal_weights(ends[1], ends[0])
+    assert_equal_weights(ends[2], ends[0])
+
+
+class Stream(IterableDataset):
+    """Of a length that nobody knows."""
+
+    def __iter__(self):
+        return zip(*problem(), strict=True)
+
+
+class Streamed(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(Stream(), config[BATCH_SIZE]))
+
+
+def test_a_short_last_window_is_not_computed_again():
+    """Eight batches make windows of 3, 3 and 2; whoever saves then has stepped three times."""
+    arguments = {"training_operator_cls": Streamed, "config": {BATCH_SIZE: BATCH}}
+    with TorchTrainer(**arguments, accumulate=3) as trainer:
+        trainer.train(num_steps=8)
+        state = trainer.state_dict()
+    assert state["global_step"] == 8
+    with TorchTrainer(**arguments, accumulate=3) as trainer:
+        trainer.load_state_dict(state)
+        trainer.train(num_steps=8)
         assert_equal_weights(trainer.get_model(), one_process(3))
 
 
