@@ -33,6 +33,7 @@ _TOGETHER = {"ray": "ray", "procs": "processes", "faults": "processes"}
 """Folders whose tests share what is dear to start, so that one process runs them all."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
