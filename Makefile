@@ -41,10 +41,10 @@ fix: $(VENV)/.installed ## repair what lint and format can repair
 	$(BIN)/ruff format .
 
 test: $(VENV)/.installed ## the tests, without the slow ones
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-all: $(VENV)/.installed ## all tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2
 
 bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
 	$(BIN)/python -m benchmarks
