@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import linecache
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -59,3 +60,14 @@ class Finding:
 def is_at_least(severity: Severity, least: Severity) -> bool:
     """Is `severity` as grave as `least`?"""
     return SEVERITIES.index(severity) >= SEVERITIES.index(least)
+
+
+def with_text(places: list[Place]) -> list[Place]:
+    """The same places, with the text of their lines, and without repetitions."""
+    seen: dict[tuple[str, int], Place] = {}
+    for place in places:
+        text = place.text or linecache.getline(place.file, place.line).strip()
+        seen.setdefault(
+            (place.file, place.line), Place(place.file, place.line, place.function, text)
+        )
+    return list(seen.values())

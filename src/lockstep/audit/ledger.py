@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from lockstep.audit.finding import Place
-from lockstep.audit.fingerprint import Fingerprint
+from lockstep.audit.prints import Fingerprint
 
 FIRST_STEPS: Final = 64
 """This many steps are kept whole in `full` mode, then half of the next as many, and so on."""
@@ -163,6 +163,7 @@ class Ledger:
     stack: list[Place] = field(default_factory=list)
     stuck_in: Collective | None = None
     exit_code: int | None = None
+    failed_at: float | None = None
 
     def to_bytes(self) -> bytes:
         """JSON: what a rank writes is read by another process, and must not run code there."""

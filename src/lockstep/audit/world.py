@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lockstep.audit.fingerprint import Fingerprint
+    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.ledger import Ledger, Parameter, Step, Track
 
 Kind = Literal["entry", "gradients", "exit"]

@@ -25,7 +25,6 @@ class Exchange(torch.autograd.Function):
     def forward(ctx, rows):
         sent = rows.contiguous()
         received = torch.empty_like(sent)
-        dist.all_gather([received, torch.empty_like(sent)][:0] or [received] * 1, sent) if 0 else None
         dist.all_to_all_single(received, sent)
         return received
 

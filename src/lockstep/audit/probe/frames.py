@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import sysconfig
 from pathlib import Path
@@ -57,13 +56,3 @@ def users_lines(frame: FrameType | None = None, depth: int = _DEPTH) -> list[Pla
         walked = walked.f_back
     return own or library[:depth]
 
-
-def with_text(places: list[Place]) -> list[Place]:
-    """The same places, with the text of their lines, and without repetitions."""
-    seen: dict[tuple[str, int], Place] = {}
-    for place in places:
-        text = place.text or linecache.getline(place.file, place.line).strip()
-        seen.setdefault(
-            (place.file, place.line), Place(place.file, place.line, place.function, text)
-        )
-    return list(seen.values())

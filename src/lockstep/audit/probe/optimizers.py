@@ -18,7 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.audit.fingerprint import Fingerprint, samples_per_tensor, take
+from lockstep.audit.fingerprint import take
+from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.ledger import Parameter, Step, Track, is_detailed
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.names import living_modules, parameter_names

@@ -33,7 +33,6 @@ class Wrapper:
         self.ref = weakref.ref(module)
         self.key = key
         self.where = where
-        self.group = module.process_group
         self.ranks = dist.get_process_group_ranks(module.process_group)
         self.known = {
             id(p): name
@@ -52,7 +51,9 @@ class Wrapper:
 
     def issued(self) -> int:
         """How many collectives its group has seen, C++'s own included."""
-        return sequence_number(self.group)
+        # Not kept: a group closes when the last reference to it is gone.
+        module = self.ref()
+        return -1 if module is None else sequence_number(module.process_group)
 
     def facts(self, issued_before: int) -> dict[str, Any]:
         """How it took part in a backward."""
@@ -200,10 +201,9 @@ class Probe:
 
     def stop(self) -> Ledger:
         """Take everything out. The second call changes nothing."""
-        if self.is_on:
-            self.is_on = False
-            self.patches.undo()
-            self.windows.clear()
-            self.optimizers.clear()
-            self.forget_gathered()
+        self.is_on = False
+        self.patches.undo()
+        self.windows.clear()
+        self.optimizers.clear()
+        self.forget_gathered()
         return self.ledger

@@ -14,7 +14,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.audit.fingerprint import samples_per_tensor, take
+from lockstep.audit.fingerprint import take
+from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.probe import Wrapper
 

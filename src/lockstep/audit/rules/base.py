@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.audit.finding import Finding, Place, Severity
-from lockstep.audit.probe.frames import with_text
+from lockstep.audit.finding import Finding, Place, Severity, with_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

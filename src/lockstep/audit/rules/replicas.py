@@ -44,14 +44,15 @@ class Replicas:
 
 def _drift(world: World, track: SharedTrack) -> Finding | None:
     previous: int | None = None
-    for number in track.numbers:
+    one_step = len({t.count for t in track.tracks.values()}) == 1
+    for number in track.numbers[: None if one_step else 1]:
         at_entry = track.differences("entry", number)
         if at_entry:
             if _are_experts(world, track, at_entry):
                 return None
             return _at_entry(track, number, previous, at_entry)
         at_exit = track.differences("exit", number)
-        if at_exit:
+        if at_exit and one_step:
             return _at_exit(track, number, at_exit)
         previous = number
     return None
