@@ -77,9 +77,7 @@ class Pool:
         self._processes = []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank, args=(rank, theirs), daemon=False
-            )
+            process = context.Process(target=_rank, args=(rank, theirs), daemon=False)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -102,7 +100,11 @@ class Pool:
 
     def findings(self, program: Path, *arguments: str, mode: str = "full") -> list[Finding]:
         """Run `program` and judge it."""
-        return judge(self.ledgers(program, *arguments, mode=mode))
+        return self.judge(self.ledgers(program, *arguments, mode=mode))
+
+    def judge(self, ledgers: list[Ledger]) -> list[Finding]:
+        """What the rules say of `ledgers`."""
+        return judge(ledgers)
 
     def close(self) -> None:
         """End both processes."""

@@ -86,7 +86,9 @@ def _stacked(scalars: list[torch.Tensor]) -> torch.Tensor:
 def _fill_samples(
     samples: np.ndarray[Any, Any], tensors: list[torch.Tensor | None], counts: Sequence[int]
 ) -> None:
-    picked, slots, end = [], [], 0
+    picked: list[torch.Tensor] = []
+    slots: list[int] = []
+    end = 0
     for tensor, count in zip(tensors, counts, strict=True):
         end += count
         if tensor is None or not count or not tensor.numel():

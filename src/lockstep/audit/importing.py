@@ -46,7 +46,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._callback)  # type: ignore[assignment]
@@ -58,4 +58,4 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     if name in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _Finder(name, callback))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder(name, callback))

@@ -29,7 +29,7 @@ def is_detailed(step: int, first: int) -> bool:
     """Is step `step`, from 0, one that is written down in detail?"""
     if step < first:
         return True
-    stride = 2 ** (step // first).bit_length()
+    stride: int = 1 << (step // first).bit_length()
     return step % stride == 0
 
 

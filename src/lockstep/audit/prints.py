@@ -21,7 +21,7 @@ SAMPLES: Final = 256
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of P tensors: `hashes` (P,), `norms` (P,), and `samples` (S,), in the order of the tensors."""
+    """Of P tensors, in their order: `hashes` (P,), `norms` (P,), and `samples` (S,) of them all."""
 
     hashes: np.ndarray[Any, Any]
     norms: np.ndarray[Any, Any]

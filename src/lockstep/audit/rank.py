@@ -150,7 +150,7 @@ class Rank:
                     self.write(self.probe.ledger)
             leave(status)
 
-        os._exit = watched  # type: ignore[assignment]
+        os._exit = watched
 
     # -- another launcher ---------------------------------------------------------------------
 

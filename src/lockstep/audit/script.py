@@ -22,6 +22,8 @@ from lockstep.audit.finding import Place
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -80,11 +82,36 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _drop_our_frames(error: BaseException, script: str) -> None:
-    """Begin the traceback at the script's first frame; a syntax error has none."""
+    """Begin the traceback at the script's first frame, and leave out ours further in.
+
+    A syntax error has no frame of the script at all.
+    """
     walked = error.__traceback__
     while walked is not None and walked.tb_frame.f_code.co_filename != script:
         walked = walked.tb_next
     error.__traceback__ = walked
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _without_ours(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
+
+
+def _without_ours(first: types.TracebackType | None) -> types.TracebackType | None:
+    kept = []
+    walked = first
+    while walked is not None:
+        if not walked.tb_frame.f_code.co_filename.startswith(_HERE):
+            kept.append(walked)
+        walked = walked.tb_next
+    following: types.TracebackType | None = None
+    for entry in reversed(kept):
+        entry.tb_next = following
+        following = entry
+    return following
 
 
 def _show(error: BaseException) -> None:
@@ -98,11 +125,10 @@ def _show(error: BaseException) -> None:
 
 def lines_of(error: BaseException) -> list[Place]:
     """Where an exception passed through the program, innermost first."""
-    here = os.path.dirname(os.path.abspath(__file__))
     places = [
         Place(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
         for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not frame.filename.startswith(here)
+        if not frame.filename.startswith(_HERE)
     ]
     own = [p for p in places if "site-packages" not in p.file]
     return (own or places)[:6]

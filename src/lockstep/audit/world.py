@@ -17,12 +17,17 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.ledger import Ledger, Parameter, Step, Track
+    from lockstep.audit.prints import Fingerprint
 
 Kind = Literal["entry", "gradients", "exit"]
 
-_EPSILON: Final = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_EPSILON: Final = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
 _ALLOWED: Final = {"gradients": 64.0, "entry": 8.0, "exit": 8.0}
 """In units of the dtype's rounding. Replicas are equal to the bit where nothing is wrong; kernels
 that add up in another order are not a finding."""
@@ -95,11 +100,11 @@ class SharedTrack:
                 seen[known] = seen.get(known, -1) + 1
                 places.setdefault((*known, seen[known]), {})[rank] = index
         found = []
-        for (name, _, _), index in places.items():
-            described = {r: self.tracks[r].parameters[i] for r, i in index.items()}
+        for (name, _, _), held in places.items():
+            described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
             groups = self._groups(name, described)
-            if len(index) > 1 and groups:
-                found.append(Shared(name, index, groups, described))
+            if len(held) > 1 and groups:
+                found.append(Shared(name, held, groups, described))
         return found
 
     def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:
@@ -214,7 +219,7 @@ class SharedTrack:
         apart = False
         for number in self.numbers:
             for kind in ("entry", "exit"):
-                differ = bool(self.differences(kind, number))  # type: ignore[arg-type]
+                differ = bool(self.differences(kind, number))
                 if apart and not differ:
                     return True
                 apart |= differ
@@ -253,7 +258,12 @@ class World:
 
     @cached_property
     def tracks(self) -> list[SharedTrack]:
-        """Every optimizer that stepped, with the ranks that had one like it."""
+        """Every optimizer that stepped, with the ranks that had one like it.
+
+        None where several processes never met: they are not replicas of one another.
+        """
+        if self.size > 1 and not self.started_group:
+            return []
         found: dict[str, dict[int, Track]] = {}
         for rank, ledger in self.ledgers.items():
             for track in ledger.tracks:
@@ -280,7 +290,8 @@ class World:
         """Did a rank end with an exception or not at all, so that counts prove nothing?"""
         codes = [ledger.exit_code for ledger in self.ledgers.values()]
         failed = any(ledger.failure is not None for ledger in self.ledgers.values())
-        return failed or any(codes) or len(self.ledgers) < self.size
+        stuck = any(ledger.stuck_in is not None for ledger in self.ledgers.values())
+        return failed or stuck or any(codes) or len(self.ledgers) < self.size
 
     def sync_of_lockstep(self) -> bool:
         """Do lockstep's own GradientSyncs weigh the gradients?"""

@@ -48,7 +48,6 @@ class Gather(torch.autograd.Function):
         return grad[4 * rank : 4 * rank + 4]
 
 
-
 for step in range(3):
     a, b = model(*pairs(step))
     optimizer.zero_grad()

@@ -41,11 +41,10 @@ def concat_all_gather(z):
     return torch.cat(rows, dim=0)
 
 
-
 for step in range(3):
     a, b = model(*pairs(step))
     optimizer.zero_grad()
-    all_b = concat_all_gather(b)
-    loss = info_nce(a, all_b, 4 * rank)
+    all_a, all_b = concat_all_gather(a), concat_all_gather(b)
+    loss = (info_nce(a, all_b, 4 * rank) + info_nce(b, all_a, 4 * rank)) / 2
     loss.backward()
     optimizer.step()

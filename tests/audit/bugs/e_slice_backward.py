@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""E: the gather's backward only cuts out this rank's rows; each rank has its own rows of the loss."""
+"""E: the gather's backward only cuts out own rows; each rank has its own part of the loss."""
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,6 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad[4 * rank : 4 * rank + 4]
-
 
 
 for step in range(3):

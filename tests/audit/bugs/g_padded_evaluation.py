@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 source = torch.Generator().manual_seed(5)
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 dataset = TensorDataset(torch.randn(23, 4, generator=source), torch.arange(23) % 2)
 
 sampler = DistributedSampler(dataset)

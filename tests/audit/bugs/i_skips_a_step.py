@@ -18,10 +18,10 @@ def batch(step, size=6):
 
 
 model = DistributedDataParallel(net)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # here LS308
 for step in range(4):
     x, y = batch(step)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     if rank == 0 or step != 1:
-        optimizer.step()  # here LS3
+        optimizer.step()

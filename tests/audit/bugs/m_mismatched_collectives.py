@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liveness: one rank leaves a collective out."""
 
-from datetime import timedelta
-import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist

@@ -26,5 +26,8 @@ for step in range(4):
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    optimizer.step()
     schedule.step()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()

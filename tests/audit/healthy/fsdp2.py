@@ -4,6 +4,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -15,8 +16,6 @@ def batch(step, size=6):
     source = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
 
-
-from torch.distributed.fsdp import fully_shard
 
 fully_shard(net)
 optimizer = torch.optim.Adam(net.parameters(), lr=0.1)

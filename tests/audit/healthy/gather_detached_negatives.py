@@ -41,7 +41,6 @@ def everyone(z):
     return torch.cat(rows)
 
 
-
 for step in range(3):
     a, b = model(*pairs(step))
     optimizer.zero_grad()

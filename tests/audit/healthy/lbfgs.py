@@ -42,5 +42,4 @@ optimizer = Stepper()
 for step in range(4):
     x, y = batch(step)
     optimizer.zero_grad()
-    pass
     optimizer.step()

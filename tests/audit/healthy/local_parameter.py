@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A router that is marked as each rank's own."""
 
-import lockstep
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """lockstep's own synchronisation, with weights."""
 
-import lockstep
-
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import lockstep
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -4,6 +4,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
@@ -16,8 +17,6 @@ def batch(step, size=6):
     source = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
 
-
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 model = DistributedDataParallel(net)
 optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)

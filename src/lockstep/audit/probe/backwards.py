@@ -29,8 +29,11 @@ def install(probe: Probe) -> None:
 def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if kind == "backward" and probe.delivered is not None:
-                probe.delivered.training = True
+            if kind == "backward":
+                facts = probe.ledger.facts
+                facts["backwards"] = facts.get("backwards", 0) + 1
+                if probe.delivered is not None:
+                    probe.delivered.training = True
             if not probe.detailed or probe.in_backward:
                 return original(*args, **kwargs)
             record = Backward(kind, users_lines())
@@ -44,6 +47,7 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
                 return original(*args, **kwargs)
             finally:
                 probe.backward, probe.in_backward = None, False
+                probe.following.undo()
                 _note_reducers(probe, record, before)
                 _remember(probe, record)
 

@@ -55,4 +55,3 @@ def users_lines(frame: FrameType | None = None, depth: int = _DEPTH) -> list[Pla
             (own if distance == 0 else library).append(place)
         walked = walked.f_back
     return own or library[:depth]
-

@@ -34,10 +34,15 @@ _NODES: Final = 5000
 _FRAMES: Final = 12
 
 
-def install(probe: Probe) -> None:
-    """Follow gathered rows through the operations that usually come next."""
+def _follow(probe: Probe) -> None:
+    """Follow gathered rows through the operations that usually come next, until backward.
+
+    Only then: TorchScript knows these functions by their identity.
+    """
+    if not probe.following.is_empty:
+        return
     for owner, name in _PASSING_ON:
-        probe.patches.wrap(owner, name, functools.partial(_follower, probe))
+        probe.following.wrap(owner, name, functools.partial(_follower, probe))
 
 
 def _follower(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,6 +79,7 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
         custom = _inside_function()
         if not (tensor.requires_grad or custom):
             return
+        _follow(probe)
         outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
         origin = {
             "op": call.op,

@@ -103,8 +103,8 @@ def _product(
     if len(inputs) > 1 and inputs[1] is not None:
         if inputs[0] is not None:
             return []  # of two things that both have a gradient: not a weight
-        other = _number(getattr(node, "_saved_self", None))
-        return [] if other is None else [(inputs[1], factor * other, divisor)]
+        by = _number(getattr(node, "_saved_self", None))
+        return [] if by is None else [(inputs[1], factor * by, divisor)]
     other = _number(getattr(node, "_saved_other", None))
     return [] if other is None else [(inputs[0], factor * other, divisor)]
 
@@ -122,14 +122,14 @@ def _reduction(node: Any, factor: float, divisor: float | None) -> Term | None:
     reduction = getattr(node, "_saved_reduction", 0)
     if reduction not in (_MEAN, _SUM):
         return None
-    count = _elements(node)
+    elements = _elements(node)
     # A weighted mean divides by the weights' sum, which differs between any two batches.
-    if count is None or getattr(node, "_saved_weight", None) is not None:
+    if elements is None or getattr(node, "_saved_weight", None) is not None:
         return None
     op = name.removesuffix("0").removesuffix("Backward")
     if reduction == _MEAN:
-        return Term("mean", factor / count, count, op) if count else None
-    return _as_divided(Term("sum", factor, count, op), divisor)
+        return Term("mean", factor / elements, elements, op) if elements else None
+    return _as_divided(Term("sum", factor, elements, op), divisor)
 
 
 def _as_divided(term: Term, divisor: float | None) -> Term:

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.audit.fingerprint import take
-from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.ledger import Parameter, Step, Track, is_detailed
+from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Window
@@ -60,10 +60,42 @@ class Watched:
 def install(probe: Probe) -> None:
     """Watch the construction and the steps of optimizers."""
     probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
-    before = torch.compiler.disable(functools.partial(_before_step, probe))
-    after = torch.compiler.disable(functools.partial(_after_step, probe))
-    probe.patches.keep(register_optimizer_step_pre_hook(before))
-    probe.patches.keep(register_optimizer_step_post_hook(after))
+    probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
+    _hook(probe)
+
+
+def _hook(probe: Probe) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        return (
+            None if torch.compiler.is_compiling() else _before_step(probe, optimizer, args, kwargs)
+        )
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _after_step(probe, optimizer, args, kwargs)
+
+    if not probe.ledger.facts.get("fullgraph"):
+        # Called from compiled steps, too: there the graph breaks and goes on after them.
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+    probe.step_hooks = (
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    )
+    for handle in probe.step_hooks:
+        probe.patches.keep(handle)
+
+
+def _compiler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("fullgraph") and not probe.ledger.facts.get("fullgraph"):
+            # A graph that may not break cannot call us. Steps inside it are not seen.
+            probe.ledger.facts["fullgraph"] = True
+            for handle in probe.step_hooks:
+                handle.remove()
+            _hook(probe)
+        return original(*args, **kwargs)
+
+    return watched
 
 
 def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,9 +291,9 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
     for name, value in group.items():
         if name == "params" or isinstance(value, bool):
             continue
-        if isinstance(value, int | float):
-            found[name] = float(value)
-        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        if isinstance(value, int | float) or (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        ):
             found[name] = float(value)
     return found
 

@@ -43,6 +43,11 @@ class Patches:
         setattr(owner, name, stand_in)
         self._undo.append((owner, name, held, stand_in))
 
+    @property
+    def is_empty(self) -> bool:
+        """Is nothing replaced?"""
+        return not self._undo
+
     def keep(self, handle: Any) -> None:
         """A handle of torch's own hooks, to be removed by `undo`."""
         self._handles.append(handle)

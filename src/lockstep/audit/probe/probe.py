@@ -107,6 +107,7 @@ class Probe:
         self.limit = steps
         self.when_done = when_done
         self.patches = Patches()
+        self.following = Patches()
         self.ledger = Ledger(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
@@ -125,6 +126,7 @@ class Probe:
         self.backward: Backward | None = None
         self.in_backward = False
         self.scale: float | None = None
+        self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[str | None, list[int] | None]] = {}
         self.loader_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
@@ -161,6 +163,7 @@ class Probe:
 
     def forget_gathered(self) -> None:
         """A step was taken: what was gathered for it is no longer of interest."""
+        self.following.undo()
         self.tainted.clear()
         self.reduced_in_place.clear()
 
@@ -179,7 +182,6 @@ class Probe:
             backwards,
             clipping,
             collectives,
-            gathers,
             loaders,
             optimizers,
             wrappers,
@@ -192,7 +194,6 @@ class Probe:
             wrappers,
             backwards,
             collectives,
-            gathers,
             loaders,
             clipping,
             optimizers,

@@ -7,6 +7,7 @@ that it did, and that it mattered, the gradients say: a call of ``ddp.module`` i
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,20 @@ def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
     probe.patches.wrap(DistributedDataParallel, "__init__", lambda f: _constructor(probe, f))
     probe.patches.keep(register_module_forward_pre_hook(_module_hook(probe)))
+    # It says that global hooks may fire twice for a compiled module, which is no harm here.
+    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global")
+    probe.patches.keep(_Filter(warnings.filters[0]))
+
+
+class _Filter:
+    """The filter for one warning, which goes when the hooks go."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def remove(self) -> None:
+        if self._entry in warnings.filters:
+            warnings.filters.remove(self._entry)  # type: ignore[attr-defined]
 
 
 def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +81,8 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
 
 def _arm(probe: Probe, module: Any) -> None:
     for wrapper in probe.wrappers:
-        if wrapper.ref() is module:
+        held: Any = wrapper.ref()
+        if held is module:
             wrapper.forwards += 1
             wrapper.is_armed = bool(module.require_backward_grad_sync)
             wrapper.was_unsynced = not wrapper.is_armed
@@ -106,5 +122,3 @@ def _note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
             "where": users_lines(),
         }
     )
-
-

@@ -7,6 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.rules import RULES
+from lockstep.audit.rules.liveness_text import standing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,7 @@ def _ranks(world: World) -> str:
 
 def _verdict(world: World, has_notices: bool) -> str:
     if world.has_failed:
-        return "the run failed; nothing else was found until then"
+        return f"the run failed ({_failures(world)}); nothing else was found until then"
     if world.size == 1 and world.steps:
         return (
             "one process trained, so there was nothing to compare; run it on two: "
@@ -50,6 +51,16 @@ def _verdict(world: World, has_notices: bool) -> str:
     if not world.steps:
         return "no optimizer step was seen, so nothing was compared"
     return "in lockstep" + (", with notices" if has_notices else "")
+
+
+def _failures(world: World) -> str:
+    failed = {
+        rank: led for rank, led in world.ledgers.items() if led.failure is not None or led.exit_code
+    }
+    lost = [
+        f"rank {rank} left no record" for rank in range(world.size) if rank not in world.ledgers
+    ]
+    return "; ".join([*(f"rank {r} {standing(led)}" for r, led in failed.items()), *lost])
 
 
 def _block(finding: Finding) -> str:

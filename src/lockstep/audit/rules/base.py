@@ -57,7 +57,8 @@ class Rule(Protocol):
     A rule says what it saw, never what it guesses; what it only suspects is a notice.
     """
 
-    codes: tuple[Code, ...]
+    @property
+    def codes(self) -> tuple[Code, ...]: ...
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         """Yield what this rule finds. Pure: it reads ledgers and touches no program."""

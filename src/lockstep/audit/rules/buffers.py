@@ -29,9 +29,7 @@ class Buffers:
             return
         for at_once in zip(*(led.evaluations for led in ledgers.values()), strict=False):
             first = at_once[0]
-            if any(
-                e["names"] != first["names"] or e["step"] != first["step"] for e in at_once
-            ):
+            if any(e["names"] != first["names"] or e["step"] != first["step"] for e in at_once):
                 continue
             norms = np.array([e["buffers"].norms for e in at_once])
             spread = norms.max(axis=0) - norms.min(axis=0)

@@ -74,7 +74,7 @@ def _first_missing(track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         missing = track.missing("gradients", number)
         if missing:
-            name, present, absent = missing[0]
+            _, present, absent = missing[0]
             return MISSING.finding(
                 f"the gradient of {named([m[0] for m in missing])} is None on ranks {absent} and "
                 f"is not on ranks {present}: only some replicas were updated",
@@ -107,8 +107,10 @@ def _is_by_design(world: World, track: SharedTrack, differences: list[Difference
     different = {d.name for d in differences}
     from_the_start = {d.name for d in track.differences("entry", track.numbers[0])}
     unreduced = not any(p.wrapper for p in track.parameters if p.name in different)
-    return unreduced and len(different) < len(track.parameters) and (
-        different <= from_the_start or bool(world.fact("all_to_all"))
+    return (
+        unreduced
+        and len(different) < len(track.parameters)
+        and (different <= from_the_start or bool(world.fact("all_to_all")))
     )
 
 
@@ -179,5 +181,3 @@ def _places(track: SharedTrack, number: int) -> list[Place]:
         backwards = [b.where for b in step.backwards[-2:]]
         return [place for places in (*backwards, step.where) for place in places]
     return []
-
-

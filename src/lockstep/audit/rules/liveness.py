@@ -43,7 +43,9 @@ def _waiting(world: World, lost: list[int]) -> Finding:
     calls = {r: led.calls_made for r, led in world.ledgers.items()}
     most = max(calls.values())
     operations = {
-        led.stuck_in.op for led in world.ledgers.values() if led.stuck_in and calls[led.rank] == most
+        led.stuck_in.op
+        for led in world.ledgers.values()
+        if led.stuck_in and calls[led.rank] == most
     }
     for rank, ledger in world.ledgers.items():
         stuck = ledger.stuck_in

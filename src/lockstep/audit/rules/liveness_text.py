@@ -20,6 +20,6 @@ def standing(ledger: Ledger) -> str:
         at = f" at {ledger.stack[0].file}:{ledger.stack[0].line}" if ledger.stack else ""
         return f"raised {failure['type']}{at}"
     if ledger.exit_code is not None:
-        return f"had ended with {ledger.exit_code} after {ledger.calls_made} collectives"
+        return f"ended with code {ledger.exit_code} after {ledger.calls_made} collectives"
     at = f" at {ledger.stack[0].file}:{ledger.stack[0].line}" if ledger.stack else ""
     return f"is{at} after {ledger.calls_made} collectives"

@@ -100,10 +100,12 @@ class Participation:
         if not trained:
             backwards = sum(led.facts.get("backwards", 0) for led in world.ledgers.values())
             why = (
-                f"{backwards} backwards ran; an optimizer that does not derive from "
+                "no backward ran either"
+                if not backwards
+                else "its step is compiled with fullgraph=True, where nothing can look in"
+                if any(world.fact("fullgraph"))
+                else f"{backwards} backwards ran; an optimizer that does not derive from "
                 "torch.optim.Optimizer cannot be watched"
-                if backwards
-                else "no backward ran either"
             )
             yield STEPLESS.finding(
                 f"no step of a torch optimizer was seen, so there is nothing to compare: {why}",

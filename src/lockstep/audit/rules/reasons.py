@@ -108,7 +108,7 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
     last_backward, last = seen[-1]
     if last["no_sync"]:
         return _wrong_window(evidence, last_backward, "the last backward before the step ran")
-    went_round = [lines for lines in step.bypasses]
+    went_round = step.bypasses
     if not any(f["armed"] for _, f in seen):
         return _not_called(went_round, evidence, last_backward, any(f["no_sync"] for _, f in seen))
     if all(f["issued"] == 0 for _, f in seen if f["armed"]):

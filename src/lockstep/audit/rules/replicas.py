@@ -148,8 +148,9 @@ class States:
             if len(track.ranks) < 2 or track.key in explained.tracks or track.returns_to_agreement:
                 continue
             names = [t.state_names for t in track.tracks.values()]
-            if any(n != names[0] for n in names) or any(p.local for t in track.tracks.values()
-                                                       for p in t.parameters):
+            if any(n != names[0] for n in names) or any(
+                p.local for t in track.tracks.values() for p in t.parameters
+            ):
                 continue
             for number in track.numbers:
                 found = _state_at(track, number)

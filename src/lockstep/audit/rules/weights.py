@@ -105,7 +105,9 @@ def _finding(
 ) -> Finding:
     counts = {place: t.count for place, t in terms.items()}
     ratio = max(counts.values()) / min(counts.values())
-    said = ", ".join(f"{t.count:.0f} on {name}" for t, name in zip(terms.values(), names, strict=True))
+    said = ", ".join(
+        f"{t.count:.0f} on {name}" for t, name in zip(terms.values(), names, strict=True)
+    )
     return UNEVEN.finding(
         f"step {number + 1}: the loss is a mean over {said}, and each {unit} counts the same: one "
         f"element weighs up to {ratio:.3g} times as much as another",
@@ -121,5 +123,3 @@ def _finding(
         },
         where=backward.where,
     )
-
-
