@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank writes down: fingerprints, the weights in a loss, and the ledger as bytes."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_fewer_and_fewer_steps_are_kept_and_the_same_ones_by_everyone():
     kept = [step for step in range(100_000) if is_detailed(step, 64)]
     assert kept[:64] == list(range(64))
     assert len(kept) < 500
-    gaps = [b - a for a, b in zip(kept, kept[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(kept)]
     assert all(gap <= max(1, step // 16) for gap, step in zip(gaps, kept, strict=False))
 
 

@@ -290,11 +290,13 @@ class _Run:
 
     def _without_torch(self, rank: int) -> Ledger | None:
         """A rank that left by itself and never imported torch has nothing to write."""
-        popen = self.processes[rank].popen
-        ended = popen.returncode is not None and not self.processes[rank].ended_by_us
-        if not ended or popen.returncode < 0:
+        code = self.processes[rank].popen.returncode
+        if code is None or self.processes[rank].ended_by_us:
             return None
-        return Ledger(rank=rank, world_size=self.nproc, exit_code=popen.returncode)
+        died = {"died": signal.Signals(-code).name} if code < 0 else {}
+        return Ledger(
+            rank=rank, world_size=self.nproc, exit_code=code if code >= 0 else 128 - code, facts=died
+        )
 
 
 def _read(path: Path) -> Ledger | None:

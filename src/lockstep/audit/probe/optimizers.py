@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
     from lockstep.audit.probe.probe import Probe
 
-BACKWARDS_WITH_GRADIENTS: Final = 32
-"""Gradients are also looked at after a backward, for so many steps."""
-
-STATES: Final = 8
-"""The optimizer's state is looked at in so many steps, and then in every eighth that is kept."""
+CLOSELY: Final = 8
+"""So many steps are looked at more closely: gradients also after each backward, the optimizer's
+state, and norms of parameters."""
 
 
 class Watched:
@@ -121,7 +119,8 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         return None
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
-    step.entry = take(watched.parameters, watched.counts)
+    closely = step.number < CLOSELY
+    step.entry = take(watched.parameters, watched.counts, norms=closely)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if callable(closure):
         step.has_closure = True
@@ -164,7 +163,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.clips = list(window.clips)
     step.bypasses = list(window.bypasses)
     step.scale = probe.scale
-    if step.number < 3:
+    if step.number == 0:
         step.unowned = _unowned(probe, watched)
 
 
@@ -176,8 +175,9 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
         return
     track, step = watched.track, watched.step
     if step is not None:
-        step.exit = take(watched.parameters, watched.counts)
-        if step.number < STATES or step.number % 8 == 0:
+        closely = step.number < CLOSELY
+        step.exit = take(watched.parameters, watched.counts, norms=closely)
+        if closely or step.number % 64 == 0:
             step.state = _state(optimizer, watched)
         track.steps.append(step)
         watched.step = None
@@ -198,7 +198,7 @@ def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:
     found = {}
     watch_made(probe)
     for watched in probe.optimizers.values():
-        if watched.track.count < BACKWARDS_WITH_GRADIENTS and not watched.track.sharded:
+        if watched.track.count < CLOSELY and not watched.track.sharded:
             gradients = [p.grad for p in watched.parameters]
             found[watched.track.key] = take(gradients, watched.counts)
     return found
@@ -254,7 +254,8 @@ def _is_sharded(optimizer: Optimizer) -> bool:
 
 def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
     held = [p for g in optimizer.param_groups for p in g["params"]]
-    names = parameter_names(living_modules())
+    probe.living = [weakref.ref(module) for module in living_modules()]
+    names = parameter_names(m for r in probe.living if (m := r()) is not None)
     counts = samples_per_tensor([_local_size(p) for p in held])
     described = []
     for place, (param, count) in enumerate(zip(held, counts, strict=True)):
@@ -315,7 +316,7 @@ def _unowned(probe: Probe, watched: Watched) -> list[str]:
     """Parameters of living modules that have a gradient and that no optimizer holds."""
     optimizers = [r() for r in probe.made] + [w.ref() for w in probe.optimizers.values()]
     held = {id(p) for o in optimizers if o is not None for g in o.param_groups for p in g["params"]}
-    modules = living_modules()
+    modules = [m for r in probe.living if (m := r()) is not None]
     names = parameter_names(modules)
     found = []
     seen: set[int] = set()

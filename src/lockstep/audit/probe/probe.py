@@ -126,6 +126,7 @@ class Probe:
         self.backward: Backward | None = None
         self.in_backward = False
         self.scale: float | None = None
+        self.living: list[weakref.ref[torch.nn.Module]] = []
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[str | None, list[int] | None]] = {}
         self.loader_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

@@ -28,7 +28,16 @@ class Liveness:
         stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
         if stuck and world.size > 1:
             yield _waiting(world, lost)
-        elif lost and len(lost) < world.size:
+        died = {r: led.facts["died"] for r, led in world.ledgers.items() if "died" in led.facts}
+        if died:
+            killed = ", ".join(f"rank {rank} by {name}" for rank, name in died.items())
+            yield DIED.finding(
+                f"killed before it could write down what it saw: {killed}",
+                "look for its last output; SIGKILL is often a lack of memory",
+                rank=sorted(died),
+                where=[p for led in world.ledgers.values() for p in led.stack],
+            )
+        elif lost and len(lost) < world.size and not stuck:
             yield DIED.finding(
                 f"ranks {lost} left no record: they were killed, or ended without leaving Python",
                 "look for their last output; a killed process is often out of memory",

@@ -82,8 +82,8 @@ def _at_entry(
     worst = max(differences, key=lambda d: d.largest)
     seen = (
         f"{named(track.names_of(differences))} ({len(differences)} of {len(track.parameters)} "
-        f"parameters) differ by up to {worst.largest:.3g}; norm of `{worst.name}`: "
-        f"{numbers(worst.norms)}"
+        f"parameters) differ by up to {worst.largest:.3g}; first element of `{worst.name}`: "
+        f"{numbers({r: s[0] for r, s in worst.samples.items() if s})}"
     )
     if previous is None:
         return BEFORE.finding(
