@@ -41,7 +41,7 @@ def _rank(rank: int, pipe: Connection) -> None:
         MASTER_ADDR="127.0.0.1",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    main, groups = sys.modules["__main__"], []
+    main = sys.modules["__main__"]
     while True:
         job = pipe.recv()
         if job is None:
@@ -56,9 +56,6 @@ def _rank(rank: int, pipe: Connection) -> None:
         except BaseException:
             answer = traceback.format_exc()
         if dist.is_initialized():
-            # Kept: dropping the last reference with the interpreter's lock held can deadlock with
-            # the group's own threads, which take the lock to let go of Python objects.
-            groups.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
         # Modules of this program must not be found by the next one's audit.
         # An autograd Function lives for ever, and with it what its program's globals hold.

@@ -295,7 +295,10 @@ class _Run:
             return None
         died = {"died": signal.Signals(-code).name} if code < 0 else {}
         return Ledger(
-            rank=rank, world_size=self.nproc, exit_code=code if code >= 0 else 128 - code, facts=died
+            rank=rank,
+            world_size=self.nproc,
+            exit_code=code if code >= 0 else 128 - code,
+            facts=died,
         )
 
 

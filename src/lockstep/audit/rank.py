@@ -62,7 +62,7 @@ class Rank:
         from lockstep.audit.probe.probe import Probe
         from lockstep.audit.spawned import watch_children
 
-        self.probe = Probe(steps=self.options.steps, when_done=self._enough)
+        self.probe = Probe(steps=self.options.steps, when_done=self._enough, keeps_groups=True)
         self.probe.start()
         if self.folder is not None:
             watch_children(self.probe, self.folder, self.options.steps)

@@ -141,7 +141,7 @@ def watch_script(
     show: Callable[[BaseException], None] | None = None,
 ) -> Ledger:
     """Run a script under the probe, in this process, and give back what this rank saw."""
-    probe = Probe(mode=mode, steps=steps)
+    probe = Probe(mode=mode, steps=steps, keeps_groups=True)
     probe.start()
 
     def note_failure(error: BaseException, where: list[Place]) -> None:

@@ -29,7 +29,7 @@ class Watched:
         from lockstep.audit.probe.probe import Probe
         from lockstep.audit.session import finish
 
-        probe = Probe(steps=self.steps)
+        probe = Probe(steps=self.steps, keeps_groups=True)
         probe.start()
         try:
             return self.function(index, *args)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.optimizers import Watched
 
 
+_kept: list[Any] = []
+
+
 class Wrapper:
     """One DistributedDataParallel: what it knows, and whether its reducer is armed."""
 
@@ -94,6 +97,10 @@ class Probe:
         mode: ``full`` or ``watch``.
         steps: watch so many optimizer steps, or None for all.
         when_done: called once when `steps` are in.
+        keeps_groups: process groups live until the process ends. A script's last reference to a
+            group may go with its wrapper, under the interpreter's lock, while a thread of the group
+            waits for that lock to let go of a tensor: torch then hangs, with or without us, and
+            what we do in between makes it more likely.
     """
 
     def __init__(
@@ -101,11 +108,13 @@ class Probe:
         mode: str = "full",
         steps: int | None = None,
         when_done: Callable[[], None] | None = None,
+        keeps_groups: bool = False,
     ) -> None:
         self.mode = mode
         self.first = FIRST_STEPS if mode == "full" else FIRST_STEPS_WATCH
         self.limit = steps
         self.when_done = when_done
+        self.keeps_groups = keeps_groups
         self.patches = Patches()
         self.following = Patches()
         self.ledger = Ledger(
@@ -168,12 +177,18 @@ class Probe:
         self.tainted.clear()
         self.reduced_in_place.clear()
 
+    def keep_group(self, group: Any) -> None:
+        """Let no wrapper be the last to hold `group`; see `keeps_groups`."""
+        if self.keeps_groups and not any(group is known for known in _kept):
+            _kept.append(group)
+
     def note_group(self) -> None:
         """A default process group exists: its rank is the one that counts."""
         if dist.is_initialized():
             self.ledger.started_group = True
             self.ledger.rank = dist.get_rank()
             self.ledger.world_size = dist.get_world_size()
+            self.keep_group(dist.group.WORLD)
             if self.store is None:
                 self.store = dist.distributed_c10d._get_default_store()
 

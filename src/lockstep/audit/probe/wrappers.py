@@ -53,6 +53,7 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
     def watched(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         probe.note_group()
+        probe.keep_group(self.process_group)
         wrapper = Wrapper(self, f"ddp{len(probe.wrappers)}", users_lines())
         probe.wrappers.append(wrapper)
         for module in self.module.modules():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.rules import RULES
+from lockstep.audit.rules import all_codes
 from lockstep.audit.rules.liveness_text import standing
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def render(findings: Sequence[Finding], world: World) -> str:
     """The report as text."""
     graver = [f for f in findings if f.severity != "notice"]
     notices = [f for f in findings if f.severity == "notice"]
-    head = f"lockstep audit: {world.steps} steps, {_ranks(world)}, {len(RULES)} rules"
+    head = f"lockstep audit: {world.steps} steps, {_ranks(world)}, {len(all_codes())} rules"
     if not graver:
         verdict = _verdict(world, bool(notices))
         lines = [f"{head}: {verdict}"]

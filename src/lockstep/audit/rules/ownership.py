@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose parameters does the optimizer hold, and who reads what was trained?"""
+"""Whose parameters does the optimizer hold, and did the processes train one model?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 FOREIGN = Code("LS401", "the optimizer holds parameters that are not the model's")
 UNOWNED = Code("LS402", "gradients that no optimizer owns", "notice")
-UNREAD = Code("LS403", "a model that was trained elsewhere and not read back", "warning")
 APART = Code("LS404", "the processes never met", "warning")
 STEPLESS = Code("LS405", "no optimizer step was seen", "notice")
 
@@ -91,7 +90,7 @@ def _unowned(rank: int, track: Track) -> Finding | None:
 class Participation:
     """Did the processes of this run train one model?"""
 
-    codes = (UNREAD, APART, STEPLESS)
+    codes = (APART, STEPLESS)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if world.has_failed:
@@ -121,14 +120,6 @@ class Participation:
                 "start the script with one process",
                 rank=sorted(trained),
                 where=next(t.where for led in trained.values() for t in led.tracks),
-            )
-        if any(world.fact("ray_tasks")) and not trained:
-            yield UNREAD.finding(
-                "a model was sent to Ray tasks or actors, its optimizer in this process never "
-                "stepped, and its parameters are what they were when it was made",
-                "return the state from the task and load it: "
-                "`model.load_state_dict(ray.get(task.remote(...)))`",
-                where=[],
             )
 
 
