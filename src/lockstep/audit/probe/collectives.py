@@ -89,7 +89,7 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         call = Collective(name, users_lines(), _ranks(kwargs.get("group")))
         call.in_backward = probe.in_backward
         _note_call(probe, call)
-        if name.startswith("all_to_all"):
+        if name.startswith("all_to_all") and not probe.in_backward:
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
             _before(probe, call, tensor, args, kwargs)

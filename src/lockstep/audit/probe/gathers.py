@@ -34,7 +34,7 @@ _NODES: Final = 5000
 _FRAMES: Final = 12
 
 
-def _follow(probe: Probe) -> None:
+def follow(probe: Probe) -> None:
     """Follow gathered rows through the operations that usually come next, until backward.
 
     Only then: TorchScript knows these functions by their identity.
@@ -76,21 +76,24 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
     if len(call.group) < 2 or call.in_backward or not tensor.is_floating_point():
         return
     if call.op in _GATHERS:
-        custom = _inside_function()
-        if not (tensor.requires_grad or custom):
+        context = _function_context()
+        if context is None and not tensor.requires_grad:
             return
-        _follow(probe)
+        probe.follows = True
+        follow(probe)
         outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
         origin = {
             "op": call.op,
             "where": call.where,
-            "differentiable": custom,
+            "differentiable": context is not None,
             "group": len(call.group),
             "rows": list(tensor.shape),
         }
         for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
             probe.tainted.append((output, origin))
-    elif call.op == "all_reduce" and tensor.grad_fn is not None and not _inside_function():
+        if context is not None:
+            probe.gather_nodes.append((context, origin))
+    elif call.op == "all_reduce" and tensor.grad_fn is not None and _function_context() is None:
         origin = {
             "op": call.op,
             "where": call.where,
@@ -101,17 +104,20 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
         probe.reduced_in_place.append((tensor, tensor.grad_fn, origin))
 
 
-def _inside_function() -> bool:
-    """Is an autograd Function's forward on the stack?"""
+def _function_context() -> Any:
+    """The context of the autograd Function whose forward is on the stack, or None.
+
+    It is also the node that stands for it in the graph.
+    """
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
-            return True
+            return frame.f_locals.get("ctx")
         if frame.f_back is None:
-            return False
+            return None
         frame = frame.f_back
-    return False
+    return None
 
 
 def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) -> None:
@@ -123,7 +129,9 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
         if node in nodes:
             record.gathered.append({**origin, "weight": weight_at(root, node, weight)})
     pointers = {t.untyped_storage().data_ptr(): origin for t, origin in probe.tainted}
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, Any]] = {
+        id(origin): origin for context, origin in probe.gather_nodes if context in nodes
+    }
     for node in nodes:
         for origin in _saved_from(node, pointers):
             found[id(origin)] = origin

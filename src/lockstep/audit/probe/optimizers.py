@@ -22,6 +22,7 @@ from lockstep.audit.fingerprint import take
 from lockstep.audit.ledger import Parameter, Step, Track, is_detailed
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Window
 from lockstep.sync.ownership import is_local
@@ -188,6 +189,9 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     probe.forget_gathered()
     probe.steps_done = max(probe.steps_done, track.count)
     probe.detailed = any(w.next_is_detailed for w in probe.optimizers.values())
+    if probe.follows and probe.detailed:
+        # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
+        follow(probe)
     if probe.limit is not None and probe.steps_done >= probe.limit and probe.when_done:
         done, probe.when_done = probe.when_done, None
         done()

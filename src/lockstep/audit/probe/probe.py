@@ -126,6 +126,8 @@ class Probe:
         self.windows: weakref.WeakKeyDictionary[Any, Window] = weakref.WeakKeyDictionary()
         self.recent = Window()
         self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self.gather_nodes: list[tuple[Any, dict[str, Any]]] = []
+        self.follows = False
         self.reduced_in_place: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
         self.depth = threading.local()
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
@@ -175,6 +177,7 @@ class Probe:
         """A step was taken: what was gathered for it is no longer of interest."""
         self.following.undo()
         self.tainted.clear()
+        self.gather_nodes.clear()
         self.reduced_in_place.clear()
 
     def keep_group(self, group: Any) -> None:

@@ -48,7 +48,7 @@ class Explained:
     """What the rules before have explained, so that its consequences are not reported again."""
 
     tracks: set[str] = field(default_factory=set)
-    calls: bool = False
+    scales: bool = False
 
 
 class Rule(Protocol):

@@ -37,6 +37,7 @@ class Gradients:
                 continue  # the k-th steps of these ranks are not the same step
             if found is not None:
                 explained.tracks.add(track.key)
+                explained.scales |= "scales" in found.evidence
                 yield found
 
 

@@ -182,14 +182,6 @@ def _unfinished(
 
 def _after(track: SharedTrack, number: int, step: Step) -> Reason:
     """A reduction ran; were they equal when backward had returned?"""
-    equal_then = _equal_after_backward(track, number)
-    if equal_then:
-        return Reason(
-            "overwritten after the reduction",
-            "they were equal on all ranks when backward had returned, and were changed after that",
-            "change gradients in the same way on every rank, from the same numbers",
-            kind="after",
-        )
     scales = {r: s.scale for r, s in track.steps(number).items() if s.scale is not None}
     if len(set(scales.values())) > 1:
         return Reason(
@@ -199,6 +191,14 @@ def _after(track: SharedTrack, number: int, step: Step) -> Reason:
             "all ranks agree on found_inf",
             kind="after",
             evidence={"scales": {str(r): s for r, s in scales.items()}},
+        )
+    equal_then = _equal_after_backward(track, number)
+    if equal_then:
+        return Reason(
+            "overwritten after the reduction",
+            "they were equal on all ranks when backward had returned, and were changed after that",
+            "change gradients in the same way on every rank, from the same numbers",
+            kind="after",
         )
     return Reason(
         "unknown",

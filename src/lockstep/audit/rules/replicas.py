@@ -191,7 +191,7 @@ class Scales:
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         histories = {r: led.facts.get("scales", []) for r, led in world.ledgers.items()}
-        if len([h for h in histories.values() if h]) < 2:
+        if len([h for h in histories.values() if h]) < 2 or explained.scales:
             return
         for number, at_once in enumerate(zip(*histories.values(), strict=False)):
             values = dict(zip(histories, at_once, strict=True))
