@@ -10,6 +10,7 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := build/peers
 PY ?=
 CANDIDATES := $(if $(PY),$(PY),python3 python3.13 python3.12 python3.11 python3.14)
 # Debian's python3 comes without ensurepip, and then cannot make a venv.
@@ -18,7 +19,8 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 # The version that constraints.txt is made for; everything else there is the newest that fits.
 TORCH := 2.13.0
 
-.PHONY: help setup demo check fix test test-all bench constraints clean
+.PHONY: help setup demo check fix test test-all bench bench-full bench-gpu bench-growth \
+  bench-page docs constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,13 +41,38 @@ fix: $(VENV)/.installed ## repair what lint and format can repair
 	$(BIN)/ruff format .
 
 test: $(VENV)/.installed ## the tests, without the slow ones
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
 
 test-all: $(VENV)/.installed ## all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
-bench: $(VENV)/.installed ## measure against a hand-written torchrun script; fails when a goal is missed
+bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
 	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
+	$(BIN)/python docs/refresh.py
+
+bench-full: $(VENV)/.installed $(PEERS)/.tried ## the same with Ray Train, 1 to 8 workers, the loss over 65536 rows
+	$(BIN)/python -m benchmarks --suite full
+
+bench-gpu: $(VENV)/.installed $(PEERS)/.tried ## the same on the CUDA devices of this machine
+	$(BIN)/python -m benchmarks --suite gpu
+
+bench-growth: $(VENV)/.installed ## how costs grow with workers, model, data and time
+	$(BIN)/python -m benchmarks growth
+
+bench-page: $(VENV)/.installed $(PEERS)/.tried ## put the latest results and their plot into docs/
+	$(PEERS)/bin/python -m benchmarks.plot || echo "no plot: the peers, which draw it, are not there"
+	$(BIN)/python -m benchmarks page
+
+# Packages that lockstep is measured against have no place in .venv. They need not be had.
+$(PEERS)/.tried: benchmarks/peers.txt constraints.txt pyproject.toml $(VENV)/bin/python
+	@echo "installing the peers into $(PEERS)"
+	@$(BIN)/python -m venv $(PEERS)
+	@$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  'torch==$(TORCH)' -r benchmarks/peers.txt -e '.[ray]' \
+	  || echo "could not install the peers: their rows will say so"
+	@touch $@
 
 # A local suffix (+cpu) names one builder's wheel, and the CUDA packages come with another's.
 constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything

@@ -17,12 +17,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.verdict import Measured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from benchmarks.verdict import Result
 
 STARTED_VARIABLE = "BENCHMARK_STARTED"
 RESULT_VARIABLE = "BENCHMARK_RESULT"
@@ -31,6 +33,8 @@ BUSY_LIMIT = 0.15
 """How much of the machine may be in use by something else; the rest of the pair cancels."""
 PATIENCE_S = 30.0
 RUN_LIMIT_S = 300.0
+PAIRS_LIMIT_S = 900.0
+"""A program that measures several rows by itself."""
 TAIL_LINES = 40
 
 
@@ -59,7 +63,9 @@ class Row:
 
     Attributes:
         value: the key of the result that is compared; smaller is better.
-        goal: for ours / theirs, or with `theirs` None for our value itself, in `unit`.
+        goal: for ours / theirs, or with `theirs` None for our value itself, in `unit`; None
+            where the row is only stated.
+        note: a sentence for the reader, under the table.
     """
 
     name: str
@@ -67,8 +73,53 @@ class Row:
     theirs: Contender | None
     value: str
     unit: str
-    goal: float
+    goal: float | None
     rounds: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PairedRow:
+    """One line of the table that a program measures by itself, both sides in the same processes.
+
+    Attributes:
+        key: where the program's result has ``{"ours": [...], "theirs": [...]}``, one value of
+            each for two neighbouring blocks.
+        against: the other side, as the table shows it.
+    """
+
+    key: str
+    name: str
+    against: str
+    unit: str
+    goal: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows that are measured together.
+
+    Attributes:
+        measure: makes the rows; its argument is the number of rounds, None for its own.
+        suites: in which of "bench", "full" and "gpu" it runs.
+        ray_cpus: logical processors of the Ray that runs meanwhile; 0 for none.
+        ray_module: what Ray's workers, which run on the head's interpreter, must be able to import.
+    """
+
+    measure: Callable[[int | None], list[Result]]
+    suites: frozenset[str] = frozenset({"bench", "full"})
+    ray_cpus: int = 0
+    ray_module: str = "ray"
+
+
+def family_of(*rows: Row, suites: Sequence[str] = ("bench", "full"), ray_cpus: int = 0) -> Family:
+    """The family of rows whose contenders take turns as whole programs."""
+
+    def measure_all(rounds: int | None) -> list[Result]:
+        return [measure(row, rounds=rounds) for row in rows]
+
+    return Family(measure_all, frozenset(suites), ray_cpus)
 
 
 def measure(
@@ -107,10 +158,50 @@ def measure(
         theirs=tuple(theirs),
         busiest=busiest,
         quiet=busiest <= BUSY_LIMIT,
+        note=row.note,
     )
 
 
-def run_once(contender: Contender, *, limit_s: float = RUN_LIMIT_S) -> dict[str, float]:
+def measure_pairs(
+    rows: Sequence[PairedRow],
+    program: Contender,
+    *,
+    rounds: int,
+    settle: Callable[[], float] | None = None,
+) -> list[Result]:
+    """Run `program` as often as `rounds` says, each time afresh, and take its pairs together.
+
+    Raises:
+        ContenderFailedError: as `measure`.
+    """
+    found: dict[str, tuple[list[float], list[float]]] = {row.key: ([], []) for row in rows}
+    busiest = 0.0
+    for _ in range(rounds):
+        busiest = max(busiest, (settle or wait_until_quiet)())
+        result = run_once(program, limit_s=PAIRS_LIMIT_S)
+        for key, (ours, theirs) in found.items():
+            ours += result[key]["ours"]
+            theirs += result[key]["theirs"]
+    measured = [
+        Measured(
+            name=row.name,
+            against=row.against,
+            unit=row.unit,
+            goal=row.goal,
+            ours=tuple(found[row.key][0]),
+            theirs=tuple(found[row.key][1]),
+            busiest=busiest,
+            quiet=busiest <= BUSY_LIMIT,
+            note=row.note,
+        )
+        for row in rows
+    ]
+    for one in measured:
+        print("  " + " | ".join(one.cells()), file=sys.stderr)
+    return [*measured]
+
+
+def run_once(contender: Contender, *, limit_s: float = RUN_LIMIT_S) -> dict[str, Any]:
     """Run one contender to its end, and leave no process of it behind."""
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder, "result.json"), Path(folder, "output.txt")
@@ -130,7 +221,7 @@ def run_once(contender: Contender, *, limit_s: float = RUN_LIMIT_S) -> dict[str,
             reason = f"no end within {limit_s:g} s" if code is None else f"exit code {code}"
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL_LINES:])
             raise ContenderFailedError(f"{contender.name}: {reason}, last output:\n{tail}")
-        values: dict[str, float] = json.loads(result.read_text())
+        values: dict[str, Any] = json.loads(result.read_text())
         return values
 
 

@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 60.0
 END_LIMIT_S = 20.0
-NUM_CPUS = 4
 LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
-def running_ray() -> Iterator[str]:
+def running_ray(num_cpus: int, interpreter: str = sys.executable) -> Iterator[str]:
     """Yield the address of a running head; inside, `ray.init()` in a program we start finds it.
+
+    Args:
+        num_cpus: logical processors; more than there are is allowed.
+        interpreter: of the head, and so of every worker.
 
     Raises:
         RuntimeError: the head ended or did not answer within START_LIMIT_S; its output is shown.
@@ -52,7 +55,7 @@ def running_ray() -> Iterator[str]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     with _environment(ours):
-        head = _start(address, folder)
+        head = _start(_command(address, folder / "ray", num_cpus, interpreter), folder)
         try:
             _wait_until_it_answers(head, address, folder / "head.log")
             yield address
@@ -75,10 +78,10 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _start(address: str, folder: Path) -> subprocess.Popen[bytes]:
+def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
     with (folder / "head.log").open("wb") as log:
         return subprocess.Popen(
-            _command(address, folder / "ray"),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -86,12 +89,12 @@ def _start(address: str, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _command(address: str, folder: Path) -> list[str]:
+def _command(address: str, folder: Path, num_cpus: int, interpreter: str) -> list[str]:
     return [
-        str(Path(sys.executable).with_name("ray")),
+        str(Path(interpreter).with_name("ray")),
         *("start", "--head", "--block", "--disable-usage-stats"),
         f"--port={address.split(':')[1]}",
-        f"--num-cpus={NUM_CPUS}",
+        f"--num-cpus={num_cpus}",
         "--include-dashboard=false",
         f"--temp-dir={folder}",
     ]

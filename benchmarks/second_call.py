@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.harness import Contender, Row
+from benchmarks.harness import Contender, Row, family_of
 
 ROW = Row(
     name="a call of train() beyond its steps, 2 workers",
@@ -23,3 +23,5 @@ ROW = Row(
     goal=10.0,
     rounds=3,
 )
+
+FAMILY = family_of(ROW, ray_cpus=4)

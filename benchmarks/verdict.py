@@ -5,13 +5,19 @@ A row compares two contenders by the *median of the ratios of neighbouring runs*
 of the medians: what slows the machine down for a while slows both members of a pair down, and
 cancels. The spread is half the distance between the quartiles of those ratios, so a single
 disturbed round moves neither. A goal is missed only beyond the spread.
+
+A row without another contender has a goal in its own unit. It is shown as missed where it is, and
+fails nothing: seconds are the machine's, ratios are ours.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -21,20 +27,23 @@ class Measured:
     Attributes:
         ours: one value a round, in `unit`; smaller is better.
         theirs: the neighbouring values of the other contender; empty for a row with no other.
-        goal: for the ratio ours / theirs, or without `theirs` for the value itself, in `unit`.
+        goal: for the ratio ours / theirs, or without `theirs` for the value itself, in `unit`;
+            None for a row that is only stated.
         busiest: the largest part of the machine's processors that something else used just before
             a round, 0 to 1.
         quiet: whether that stayed under the limit.
+        note: a sentence for the reader, under the table.
     """
 
     name: str
     against: str
     unit: str
-    goal: float
+    goal: float | None
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
     busiest: float
     quiet: bool
+    note: str = ""
 
     @property
     def samples(self) -> tuple[float, ...]:
@@ -56,33 +65,81 @@ class Measured:
 
     @property
     def reached(self) -> bool:
-        return self.result - self.spread <= self.goal
+        return self.goal is None or self.result - self.spread <= self.goal
+
+    @property
+    def fails(self) -> bool:
+        """Whether the benchmark as a whole has failed for this row."""
+        return bool(self.theirs) and not self.reached
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None:
+            return "stated"
+        return "reached" if self.reached else "**missed**"
 
     def as_json(self) -> dict[str, Any]:
-        derived = {"result": self.result, "spread": self.spread, "reached": self.reached}
+        derived = {"result": self.result, "spread": self.spread, "verdict": self.verdict}
         return asdict(self) | derived
 
+    def cells(self) -> tuple[str, ...]:
+        ours = f"{statistics.median(self.ours):.3g} {self.unit}"
+        theirs = f"{statistics.median(self.theirs):.3g} {self.unit}" if self.theirs else "-"
+        unit = "" if self.theirs else f" {self.unit}"
+        result = f"{self.result:.3g} ± {self.spread:.2g}{unit}"
+        goal = "-" if self.goal is None else f"≤ {self.goal:g}{unit}"
+        return (self.name, self.against, ours, theirs, result, goal, self.verdict)
 
-def markdown(rows: list[Measured]) -> str:
+    def remarks(self) -> list[str]:
+        said = [self.note] if self.note else []
+        if not self.quiet:
+            said.append(f"the machine was not quiet, {self.busiest:.0%} of it in use beforehand.")
+        return said
+
+
+@dataclass(frozen=True)
+class NotMeasured:
+    """A row that could not be measured here; it stands in the table all the same.
+
+    Attributes:
+        goal: as it would be shown.
+        reason: instead of a verdict: "not installed", "not yet", "no second device".
+        failed: it should have been measured, and its program failed.
+    """
+
+    name: str
+    against: str
+    goal: str
+    reason: str
+    failed: bool = False
+
+    @property
+    def fails(self) -> bool:
+        return False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def cells(self) -> tuple[str, ...]:
+        return (self.name, self.against, "-", "-", "-", self.goal, self.reason)
+
+    def remarks(self) -> list[str]:
+        return []
+
+
+Result = Measured | NotMeasured
+
+
+def markdown(rows: Sequence[Result]) -> str:
     """The table that the documentation shows."""
     lines = [
         "| work | against | ours | theirs | result | goal | |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [_line(row) for row in rows]
-    busy = [row for row in rows if not row.quiet]
-    lines += [
-        f"\n`{row.name}`: the machine was not quiet, {row.busiest:.0%} of it in use beforehand."
-        for row in busy
-    ]
+    lines += [f"| {' | '.join(row.cells())} |" for row in rows]
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for said in row.remarks():
+            about.setdefault(said, []).append(f"`{row.name}`")
+    lines += [f"\n{', '.join(dict.fromkeys(names))}: {said}" for said, names in about.items()]
     return "\n".join(lines)
-
-
-def _line(row: Measured) -> str:
-    ours = f"{statistics.median(row.ours):.3g} {row.unit}"
-    theirs = f"{statistics.median(row.theirs):.3g} {row.unit}" if row.theirs else "-"
-    unit = "" if row.theirs else f" {row.unit}"
-    result = f"{row.result:.3g} ± {row.spread:.2g}{unit}"
-    verdict = "reached" if row.reached else "**missed**"
-    cells = (row.name, row.against, ours, theirs, result, f"≤ {row.goal:g}{unit}", verdict)
-    return f"| {' | '.join(cells)} |"

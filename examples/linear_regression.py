@@ -33,7 +33,7 @@ class LinearRegression(TrainingOperator):
         validation_loader = DataLoader(LinearDataset(2, 5, size=400), config["batch_size"])
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.5)
         self.model, self.optimizer, self.criterion, self.scheduler = self.register(
             models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
         )
@@ -47,9 +47,10 @@ def main() -> None:
         config={"lr": 0.02, "batch_size": 32},  # not BATCH_SIZE, so 32 for each worker
         scheduler_step_freq="epoch",
     )
-    for _ in range(20):
+    for epoch in range(1, 61):
         trainer.train()
-    print("validation loss", trainer.validate()["val_loss"])
+        if epoch % 15 == 0:
+            print(f"epoch {epoch}  validation loss {trainer.validate()['val_loss']:.6f}")
     model = trainer.get_model()
     print(f"y = {model.weight.item():.3f} x + {model.bias.item():.3f}")
     trainer.shutdown()

@@ -29,6 +29,17 @@ _SET_BY_THE_RUNNER = frozenset(
 )
 
 
+_TOGETHER = {"ray": "ray", "procs": "processes", "faults": "processes"}
+"""Folders whose tests share what is dear to start, so that one process runs them all."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in _TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(_TOGETHER[folder]))
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """What a test may change while it runs, and has to put back."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import PeerLostError
 from lockstep.group import Group
 
 TOLERANCE = 1e-12
@@ -35,9 +36,10 @@ def ring(size: int, timeout_s: float = 20.0) -> Callable[[int], Group]:
 def run_ranks(size: int, body: Callable[[Group], Any], *, timeout_s: float = 20.0) -> list[Any]:
     """Run `body(group)` once per rank, as threads. Returns by rank; raises the first failure."""
     results = outcomes(size, body, timeout_s=timeout_s)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    failures = [result for result in results if isinstance(result, BaseException)]
+    # A rank that lost its peer says less than the peer.
+    for failure in sorted(failures, key=lambda one: isinstance(one, PeerLostError)):
+        raise failure
     return results
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show. These alone may be skipped, where there is none."""
 
+import copy
 import datetime
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.group import Group
-from lockstep.sync import replicate
+from lockstep.sync import ReplicatedModel, replicate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -83,3 +84,54 @@ def test_C21_timeout_reaches_nccl():
         sync.detach()
     finally:
         leave_group(group)
+
+
+@pytest.mark.parametrize("sync", ["parameter_server", "data_parallel"])
+def test_another_sync_trains_as_replicate_does(sync, tmp_path):
+    models = []
+    for way in ("replicate", sync):
+        with trainer(sync=way) as one:
+            one.train()
+            path = one.save(tmp_path / way)
+            one.train()
+            one.load(path)
+            one.train()
+            models.append(one.get_model())
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_replicas_on_one_gpu_and_on_the_cpu():
+    layer = nn.Linear(3, 2, dtype=torch.float64, device="cuda")
+    features = torch.randn(5, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(features.cuda()).square().mean(), layer.parameters())
+    devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0)]
+    ReplicatedModel(layer, devices)(features).square().mean().backward()
+    for param, gradient in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, gradient)
+
+
+def _normalised_over_ranks(rank: int, port: int) -> None:
+    """Uneven rows on two ranks that share a GPU, over gloo: NCCL wants a device for each."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    device = torch.device("cuda", 0)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(7, 3, generator=generator, dtype=torch.float64).to(device)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device).double()
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    mine = rows[:5] if rank == 0 else rows[5:]
+    sync = replicate(model)
+    sync.backward(model(mine).square().sum(1).mean(), weight=len(mine))
+    plain(rows).square().sum(1).mean().backward()
+    for found, true in zip(model.parameters(), plain.parameters(), strict=True):
+        # Its kernels keep statistics in lower precision than float64.
+        assert (found.grad - true.grad).norm() <= 1e-5 * max(true.grad.norm(), 1e-3)
+    sync.detach()
+    dist.destroy_process_group()
+
+
+def test_sync_batch_norm_over_uneven_ranks_is_one_batch():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(_normalised_over_ranks, (store.port,), nprocs=2)

@@ -22,8 +22,13 @@ PUBLIC_NAMES = [
     "TorchTrainer",
     "TrainingOperator",
     "average_gradients",
+    "gather",
+    "global_mean",
+    "info_nce",
     "local",
+    "nt_xent",
     "prestart",
+    "rank_slice",
     "replicate",
     "shard_loader",
 ]

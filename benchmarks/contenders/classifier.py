@@ -22,6 +22,5 @@ class Classifier(TrainingOperator):
             criterion=nn.CrossEntropyLoss(),
         )
         dataset = workload.make_dataset(config["num_steps"])
-        self.register_data(
-            train_loader=DataLoader(dataset, batch_size=workload.BATCH_SIZE, shuffle=True)
-        )
+        batch_size = config.get("batch_size", workload.BATCH_SIZE)
+        self.register_data(train_loader=DataLoader(dataset, batch_size=batch_size, shuffle=True))

@@ -7,6 +7,8 @@ that it was done.
 
 from __future__ import annotations
 
+import time
+
 import workload
 from classifier import Classifier
 from lockstep import TorchTrainer
@@ -21,7 +23,10 @@ def main() -> None:
         use_tqdm=False,
     ) as trainer:
         trainer.train(num_steps=1)
-        report(seconds=seconds_since_launch())
+        seconds = seconds_since_launch()
+        start = time.perf_counter()
+        trainer.train(num_steps=1)
+        report(seconds=seconds, second_call=time.perf_counter() - start)
 
 
 if __name__ == "__main__":

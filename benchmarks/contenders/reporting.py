@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 
 def seconds_since_launch() -> float:
@@ -17,6 +18,6 @@ def seconds_since_launch() -> float:
     return time.monotonic() - float(os.environ["BENCHMARK_STARTED"])
 
 
-def report(**values: float) -> None:
+def report(**values: Any) -> None:
     """Leave the result for the harness."""
     Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(values))

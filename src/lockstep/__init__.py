@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from lockstep.collectives import gather, global_mean, info_nce, nt_xent, rank_slice
     from lockstep.data import shard_loader
     from lockstep.engine.crew import prestart
     from lockstep.errors import LockstepError
@@ -25,8 +26,13 @@ __all__ = [
     "TorchTrainer",
     "TrainingOperator",
     "average_gradients",
+    "gather",
+    "global_mean",
+    "info_nce",
     "local",
+    "nt_xent",
     "prestart",
+    "rank_slice",
     "replicate",
     "shard_loader",
 ]
@@ -38,8 +44,13 @@ _HOMES: Final = {
     "TorchTrainer": "trainer",
     "TrainingOperator": "operator",
     "average_gradients": "sync",
+    "gather": "collectives",
+    "global_mean": "collectives",
+    "info_nce": "collectives",
     "local": "sync",
+    "nt_xent": "collectives",
     "prestart": "engine.crew",
+    "rank_slice": "collectives",
     "replicate": "sync",
     "shard_loader": "data",
 }

@@ -18,9 +18,14 @@
     ├── GradientNotReducedError   RuntimeError  LS101  an optimizer is about to use a local gradient
     ├── UnknownParameterError     RuntimeError  LS102  an optimizer holds what nobody synchronises
     ├── SparseGradientError       TypeError     LS103  a sparse gradient
+    ├── RowsDifferError           ValueError    LS111  ranks bring rows that do not fit together
+    ├── PerShardLossError         RuntimeError  LS112  a joint function on one shard alone
+    ├── LossesDifferError         RuntimeError  LS113  ranks' losses differ where one is needed
     ├── MixedWeightsError         RuntimeError  LS201  weighted and plain backwards in one window
     ├── WeightError               ValueError    LS202  a weight that is negative, NaN or infinite
+    ├── CrossedWeightsError       RuntimeError  LS211  a weight that cannot follow its gradient
     ├── ReplicasDifferError       ValueError    LS301  ranks built different models
+    ├── LostUpdateError           RuntimeError  LS302  a write to a replica that would be lost
     ├── DataOrderError            ValueError    LS501  ranks would read different data plans
     ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
     ├── PeerLostError             RuntimeError  LS601  a collective failed: another rank went away
@@ -165,6 +170,24 @@ class SparseGradientError(LockstepError, TypeError):
     code = "LS103"
 
 
+class RowsDifferError(LockstepError, ValueError):
+    """The ranks bring tensors to one collective that do not fit together."""
+
+    code = "LS111"
+
+
+class PerShardLossError(LockstepError, RuntimeError):
+    """A function that needs the whole global batch, where only one shard of it is computed."""
+
+    code = "LS112"
+
+
+class LossesDifferError(LockstepError, RuntimeError):
+    """The ranks differentiate different losses where one and the same is needed."""
+
+    code = "LS113"
+
+
 class MixedWeightsError(LockstepError, RuntimeError):
     """Weighted and plain backwards in one accumulation window."""
 
@@ -177,10 +200,22 @@ class WeightError(LockstepError, ValueError):
     code = "LS202"
 
 
+class CrossedWeightsError(LockstepError, RuntimeError):
+    """Gradients would travel between ranks before the ranks' unequal weights are applied."""
+
+    code = "LS211"
+
+
 class ReplicasDifferError(LockstepError, ValueError):
     """The ranks built models whose parameters differ in name, shape or dtype."""
 
     code = "LS301"
+
+
+class LostUpdateError(LockstepError, RuntimeError):
+    """A forward wrote to a replica of the model, and what it wrote would be lost."""
+
+    code = "LS302"
 
 
 class DataOrderError(LockstepError, ValueError):

@@ -14,7 +14,9 @@ Two rules make it possible to leave a broken group and to form a new one in the 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import math
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SUM = dist.ReduceOp.SUM
+MAX = dist.ReduceOp.MAX
+
+ROLL_CALL_LIMIT_S: Final = 300.0
+"""How long a roll call waits at most; less if the group's own timeout is shorter."""
+
+_ROLL_CALL_TAG: Final = 0x10C5
 
 
 class Pending:
@@ -154,6 +162,73 @@ class Group:
         self._start("all_gather", "allgather", [gathered], [tensor]).wait()
         return gathered
 
+    def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Fill `gathered` with every rank's `tensor`, one after the other along dimension 0.
+
+        Args:
+            gathered: contiguous; its length is the group's size times `tensor`'s.
+            tensor: contiguous, of the same shape and dtype on every rank.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Blocks. One all-gather.
+
+        Raises:
+            PeerLostError: another rank went away or the group is closed.
+        """
+        if self._is_silent("all_gather"):
+            gathered.copy_(tensor)
+            return
+        self._start("all_gather", "_allgather_base", gathered, tensor).wait()
+
+    def reduce(self, tensor: torch.Tensor, destination: int) -> Pending:
+        """Start to sum `tensor` over all ranks on one of them, in place.
+
+        Args:
+            tensor: contiguous, of the same shape and dtype on every rank. What is in it
+                afterwards has a meaning on `destination` only.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Does not block. One reduce.
+
+        Raises:
+            PeerLostError: the group is closed, or the collective could not be started.
+        """
+        if self._is_silent("reduce"):
+            return _DONE
+        options: Any = dist.ReduceOptions()
+        options.reduceOp = SUM
+        options.rootRank = destination
+        return self._start("reduce", "reduce", [tensor], options)
+
+    def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Sum the ranks' `sent` and keep this rank's part of it, along dimension 0.
+
+        Args:
+            received: contiguous, of equal shape on every rank; overwritten.
+            sent: contiguous; one part for each rank, by rank.
+
+        Gradient:
+            None: not differentiable.
+
+        Collective:
+            Every rank, same order. Blocks. One reduce-scatter.
+
+        Raises:
+            PeerLostError: another rank went away or the group is closed.
+        """
+        if self._is_silent("reduce_scatter"):
+            received.copy_(sent)
+            return
+        options: Any = dist.ReduceScatterOptions()
+        options.reduceOp = SUM
+        self._start("reduce_scatter", "_reduce_scatter_base", received, sent, options).wait()
+
     def all_to_all(
         self,
         received: torch.Tensor,
@@ -208,6 +283,65 @@ class Group:
             for row, size in zip(gathered, lengths, strict=True)
         ]
 
+    def roll_call(self, token: Sequence[float]) -> list[list[float]]:
+        """Every rank's `token`, by rank; names the ranks that do not come.
+
+        For the moments at which a rank may not come for a reason of its own, such as a
+        backward that it leaves out. Where metadata travels on the CPU, each rank hears from
+        each other one directly, and so knows who is missing. NCCL's ranks meet in an
+        all-gather, whose timeout is NCCL's own.
+
+        Args:
+            token: as many finite or infinite numbers on every rank, no NaN.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank, same order. Blocks, for `ROLL_CALL_LIMIT_S` or the group's timeout.
+            One small message to and from each rank, or one all-gather.
+
+        Raises:
+            PeerLostError: names the ranks that did not come. The group is of no use then.
+        """
+        if self._is_silent("roll_call"):
+            return [list(token)]
+        mine = torch.tensor(token, dtype=torch.float64, device=self.device)
+        if self.device.type != "cpu":
+            return [part.tolist() for part in self.all_gather(mine)]
+        heard = torch.full((self.size, len(token)), math.nan, dtype=torch.float64)
+        heard[self.rank] = mine
+        failure = self._hear(mine, heard)
+        if failure is None:
+            return [part.tolist() for part in heard]
+        missing = [rank for rank in range(self.size) if heard[rank].isnan().all()]
+        raise PeerLostError(
+            f"rank {', '.join(map(str, missing))} did not come to the backward of a collective"
+            if missing
+            else "the ranks did not all hear from each other",
+            where=f"rank {self.rank} of {self.size}",
+            expected="the same backward on every rank",
+            got=str(failure).splitlines()[0],
+            cause="it left backward out (a NaN guard, an early `continue`), raised, or died",
+            fix="run backward on every rank, or agree to leave it out on all of them",
+        ) from failure
+
+    def _hear(self, mine: torch.Tensor, heard: torch.Tensor) -> RuntimeError | None:
+        """Exchange messages with every other rank; the first failure, if there is one."""
+        limit = timedelta(seconds=min(ROLL_CALL_LIMIT_S, _timeout_s(self._process_group)))
+        works: list[Any] = []
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            receive, send = (getattr(self._process_group, name) for name in ("recv", "send"))
+            works += [receive([heard[rank]], rank, _ROLL_CALL_TAG) for rank in others]
+            works += [send([mine], rank, _ROLL_CALL_TAG) for rank in others]
+            for work in works:
+                work.wait(limit)
+        except RuntimeError as error:
+            works.clear()
+            return error.with_traceback(None)
+        return None
+
     def barrier(self) -> None:
         """Return when every rank has come.
 
@@ -224,6 +358,12 @@ class Group:
         self.all_reduce(token).wait()
         if token.is_cuda:
             torch.cuda.current_stream(token.device).synchronize()
+
+    def is_same_as(self, other: Group) -> bool:
+        """Whether both stand for the same process group."""
+        return self is other or (
+            self._process_group is not None and self._process_group is other._process_group
+        )
 
     def close(self) -> None:
         """Drop the process group; every later call raises `PeerLostError`. Idempotent."""
@@ -270,6 +410,14 @@ def _metadata_device(process_group: Any | None) -> torch.device:
     else:
         carries_cpu = "nccl" not in str(process_group.name()).lower()
     return torch.device("cpu") if carries_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def _timeout_s(process_group: Any) -> float:
+    backend = process_group
+    if isinstance(process_group, dist.ProcessGroup) and hasattr(process_group, "_get_backend"):
+        backend = process_group._get_backend(torch.device("cpu"))
+    options = getattr(backend, "options", None)
+    return math.inf if options is None else float(options._timeout.total_seconds())
 
 
 def _peer_lost(what: str, where: str, error: RuntimeError) -> PeerLostError:

@@ -2,7 +2,8 @@
 """The names that configuration, batch information and results are keyed by.
 
 The values are those of RaySGD 1.3 (``ray.util.sgd.utils`` and
-``ray.util.sgd.torch.constants``), so that configurations carry over unchanged.
+``ray.util.sgd.torch.constants``), so that configurations carry over unchanged; `WEIGHT` is
+lockstep's own.
 """
 
 from typing import Final
@@ -12,6 +13,9 @@ BATCH_SIZE: Final = "*batch_size"
 
 NUM_SAMPLES: Final = "num_samples"
 """In results: how many samples were seen, each counted once over all workers."""
+
+WEIGHT: Final = "*weight"
+"""In a step's metrics: what its loss and metrics count for (tokens), instead of its samples."""
 
 BATCH_COUNT: Final = "batch_count"
 """In results: how many global batches were seen."""

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
+from types import MethodType
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+NOT_SYNCHRONISED: Final = "differs between ranks: it is not synchronised"
 
 FLOOR: Final = 1e-3
 """The part of the whole gradient's norm below which a parameter's own does not count."""
@@ -40,7 +46,7 @@ class ParityRow:
         cosine: of the angle between the two; 1 is right.
         rank: where it was farthest.
         ok: within what rounding explains.
-        explanation: what a wrong value means; empty when right.
+        explanation: what a wrong value means, or why nothing could be compared; empty when right.
     """
 
     parameter: str
@@ -50,6 +56,13 @@ class ParityRow:
     rank: int
     ok: bool
     explanation: str
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.ok:
+            return self.explanation or "equal"
+        return f"rank {self.rank}: {self.explanation}"
 
 
 @dataclass(frozen=True)
@@ -68,17 +81,20 @@ class ParityReport:
         width = max([len("parameter"), *(len(row.parameter) for row in self.rows)])
         lines = [f"{'parameter':<{width}}  relative error   scale  cosine  verdict"]
         for row in self.rows:
-            verdict = "equal" if row.ok else f"rank {row.rank}: {row.explanation}"
             lines.append(
                 f"{row.parameter:<{width}}  {row.relative_error:14.1e}  {row.scale:6.3f}"
-                f"  {row.cosine:6.3f}  {verdict}"
+                f"  {row.cosine:6.3f}  {row.verdict}"
             )
-        wrong = sum(not row.ok for row in self.rows)
-        lines.append(
-            f"{self.world_size} workers against one process: "
-            + ("equal" if self.ok else f"{wrong} of {len(self.rows)} parameters differ")
-        )
+        lines.append(self._conclusion())
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _conclusion(self) -> str:
+        wrong = sum(not row.ok for row in self.rows)
+        workers = "1 worker" if self.world_size == 1 else f"{self.world_size} workers"
+        unheld = any(row.explanation for row in self.rows)
+        alike = "no difference in what could be compared" if unheld else "equal"
+        found = alike if self.ok else f"{wrong} of {len(self.rows)} parameters differ"
+        return f"{workers} against one process: {found}"
 
     def _repr_html_(self) -> str:
         """A table, for notebooks."""
@@ -89,10 +105,10 @@ class ParityReport:
         body = "".join(
             f"<tr><td>{escape(row.parameter)}</td><td>{row.relative_error:.1e}</td>"
             f"<td>{row.scale:.3f}</td><td>{row.cosine:.3f}</td>"
-            f"<td>{'equal' if row.ok else escape(f'rank {row.rank}: {row.explanation}')}</td></tr>"
+            f"<td>{escape(row.verdict)}</td></tr>"
             for row in self.rows
         )
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in (self._conclusion(), *self.notes))
         return f"<table><tr>{head}</tr>{body}</table>{notes}"
 
 
@@ -139,6 +155,8 @@ def _row(
         return _presence_row(name, true, present, world_size)
     reference = _flat(true)
     values = [_flat(grad) for grad in found if grad is not None]
+    if not all(bool(value.isfinite().all()) for value in (reference, *values)):
+        return _unbounded_row(name, reference, values)
     norm = max(float(reference.norm()), floor)
     errors = [float((value - reference).norm()) / norm if norm else 0.0 for value in values]
     rank = max(range(world_size), key=errors.__getitem__)
@@ -152,6 +170,15 @@ def _row(
     alike = all(float((other - values[0]).norm()) <= limit * norm for other in values)
     text = "" if ok else explain(scale, cosine, alike, world_size)
     return ParityRow(name, errors[rank], scale, cosine, rank, ok, text)
+
+
+def _unbounded_row(name: str, reference: torch.Tensor, values: Sequence[torch.Tensor]) -> ParityRow:
+    """Numbers say nothing here; right is what is infinite, and NaN, in the same places."""
+    same = [torch.allclose(value, reference, equal_nan=True) for value in values]
+    if all(same):
+        return ParityRow(name, 0.0, 1.0, 1.0, 0, True, "NaN or infinite, in one process as well")
+    text = "NaN or infinite on one side only: an overflow, or an empty batch that was not left out"
+    return ParityRow(name, float("inf"), 0.0, 0.0, same.index(False), False, text)
 
 
 def _presence_row(
@@ -171,15 +198,51 @@ def _presence_row(
 def explain(scale: float, cosine: float, alike: bool, world_size: int) -> str:
     """In words, what a wrong gradient most likely means."""
     if not alike:
-        return "differs between ranks: it is not synchronised"
+        return NOT_SYNCHRONISED
     if cosine < 0.999:
         return "wrong direction: a gradient path is missing, or ranks are weighted unequally"
     for factor, meaning in (
         (world_size, f"{world_size} times too large: summed but not divided, or loss x N"),
-        (1 / world_size, f"1/{world_size} of it: divided twice, or a missing factor N"),
+        (
+            1 / world_size,
+            f"1/{world_size} of it: divided twice, a missing factor N, or a loss that is a sum",
+        ),
     ):
-        if abs(scale / factor - 1) < 0.05:
+        if world_size > 1 and abs(scale / factor - 1) < 0.05:
             return meaning
     if abs(scale - 1) > 1e-3:
         return f"{scale:.3f} times the true gradient: weights or a factor are wrong"
     return "a little off: more than rounding explains"
+
+
+def pin(model: nn.Module) -> list[str]:
+    """Turn off what depends on the split by design, for good; returns a note for each kind.
+
+    Dropout draws other numbers on every rank, and batch statistics are those of the rank's
+    own rows: neither is an error, and both would drown one. A later ``model.train()``, which
+    every training loop calls, changes nothing about it.
+    """
+    notes: list[str] = []
+    for name, module in model.named_modules():
+        place = f"layer `{name}`" if name else "the model"
+        if isinstance(module, _DropoutNd):
+            _stay_in_evaluation(module)
+            notes.append(f"dropout is off in {place}")
+        elif normalises_by_batch(module) and module.running_mean is not None:
+            _stay_in_evaluation(module)
+            notes.append(f"{place} uses its running statistics, not the batch's")
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout:
+            # Not `eval`: cuDNN refuses to run the backward of an RNN that is not training.
+            module.dropout = 0.0
+            notes.append(f"dropout is off in {place}")
+    return notes
+
+
+def normalises_by_batch(module: nn.Module) -> bool:
+    """By the rows of this rank alone, that is."""
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+
+
+def _stay_in_evaluation(module: nn.Module) -> None:
+    module.eval()
+    module.train = MethodType(lambda self, mode=True: self, module)  # type: ignore[method-assign]

@@ -8,19 +8,16 @@ neither has to know the other.
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
-
-class Peers(Protocol):
-    """What is known of a `lockstep.group.Group` down here."""
-
-    rank: int
-    size: int
+    from lockstep.group import Group
 
 
 @dataclass
@@ -32,15 +29,21 @@ class Reduction:
         weight: what the delivered batch counts for (samples, tokens); None: one per rank.
         per_shard: the loss is computed shard by shard, so that a function which needs the
             whole global batch (a gather, a contrastive loss) must refuse.
+        averages: the losses of the ranks are averaged by weight; False: added.
+        at_root: the weight was put on the root of the backward that runs. False: it will be
+            applied where the gradients are reduced.
     """
 
-    group: Peers
+    group: Group
     weight: float | None = None
     per_shard: bool = False
+    averages: bool = True
+    at_root: bool = False
 
 
 class _OfThisThread(threading.local):
     current: Reduction | None = None
+    delivered: float | None = None
 
 
 _of_this_thread = _OfThisThread()
@@ -74,3 +77,57 @@ def activate(reduction: Reduction) -> Iterator[Reduction]:
             if _of_the_process[position] is reduction:
                 del _of_the_process[position]
                 break
+
+
+def backward_of(group: Group, weight: float | None) -> AbstractContextManager[Reduction]:
+    """Around a backward that a `GradientSync` over `group` runs.
+
+    Args:
+        weight: what was put on its root; None for a plain one.
+    """
+    around = active() or Reduction(group, delivered_weight())
+    if weight is not None:
+        around = replace(around, weight=weight, at_root=True)
+    return activate(around)
+
+
+def deliver(weight: float | None) -> None:
+    """Outside a trainer: what the batch of this thread's next plain backward counts for."""
+    _of_this_thread.delivered = weight
+
+
+def delivered_weight() -> float | None:
+    """What the batch in hand counts for, as far as anybody said; None: one per rank."""
+    current = active()
+    return _of_this_thread.delivered if current is None else current.weight
+
+
+class Crossing:
+    """A backward to come in which gradients travel between the ranks of `group`.
+
+    While one is ahead, no bucket may leave: where ranks run their backwards differently (a
+    rank without samples reduces nothing before its backward has ended), the bucket of one
+    would meet the crossing of another. Kept by the graph, and gone with it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        with _crossings_lock:
+            _crossings.add(self)
+
+    def is_over(self) -> None:
+        """Its backward has communicated."""
+        with _crossings_lock:
+            _crossings.discard(self)
+
+
+_crossings: weakref.WeakSet[Crossing] = weakref.WeakSet()
+_crossings_lock = threading.Lock()
+
+
+def crossing_ahead(group: Group) -> bool:
+    """Whether a graph is alive whose backward will communicate on `group`."""
+    if not _crossings:
+        return False
+    with _crossings_lock:
+        return any(one.group.is_same_as(group) for one in _crossings)

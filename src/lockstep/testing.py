@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.data.structure import leading_length, rows_of
 from lockstep.errors import ConfigurationError
 from lockstep.group import Group
-from lockstep.parity import compare
+from lockstep.parity import compare, pin
 from lockstep.randomness import preserved
 from lockstep.sync import GradientSync
 
@@ -142,20 +140,3 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()
     }
-
-
-def pin(model: nn.Module) -> list[str]:
-    """Turn off what depends on the split by design; returns a note for each kind.
-
-    Dropout draws other numbers on every rank, and batch statistics are those of the rank's
-    own rows: neither is an error, and both would drown one.
-    """
-    notes: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd):
-            module.eval()
-            notes.append(f"dropout is off in {name or 'the model'}")
-        elif isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            module.eval()
-            notes.append(f"{name or 'the model'} uses its running statistics, not the batch's")
-    return notes

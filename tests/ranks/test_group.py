@@ -2,6 +2,7 @@
 """The explicit group: its collectives, a rank alone, and what a lost peer looks like."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -39,6 +40,51 @@ def test_collectives(size):
         assert said == [{"rank": rank, "names": ["ä"] * rank} for rank in range(size)]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_of_rows(size):
+    def body(group):
+        mine = torch.full((2, 3), float(group.rank))
+        everyone = torch.empty(2 * size, 3)
+        group.all_gather_into(everyone, mine)
+        part = torch.empty(2, 3)
+        group.reduce_scatter(part, everyone * (group.rank + 1))
+        total = torch.tensor([group.rank + 1.0])
+        group.reduce(total, 1).wait()
+        heard = group.roll_call([group.rank, -float("inf")])
+        return everyone[::2, 0].tolist(), part.unique().tolist(), total.item(), heard
+
+    sum_of_ranks = size * (size + 1) / 2
+    for rank, (everyone, part, total, heard) in enumerate(run_ranks(size, body)):
+        assert everyone == list(range(size))
+        assert part == [rank * sum_of_ranks]
+        assert rank != 1 or total == sum_of_ranks
+        assert heard == [[other, -float("inf")] for other in range(size)]
+
+
+def test_a_roll_call_names_who_is_missing_and_lets_the_group_go():
+    def body(group):
+        if group.rank in (1, 3):
+            released.wait(20)
+            return None
+        try:
+            with pytest.raises(PeerLostError, match="did not come") as caught:
+                group.roll_call([1.0])
+            gone = weakref.ref(group._process_group)
+            group.close()
+            gc.collect()
+            assert gone() is None
+            return caught.value
+        finally:
+            finished.append(group.rank)
+            if len(finished) == 2:
+                released.set()
+
+    released, finished = threading.Event(), []
+    results = outcomes(4, body, timeout_s=1.0)
+    # The first to give up has heard from all others; the second may see its connection closed.
+    assert any("rank 1, 3 did not come" in str(result) for result in results)
+
+
 def test_a_rank_alone_communicates_with_itself():
     group = resolve_group(None)
     assert (group.rank, group.size, group.is_alone) == (0, 1, True)
@@ -48,6 +94,12 @@ def test_a_rank_alone_communicates_with_itself():
     group.barrier()
     assert group.all_gather(value) == [value]
     assert group.exchange([1, "a"]) == [[1, "a"]]
+    assert group.roll_call([1.0]) == [[1.0]]
+    group.reduce(value, 0).wait()
+    for move in (group.all_gather_into, group.reduce_scatter):
+        moved = torch.empty(1)
+        move(moved, value)
+        assert moved == value
     assert resolve_group(group) is group
 
 
@@ -63,6 +115,10 @@ def test_a_closed_group_refuses_everything():
             lambda: group.all_reduce(value),
             lambda: group.broadcast(value),
             lambda: group.all_gather(value),
+            lambda: group.all_gather_into(value, value),
+            lambda: group.reduce(value, 0),
+            lambda: group.reduce_scatter(value, value),
+            lambda: group.roll_call([1.0]),
             lambda: group.exchange(1),
             group.barrier,
         ):
@@ -79,6 +135,8 @@ def test_a_closed_group_refuses_everything():
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather", "exchange", "barrier"])
 def test_a_lost_peer_is_a_peer_lost_error(call):
     def body(group):
+        # Until both are connected there is nothing to lose: forming the group would fail instead.
+        group.barrier()
         if group.rank == 1:
             raise KeyboardInterrupt  # a rank that ends closes its group
         value = torch.zeros(4)

@@ -108,9 +108,9 @@ def test_zero_weight_takes_nan_out_of_a_window_and_out_of_a_round():
         assert_same(got, gradients(true))
 
 
-@pytest.mark.parametrize("expected", [5.0, 400.0, None], ids=["known", "guessed wrong", "unknown"])
+@pytest.mark.parametrize("expected", [8.0, 400.0, None], ids=["known", "wrong", "unknown"])
 @pytest.mark.parametrize("plain", [False, True])
-def test_what_a_step_weighs_may_be_said_beforehand(plain, expected):
+def test_what_steps_weigh_may_be_said_beforehand(plain, expected):
     """It decides what is scaled when, never the result; nor does an earlier round."""
     replicas = models(3, lambda: nn.Linear(4, 3, dtype=torch.float64))
     x = rows(8, 4, seed=3)
@@ -119,9 +119,10 @@ def test_what_a_step_weighs_may_be_said_beforehand(plain, expected):
     def body(group):
         model = replicas[group.rank]
         sync = replicate(model, group=group)
+        sync.expect_weight(expected)
         for step, cuts_of_step in cuts.items():
             part = x[cuts_of_step[group.rank]]
-            sync.begin_step(step, {1: 3.0, 2: expected and expected * 8 / 5}[step])
+            sync.begin_step(step)
             sync.set_delivered_weight(len(part))
             model.zero_grad()
             loss = model(part).square().mean()

@@ -167,6 +167,7 @@ def test_not_enough_resources_says_what_there_is(monkeypatch):
     assert all(group["state"] == "REMOVED" for group in groups)
 
 
+@pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_shutdown_ends_everything_and_later_calls_say_so():
     trainer = start(num_workers=2)
     pids = trainer.apply_all_workers(os.getpid)

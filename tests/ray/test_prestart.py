@@ -2,8 +2,10 @@
 """Workers that were started before their trainer."""
 
 import os
+import random
 
 import pytest
+import torch
 from tests.ray.operators import DefaultLoop, farthest, one_process
 
 import lockstep
@@ -20,8 +22,8 @@ def start(num_workers):
     )
 
 
+@pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_a_trainer_takes_over_the_workers_that_wait_for_it():
-    lockstep.prestart(num_workers=2)
     (waiting,) = crew._waiting
     ids = {actor._actor_id.hex() for actor in waiting.actors}
     with start(num_workers=2) as trainer:
@@ -36,12 +38,65 @@ def _actor_id():
     return ray.get_runtime_context().get_actor_id()
 
 
+def test_workers_that_are_kept_serve_one_trainer_after_the_other():
+    processes = []
+    for _ in range(2):
+        with start(num_workers=2) as trainer:
+            processes.append(trainer.apply_all_workers(os.getpid))
+            trainer.apply_all_workers(_leave_traces)
+            trainer.train(num_steps=15)
+            assert farthest(trainer.get_model(), one_process()) < 1e-12
+            assert not any(trainer.apply_all_operators(_has_traces))
+            trainer.apply_all_operators(_mark)
+    assert processes[0] == processes[1]
+
+
+def _leave_traces():
+    torch.manual_seed(1)
+    random.seed(1)
+
+
+def _mark(operator):
+    operator.marked = True
+
+
+def _has_traces(operator):
+    return hasattr(operator, "marked")
+
+
+@pytest.mark.usefixtures("workers_end_with_their_trainer")
+def test_workers_that_are_not_kept_end_with_their_trainer():
+    with start(num_workers=2) as trainer:
+        before = trainer.apply_all_workers(os.getpid)
+    with start(num_workers=2) as trainer:
+        after = trainer.apply_all_workers(os.getpid)
+    assert not set(before) & set(after)
+
+
+def test_a_failure_ends_workers_that_would_be_kept():
+    with start(num_workers=2) as trainer:
+        before = trainer.apply_all_workers(os.getpid)
+        with pytest.raises(ZeroDivisionError):
+            trainer.apply_all_operators(_break_the_next_step)
+            trainer.train(num_steps=1)
+    with start(num_workers=2) as trainer:
+        assert not set(before) & set(trainer.apply_all_workers(os.getpid))
+
+
+def _break_the_next_step(operator):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    operator.compute_loss = fail
+
+
 @pytest.mark.parametrize("num_workers", [0, -1, "two"])
 def test_a_number_of_workers_that_cannot_be_is_named(num_workers):
     with pytest.raises(ValueError, match="an int, 1 or more"):
         lockstep.prestart(num_workers)
 
 
+@pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_workers_that_nobody_wants_are_sent_home(monkeypatch):
     lockstep.prestart(num_workers=3)
     with start(num_workers=4) as trainer:  # all there is, so the three are gone

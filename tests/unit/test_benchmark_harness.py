@@ -12,15 +12,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import page, peers
 from benchmarks.harness import (
     Contender,
     ContenderFailedError,
+    PairedRow,
     Row,
     end_process_group,
     measure,
+    measure_pairs,
     run_once,
 )
-from benchmarks.verdict import Measured, markdown
+from benchmarks.verdict import Measured, NotMeasured, markdown
 
 REPORTING = Path(__file__).resolve().parents[2] / "benchmarks" / "contenders"
 
@@ -32,7 +35,7 @@ def program(name: str, lines: str) -> Contender:
     )
 
 
-def measured(ours: tuple[float, ...], theirs: tuple[float, ...], goal: float) -> Measured:
+def measured(ours: tuple[float, ...], theirs: tuple[float, ...], goal: float | None) -> Measured:
     return Measured("work", "other", "s", goal, ours, theirs, busiest=0.0, quiet=True)
 
 
@@ -131,3 +134,52 @@ def test_the_table_says_what_was_missed_and_when_the_machine_was_busy() -> None:
     assert "| work | other | 1 s | 2 s | 0.5 ± 0 | ≤ 1 | reached |" in table
     assert "| slow | other | 3 s | 1 s | 3 ± 0 | ≤ 1 | **missed** |" in table
     assert "`slow`: the machine was not quiet, 50% of it in use beforehand." in table
+
+
+def test_a_program_that_takes_turns_with_itself_gives_its_pairs() -> None:
+    pairs = program("both", "report(small={'ours': [1.0, 2.0], 'theirs': [2.0, 1.0]})")
+    row = PairedRow("small", "work", against="other", unit="ms", goal=1.0)
+    (result,) = measure_pairs([row], pairs, rounds=2, settle=lambda: 0.0)
+    assert isinstance(result, Measured)
+    assert (result.ours, result.theirs) == ((1.0, 2.0) * 2, (2.0, 1.0) * 2)
+    assert result.samples == (0.5, 2.0, 0.5, 2.0)
+
+
+def test_only_a_ratio_fails_the_benchmark() -> None:
+    """Seconds are the machine's: a goal in seconds is shown as missed, and fails nothing."""
+    assert measured((2.0, 2.0), (1.0, 1.0), goal=1.0).fails
+    assert not measured((1.0, 1.0), (1.0, 1.0), goal=1.0).fails
+    alone = measured((20.0, 20.0), (), goal=10.0)
+    assert (alone.verdict, alone.fails) == ("**missed**", False)
+
+
+def test_a_row_without_a_goal_is_stated_and_says_why() -> None:
+    row = measured((2.0, 2.0), (1.0, 1.0), goal=None)
+    assert (row.verdict, row.fails) == ("stated", False)
+    noted = Measured("plain", "other", "s", None, (2.0,), (1.0,), 0.0, quiet=True, note="because.")
+    assert "| plain | other | 2 s | 1 s | 2 ± 0 | - | stated |" in markdown([noted])
+    assert "`plain`: because." in markdown([noted])
+
+
+def test_what_was_not_measured_stands_in_the_table() -> None:
+    row = NotMeasured("work", "somebody", "≤ 1", "not installed")
+    assert "| work | somebody | - | - | - | ≤ 1 | not installed |" in markdown([row])
+    assert not row.fails
+
+
+def test_a_module_that_nobody_has_is_not_found() -> None:
+    assert peers.interpreter_with("no_such_framework") is None
+    assert peers.interpreter_with("torch") == sys.executable
+
+
+def test_results_are_put_between_the_marks_of_their_part(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "results.md").write_text("| new |\n")
+    part = "<!-- results: {} -->\n{}\n<!-- end -->\n"
+    text = "a\n" + part.format("bench", "old") + "b\n" + part.format("full", "kept")
+    filled, missing = page.filled(text, tmp_path)
+    assert filled.startswith("a\n<!-- results: bench -->\n")
+    assert "\n| new |\n\n<!-- end -->\nb\n" in filled
+    assert "old" not in filled
+    assert "kept" in filled
+    assert missing == ["full"]

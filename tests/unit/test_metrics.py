@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigurationError, WeightError
+from lockstep.keys import WEIGHT
 from lockstep.metrics import AverageMeter, AverageMeterCollection, merge, merge_user_results
 
 
@@ -242,6 +243,41 @@ def test_user_results_are_weighted_by_samples() -> None:
         "extra": 2,
     }
     assert results == before
+
+
+def test_a_step_may_bring_its_own_weight() -> None:
+    meters = collect(
+        ({"loss": 1.0, WEIGHT: 3}, 2),
+        ({"loss": 5.0, WEIGHT: torch.tensor(1)}, 2),
+        ({"loss": math.nan, WEIGHT: 0}, 1),
+    )
+    assert meters.summary() == {
+        "batch_count": 3,
+        "num_samples": 5,
+        "loss": 2.0,
+        "last_loss": 5.0,
+    }
+    borrowed = collect(({"loss": 1.0, WEIGHT: 3}, 0))
+    assert "loss" not in borrowed.summary()
+    with pytest.raises(WeightError):
+        collect(({"loss": 1.0, WEIGHT: -1}, 2))
+
+
+def test_a_metric_of_a_part_of_a_step_counts_for_that_part() -> None:
+    meters = AverageMeterCollection()
+    meters.update({"loss": 1.0, "rare": 8.0}, n=4, partial={"rare": 1})
+    meters.update({"loss": 3.0, "rare": 2.0}, n=4, partial={"rare": 2})
+    assert meters.summary()["rare"] == 4.0
+    assert meters.summary()["loss"] == 2.0
+
+
+def test_user_results_may_bring_their_own_weight() -> None:
+    results = [
+        {"loss": 1.0, "num_samples": 1, WEIGHT: 3},
+        {"loss": 5.0, "num_samples": 7, WEIGHT: 1},
+    ]
+    merged = merge_user_results(results, [1, 7])
+    assert merged == {"num_samples": 8, "loss": 2.0, WEIGHT: 4}
 
 
 def test_user_results_against_one_process() -> None:

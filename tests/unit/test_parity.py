@@ -33,7 +33,7 @@ def test_a_right_step_is_equal_on_uneven_and_empty_ranks(step_fn, world_size):
     report = assert_parity(step_fn, make_model, batches, world_size=world_size)
     assert report.ok
     assert len(report.rows) == 4
-    assert report.notes == ["dropout is off in 2"]
+    assert report.notes == ["dropout is off in layer `2`"]
 
 
 def test_a_loss_that_is_no_mean_is_found_and_shown():
@@ -73,3 +73,13 @@ def test_rounding_and_parameters_without_gradients_are_equal():
     report = compare(truth, [noisy, noisy])
     assert report.ok, str(report)
     assert not compare({"w": None}, [TRUE]).ok
+
+
+def test_what_is_not_finite_is_said_to_be_so():
+    bad = torch.tensor([3.0, float("nan")], dtype=torch.float64)
+    both = compare({"w": bad}, [{"w": bad.clone()}, {"w": bad.clone()}])
+    assert both.ok
+    assert "in one process as well" in str(both)
+    one_side = compare(TRUE, [TRUE, {"w": bad}])
+    assert not one_side.ok
+    assert "rank 1: NaN or infinite on one side only" in str(one_side)

@@ -62,7 +62,7 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
     except CheckpointWriteError:
         raise
     except OSError as error:
-        raise _write_error(path, error) from error
+        raise write_error(path, error) from error
 
 
 def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]) -> None:
@@ -87,7 +87,7 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointWriteError:
+def write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointWriteError:
     cause, fix = _CAUSES.get(error.errno or 0, ("the file system refused", "save elsewhere"))
     failure = CheckpointWriteError(
         f"the checkpoint {os.fspath(path)} could not be written",

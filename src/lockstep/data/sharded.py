@@ -72,6 +72,8 @@ class ShardedLoader:
         borrow: with `joint`, a worker without samples in a step gets shard 0's, to be counted
             as 0 samples, so that it takes part in what its peers compute.
         global_batch_size: in samples; overrides what the loader says.
+        keeps_generators: reading leaves the global random generators as they were. A reader that
+            seeds them for every part, before it computes, can do without.
 
     Raises:
         NotShardableError: the data cannot be shared out so that each sample is seen once.
@@ -86,6 +88,7 @@ class ShardedLoader:
         joint: bool,
         borrow: bool,
         global_batch_size: int | None = None,
+        keeps_generators: bool = True,
     ) -> None:
         self.placement = placement
         self.joint = joint
@@ -95,10 +98,15 @@ class ShardedLoader:
         self._is_plain = not isinstance(loader, DataLoader)
         self._delivery: DirectDelivery | LoaderDelivery
         if isinstance(loader, DataLoader):
-            dataset = RequestedDataset(loader.dataset, kind, loader.collate_fn, seed)
+            dataset = RequestedDataset(
+                loader.dataset, kind, loader.collate_fn, seed, keeps_generators=keeps_generators
+            )
             self._delivery = LoaderDelivery(loader, dataset, seed)
         else:
-            self._delivery = DirectDelivery(RequestedDataset(None, kind, as_it_is, seed))
+            batches = RequestedDataset(
+                None, kind, as_it_is, seed, keeps_generators=keeps_generators
+            )
+            self._delivery = DirectDelivery(batches)
 
     @property
     def global_batch_size(self) -> int | None:

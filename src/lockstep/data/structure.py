@@ -126,6 +126,23 @@ def _sliced(batch: Any, rows: slice, place: str) -> Any:
     raise _unsliceable(place, f"a {type(batch).__name__}")
 
 
+def map_leaves(batch: Any, function: Callable[[Any, str], Any], place: str = "") -> Any:
+    """The same structure around ``function(leaf, place)`` of all that is not structure."""
+    children = _children(batch)
+    if children is None:
+        return function(batch, place)
+    columns = [(key, map_leaves(child, function, place + key)) for key, child in children]
+    return _rebuilt(batch, columns)
+
+
+def map_children(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container around what `change` makes of each child; a leaf is itself."""
+    children = _children(batch)
+    if children is None:
+        return batch
+    return _rebuilt(batch, [(key, change(child)) for key, child in children])
+
+
 def content_digest(value: Any) -> str:
     """A short digest of what `value` holds, equal in every process; 16 hexadecimal digits."""
     state = hashlib.blake2b(digest_size=8)

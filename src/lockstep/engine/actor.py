@@ -51,6 +51,8 @@ class WorkerActor:
             if self._worker is None:
                 self._worker = Worker(_loaded(self._spec), self._rank, self._local_rank)
             value = getattr(self._worker, method)(*cloudpickle.loads(arguments))
+            if method == "stop":
+                self._retire()
             # Pickled here, so that a result that cannot travel is an error of this call.
             return Outcome(self._rank, pickled(value, "what the worker returned"))
         except BaseException as error:
@@ -58,6 +60,11 @@ class WorkerActor:
             if method in COLLECTIVE_METHODS and self._worker is not None:
                 self._worker.leave()
             return failure(self._rank, error)
+
+    def _retire(self) -> None:
+        """Ready for another trainer, with nothing of this one's but what its modules hold."""
+        self._worker, self._spec = None, b""
+        gc.collect()
 
     @ray.method(concurrency_group="control")
     def progress(self) -> dict[str, Any]:

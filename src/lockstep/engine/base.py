@@ -42,5 +42,9 @@ class Engine(Protocol):
         """End all workers and give back what they used; `force` does not ask them first."""
 
 
-COLLECTIVE_METHODS = frozenset({"start", "train", "validate"})
+COLLECTIVE_METHODS = frozenset({"start", "train", "validate", "whole"})
 """Methods in which ranks wait for each other: a failure in one ends the group."""
+
+METHODS_BESIDE = frozenset({"verify"})
+"""Methods in which ranks wait for each other over a group of their own, beside the run's: one
+that fails closes it, so that all answer, and the run goes on."""

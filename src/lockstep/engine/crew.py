@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker processes of a trainer: made by it, or made ready before it.
+"""The worker processes of a trainer: made by it, made ready before it, or kept after it.
 
 Importing torch is most of a launch, and a program that imports torch itself and then makes a
-trainer pays for it twice in a row. `prestart`, before that import, lets both happen at once.
+trainer pays for it twice in a row. `prestart`, before that import, lets both happen at once;
+and a program that makes one trainer after the other may keep the processes between them.
 Nothing here imports torch.
 """
 
@@ -41,13 +42,21 @@ class Crew:
     asked: tuple[dict[str, float], range]
     session: str | None
 
+    @property
+    def stays(self) -> bool:
+        """They wait for the next trainer when this one is over."""
+        return self.session in _keeping
+
 
 _waiting: list[Crew] = []
+_keeping: set[str | None] = set()
+"""The stays in a cluster whose workers go from one trainer to the next."""
 
 
 def prestart(
     num_workers: int,
     *,
+    keep: bool = False,
     num_cpus_per_worker: float = 1,
     num_gpus_per_worker: float = 0,
     resources_per_worker: Mapping[str, float] | None = None,
@@ -62,6 +71,14 @@ def prestart(
 
     A trainer that asks for the same workers takes them over; another one sends them home.
 
+    Args:
+        num_workers: of the trainer; one less with ``use_local=True``.
+        keep: from now on workers wait, after the `shutdown` of their trainer, for the next one
+            that asks for the same: for notebooks that make one trainer after the other. Until
+            one that asks for others, ``ray.shutdown()``, or the end of the program. What the
+            operators left in the globals of modules is still there then.
+        num_cpus_per_worker: as the trainer's; the other two as well.
+
     Raises:
         ConfigurationError: `num_workers` is not an int of 1 or more.
         NotEnoughResourcesError: the cluster has no room for them.
@@ -72,6 +89,7 @@ def prestart(
         )
     dismiss_waiting()
     own_cluster = connect()
+    (_keeping.add if keep else _keeping.discard)(session())
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
     _waiting.append(hire(bundle, range(num_workers), own_cluster))
 
@@ -107,13 +125,24 @@ def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
     return Crew(room, nodes, actors, (bundle, ranks), session())
 
 
+def come_back(crew: Crew) -> None:
+    """A crew whose workers have stopped waits for the next trainer."""
+    dismiss_waiting()
+    _waiting.append(crew)
+
+
+def send_home(crew: Crew) -> None:
+    """End the processes and give their room back."""
+    _send_home(crew.room, crew.actors)
+
+
 def dismiss_waiting() -> None:
     """End a crew that nobody took over."""
     while _waiting:
         crew = _waiting.pop()
         if crew.session != session():
             continue  # ended with the stay that it belonged to
-        _send_home(crew.room, crew.actors)
+        send_home(crew)
 
 
 def _send_home(room: PlacementGroup, actors: list[Any]) -> None:

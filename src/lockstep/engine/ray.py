@@ -13,7 +13,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
@@ -21,9 +20,11 @@ import ray
 from lockstep.engine import placement
 from lockstep.engine.base import COLLECTIVE_METHODS
 from lockstep.engine.cluster import connect, session
-from lockstep.engine.crew import crew_for
+from lockstep.engine.crew import come_back, crew_for, send_home
+from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
+from lockstep.engine.server import ServerProcess
 from lockstep.engine.travel import pickled, pickled_spec
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
@@ -31,16 +32,12 @@ from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ray.util.placement_group import PlacementGroup
-
     from lockstep.engine import Resources
+    from lockstep.engine.crew import Crew
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
 
-# Long enough for a cause to arrive after its consequence (measured: milliseconds apart).
-_HEARING_S = 2.0
 _STOP_S = 5.0
-_WATCH_S = 0.2
 _LOOK_S = 0.02
 
 
@@ -55,16 +52,17 @@ class RayEngine:
         self._actors: dict[int, Any] = {}
         # Filled only when every worker runs on this machine, where they can be waited for.
         self._pids: list[int] = []
-        self._room: PlacementGroup | None = None
+        self._crew: Crew | None = None
         self._store: RendezvousStore | None = None
+        self._server: ServerProcess | None = None
         payload = pickled_spec(spec)
         own_cluster = connect()
         self._session = session()
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
         remote_ranks = range(1 if use_local else 0, spec.num_workers)
         try:
-            crew = crew_for(bundle, remote_ranks, own_cluster)
-            self._room, nodes = crew.room, list(crew.nodes)
+            self._crew = crew = crew_for(bundle, remote_ranks, own_cluster)
+            nodes = list(crew.nodes)
             self._actors = dict(zip(remote_ranks, crew.actors, strict=True))
             if use_local:
                 nodes.insert(0, _this_node())
@@ -74,6 +72,13 @@ class RayEngine:
                 actor.enlist.remote(shared, placement.local_ranks(nodes)[rank])
             store = self._store = _open_store(nodes, resources.timeout_s)
             one_node = store.host == LOOPBACK
+            if spec.options.sync == "parameter_server" and spec.num_workers > 1:
+                self._server = ServerProcess(
+                    crew.room,
+                    on_loopback=one_node,
+                    size=spec.num_workers,
+                    timeout_s=resources.timeout_s,
+                )
             rendezvous = Rendezvous(
                 store.host,
                 store.port,
@@ -82,6 +87,7 @@ class RayEngine:
                 one_node=one_node,
                 timeout_s=resources.timeout_s,
                 as_default=not (use_local and dist.is_initialized()),
+                owner=self._server.address if self._server is not None else None,
             )
             self.started = self.call("start", rendezvous if spec.num_workers > 1 else None)
         except BaseException as error:
@@ -114,7 +120,7 @@ class RayEngine:
             self.ended = _session_over()
             self.close(force=True)
             raise self.ended
-        hearing = _Hearing(method)
+        hearing = Hearing(method, self._server)
         try:
             shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
             for rank in ranks:
@@ -145,11 +151,11 @@ class RayEngine:
     def _perform_locally(
         self,
         worker: Worker,
-        hearing: _Hearing,
+        hearing: Hearing,
         args: tuple[Any, ...],
         watch: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        worker.on_commit = every(_WATCH_S, watch, worker)
+        worker.on_commit = every(WATCH_S, watch, worker)
         try:
             hearing.values[0] = getattr(worker, hearing.method)(*args)
         except Exception as error:
@@ -185,7 +191,7 @@ class RayEngine:
 
         def look() -> None:
             ref = first.progress.remote()
-            ready, _ = ray.wait([ref], timeout=_WATCH_S)
+            ready, _ = ray.wait([ref], timeout=WATCH_S)
             # A dead actor's progress is of no interest: its call says why.
             if ready:
                 try:
@@ -203,81 +209,34 @@ class RayEngine:
     def close(self, *, force: bool) -> None:
         if session() != self._session:
             self._actors.clear()
-            self._room = None
-        if not force and self._actors:
-            arguments = pickled((), "nothing")
-            asked = [actor.perform.remote("stop", arguments) for actor in self._actors.values()]
-            ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)
+            self._server = self._crew = None
+        have_stopped = not force and self._stop_remotely()
         if self._local is not None:
             self._local.stop()
             self._local = None
-        for actor in self._actors.values():
-            ray.kill(actor, no_restart=True)
         self._actors.clear()
-        room, self._room = self._room, None
-        if room is not None:
-            placement.release(room)
-        _wait_until_gone(self._pids)
-        self._pids = []
+        crew, self._crew = self._crew, None
+        pids, self._pids = self._pids, []
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        if crew is not None and crew.stays and have_stopped:
+            come_back(crew)
+            pids = []
+        elif crew is not None:
+            send_home(crew)
+        _wait_until_gone([*pids, server.pid] if server is not None and server.on_loopback else pids)
         if self._store is not None:
             self._store.close()
 
-
-class _Hearing:
-    """What the driver has heard from the ranks of one call, and what it makes of it."""
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.pending: dict[Any, int] = {}
-        self.values: dict[int, Any] = {}
-        self.dead = False
-        self._causes: list[BaseException] = []
-        self._consequences: list[BaseException] = []
-
-    def heard(self, outcome: Outcome) -> None:
-        error = outcome.exception()
-        if error is None:
-            self.values[outcome.rank] = cloudpickle.loads(outcome.value)
-        else:
-            self.failed(error, peer_lost=outcome.peer_lost)
-
-    def failed(self, error: BaseException, *, peer_lost: bool) -> None:
-        (self._consequences if peer_lost else self._causes).append(error)
-
-    def listen(self, look: Callable[[], None] | None) -> None:
-        """Until all have answered, or a cause is known, or a consequence waited long enough."""
-        deadline: float | None = None
-        while self.pending:
-            if self._causes and (self.method in COLLECTIVE_METHODS or self.dead):
-                return
-            if (self._causes or self._consequences) and deadline is None:
-                deadline = time.monotonic() + _HEARING_S
-            if deadline is not None and time.monotonic() > deadline:
-                return
-            timeout = _WATCH_S if look is not None or deadline is not None else None
-            ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
-            for ref in ready:
-                self._answer(ref, self.pending.pop(ref))
-            if look is not None and not ready:
-                look()
-
-    def _answer(self, ref: Any, rank: int) -> None:
-        try:
-            self.heard(ray.get(ref))
-        except RayActorError as error:
-            self.dead = True
-            died = WorkerDiedError(
-                f"the process of rank {rank} died during {self.method}",
-                where=f"rank {rank}",
-                cause=_first_lines(str(error)),
-                fix="look for the reason above (out of memory? killed?), then build a new"
-                " trainer and load the last checkpoint",
-            )
-            died.__cause__ = error
-            self.failed(died, peer_lost=False)
-
-    def cause(self) -> BaseException | None:
-        return next(iter([*self._causes, *self._consequences]), None)
+    def _stop_remotely(self) -> bool:
+        """Let the actors close loaders and connections; whether all of them did."""
+        arguments = pickled((), "nothing")
+        asked = [actor.perform.remote("stop", arguments) for actor in self._actors.values()]
+        if not asked:
+            return True
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)
+        return len(answered) == len(asked) and not any(map(_has_failed, answered))
 
 
 def _has_failed(ref: Any) -> bool:
@@ -287,11 +246,6 @@ def _has_failed(ref: Any) -> bool:
     except Exception:
         return True
     return outcome.error is not None
-
-
-def _first_lines(text: str, count: int = 3) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:count])
 
 
 def _session_over() -> WorkerDiedError:

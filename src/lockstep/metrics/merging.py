@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
-from lockstep.keys import BATCH_COUNT, NUM_SAMPLES
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics.numeric import as_number, checked_weight, read_numbers, weighted_mean
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ def merge_user_results(
 
     Returns:
         ``num_samples`` summed; ``batch_count`` and ``epoch`` by maximum; other numbers as
-        means weighted by samples, over the workers that have them (a plain mean if none of
-        those saw a sample); of what is not a number, the lowest rank's value.
+        means weighted by samples (or, where a dict has it, by its ``*weight``, which is
+        summed), over the workers that have them (a plain mean if none of those saw a
+        sample); of what is not a number, the lowest rank's value.
 
     Raises:
         ConfigurationError: not one weight per result.
@@ -78,13 +79,20 @@ def merge_user_results(
         checked_weight(result.get(NUM_SAMPLES, weight))
         for result, weight in zip(results, weights, strict=True)
     ]
+    counts = [
+        checked_weight(result.get(WEIGHT, count))
+        for result, count in zip(results, samples, strict=True)
+    ]
     merged: dict[str, Any] = {NUM_SAMPLES: sum(samples)}
     for key in _keys_in_order(results):
         if key == NUM_SAMPLES:
             continue
+        if key == WEIGHT:
+            merged[WEIGHT] = sum(counts)
+            continue
         pairs = [
             (result[key], count)
-            for result, count in zip(results, samples, strict=True)
+            for result, count in zip(results, counts, strict=True)
             if key in result
         ]
         numbers = [

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lockstep.keys import BATCH_COUNT, NUM_SAMPLES
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics.merging import merge
 from lockstep.metrics.numeric import as_number, checked_weight, read_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_COUNTERS = (BATCH_COUNT, NUM_SAMPLES)
+_COUNTERS = (BATCH_COUNT, NUM_SAMPLES, WEIGHT)
 
 
 class AverageMeter:
@@ -84,7 +84,7 @@ class AverageMeterCollection:
     starts a step, and the ``last_*`` results are means over all parts of the latest one.
 
     Attributes:
-        n: the sum of weights so far, in samples.
+        n: the samples so far.
     """
 
     def __init__(self) -> None:
@@ -94,6 +94,11 @@ class AverageMeterCollection:
         self._has_explicit_steps = False
         self._means: defaultdict[str, _WeightedMean] = defaultdict(_WeightedMean)
         self._others: dict[str, Any] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has been counted, and no step begun."""
+        return self._batch_count == 0
 
     def begin_step(self, step: int | None = None) -> None:
         """Start a step: one global batch, of which this worker may report several parts.
@@ -109,31 +114,41 @@ class AverageMeterCollection:
         self._step = self._step + 1 if step is None else step
         self._batch_count += 1
 
-    def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
+    def update(
+        self,
+        metrics: Mapping[str, Any],
+        n: float = 1,
+        partial: Mapping[str, float] | None = None,
+    ) -> None:
         """Count what one batch, or one part of a global batch, reported.
 
         Args:
             metrics: numbers (Python's, numpy's, tensors of one element on any device) are
                 averaged; of anything else the latest value is kept. ``num_samples`` and
                 ``batch_count`` are not metrics and are left out. Never changed.
-            n: the weight, usually in samples. 0 (a borrowed batch) leaves every metric, its
-                latest value included, as it was; the step itself still counts.
+                ``metrics[WEIGHT]``, if it is there, is what they count for (tokens).
+            n: samples, and the weight of the metrics that bring none. A weight of 0 (a
+                borrowed batch, one without tokens) leaves every metric, its latest value
+                included, as it was; the step itself still counts.
+            partial: the weight of each metric that only a part of the batch reported.
 
         Raises:
-            WeightError: `n` is negative, NaN or infinite.
+            WeightError: `n` or the weight is negative, NaN or infinite.
         """
         n = checked_weight(n)
+        weight = checked_weight(metrics.get(WEIGHT, n)) if n else 0
         if not self._has_explicit_steps:
             self._start_step()
-        if n == 0:
-            return
         self.n += n
+        if weight == 0:
+            return
         for key, value in metrics.items():
             if key in _COUNTERS:
                 continue
             number = as_number(value)
             if number is not None:
-                self._means[str(key)].add(number, n, self._step)
+                counts = partial.get(key, weight) if partial else weight
+                self._means[str(key)].add(number, counts, self._step)
             else:
                 self._others[str(key)] = value.detach() if isinstance(value, Tensor) else value
 

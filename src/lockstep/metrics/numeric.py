@@ -59,7 +59,7 @@ def checked_weight(n: Any) -> float:
     number: float = n.item() if isinstance(n, Tensor | np.generic | np.ndarray) else n
     if not 0 <= number < math.inf:
         raise WeightError(
-            "metrics cannot be weighted with this number of samples",
+            "metrics cannot be weighted with this number of samples, or tokens",
             expected="a number from 0 upwards",
             got=repr(n),
         )

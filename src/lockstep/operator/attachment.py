@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError
-from lockstep.operator.setting import shard_order
-from lockstep.sync import GradientSync
+from lockstep.operator.setting import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
+from lockstep.sync import Alone, GradientSync, ParameterServer, ReplicatedModel, replica_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,13 +42,14 @@ def attach(registered: Registered, setting: Setting, wanted: Wanted) -> Synchron
     Collective:
         Every rank: compares structure, broadcasts rank 0's weights.
     """
-    if wanted.ddp_args and setting.options.sync != "ddp":
+    sync = setting.options.sync
+    if wanted.ddp_args and sync not in ("ddp", ONE_PROCESS, ONE_PROCESS_BY_SHARD):
         raise ConfigurationError(
             "ddp_args were given, but the gradients are not synchronised by torch's DDP",
             got=f"ddp_args={dict(wanted.ddp_args)!r}",
             fix='leave them out, or write TorchTrainer(..., sync="ddp")',
         )
-    return _WAYS[setting.options.sync](registered, setting, wanted)
+    return _WAYS[sync](registered, setting, wanted)
 
 
 def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
@@ -62,6 +63,71 @@ def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Sync
     )
 
 
+def _alone(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    return Alone(registered.modules(), averages=wanted.averages)
+
+
+def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    # Imported only by who asks for it: it brings torch's DDP.
+    from lockstep.sync.ddp import DDPSync
+
+    sync = DDPSync(
+        registered.modules(),
+        setting.group,
+        ddp_args=wanted.ddp_args,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+    registered.replace_modules(sync.models)
+    return sync
+
+
+def _fsdp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    if setting.group.is_alone:
+        return _replicate(registered, setting, wanted)  # one shard is the whole
+    # Imported only by who asks for it: it brings torch's DTensor.
+    from lockstep.sync.fsdp import FSDPSync
+
+    registered.remember_plain()
+    return FSDPSync(
+        registered.plain_modules(),
+        setting.group,
+        registered.optimizers,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+
+
+def _parameter_server(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    return ParameterServer(
+        registered.modules(),
+        registered.optimizers,
+        setting.group,
+        setting.owner,
+        bucket_cap_mb=setting.options.bucket_cap_mb,
+        buffers=wanted.buffers,
+        averages=wanted.averages,
+    )
+
+
+def _data_parallel(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+    devices = replica_devices(setting.device, setting.options.replicas)
+    replicated = [ReplicatedModel(model, devices) for model in registered.models]
+    # Weights and windows are those of one worker, which has the whole batch. Attached last:
+    # of models that were refused nobody would let go.
+    sync = _replicate(registered, setting, wanted)
+    registered.replace_modules(replicated)
+    return sync
+
+
 _WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
     "replicate": _replicate,
+    ONE_PROCESS: _alone,
+    ONE_PROCESS_BY_SHARD: _alone,
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "parameter_server": _parameter_server,
+    "data_parallel": _data_parallel,
 }

@@ -26,10 +26,13 @@ class Backstage:
         delivered: the plain batch in hand; None between batches, and while shards are.
         place: where the batch in hand stands in its accumulation window.
         committed: global batches that have happened since the run began.
+        weighed_by: what the default loops' losses count for, by purpose, once one was computed.
         ran_our_epoch: the default `train_epoch` ran in this pass, maybe from the user's.
         meters: the metrics of the whole call.
         summary: what the default loop returned for this pass; None if it did not run.
+        partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
+        joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
     def __init__(self, config: Mapping[str, Any], setting: Setting) -> None:
@@ -41,6 +44,7 @@ class Backstage:
         self.delivered: Part | None = None
         self.place = PlaceInWindow(opens=True, closes=True)
         self.committed = 0
+        self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False
         self.begin_call()
 
@@ -48,7 +52,9 @@ class Backstage:
         """A new `train` or `validate`: its metrics start from nothing."""
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
+        self.partial: dict[str, float] = {}
         self.latest: dict[str, Any] = {}
+        self.joint_norms: list[str] | None = None
 
     @property
     def sync(self) -> Synchroniser | None:

@@ -29,11 +29,13 @@ def class_accuracy(output: Any, target: Any) -> dict[str, torch.Tensor]:
     return {"val_accuracy": hits.to(torch.float64).mean()}
 
 
-def weighted_mean(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
+def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     """One step's metrics from its shards': each the mean over the shards that report it.
 
-    Stays on the tensors' device. What is not a number is the first shard's.
+    Stays on the tensors' device. What is not a number is the first shard's. A shard of weight
+    zero (without tokens, and so often without a loss) counts only if all are.
     """
+    results = [pair for pair in results if pair[1] > 0] or [(each, 1) for each, _ in results]
     if len(results) == 1:
         return dict(results[0][0])
     merged: dict[str, Any] = {}

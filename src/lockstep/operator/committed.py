@@ -3,7 +3,8 @@
 
 Every shard of a step starts from the buffers that the last step committed, and shard 0's
 are the ones that stay, as DDP keeps rank 0's. Otherwise a worker with two shards would chain
-their statistics, and the result would depend on who carried what.
+their statistics, and the result would depend on who carried what. A shard that counts for
+nothing (it has no tokens) leaves them as they were.
 """
 
 from __future__ import annotations
@@ -26,25 +27,38 @@ class CommittedBuffers:
     Args:
         num_parts: shards that this worker computes in this step.
         sync: who broadcasts rank 0's buffers at the end; None for a worker without peers.
+        may_discard: a part may turn out to count for nothing.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], num_parts: int, sync: Synchroniser | None
+        self,
+        modules: Iterable[nn.Module],
+        num_parts: int,
+        sync: Synchroniser | None,
+        *,
+        may_discard: bool = False,
     ) -> None:
         self._sync = sync
+        self._several = num_parts > 1
         # One part is the common case, and walking through the modules is not free.
-        several = num_parts > 1
-        self._live = [b for module in modules for b in module.buffers()] if several else []
+        looks = self._several or may_discard
+        self._live = [b for module in modules for b in module.buffers()] if looks else []
         self._before = [buffer.clone() for buffer in self._live]
         self._first: list[torch.Tensor] = []
 
     def begin_part(self, position: int) -> None:
         """Before the forward of the worker's shard number `position`."""
-        if not self._live or position == 0:
+        if position > 0:
+            _copy(self._before, self._live)
+
+    def end_part(self, position: int, *, counts: bool) -> None:
+        """After its backward; `counts` is False for a shard of weight zero."""
+        if position > 0:
             return
-        if position == 1:
+        if not counts:
+            self._first = self._before
+        elif self._several:
             self._first = [buffer.clone() for buffer in self._live]
-        _copy(self._before, self._live)
 
     def commit(self) -> None:
         """After the last backward of the step.
@@ -52,7 +66,7 @@ class CommittedBuffers:
         Collective:
             Every rank: one broadcast if there are buffers.
         """
-        if self._live:
+        if self._first:
             _copy(self._first, self._live)
         if self._sync is not None:
             self._sync.broadcast_buffers()

@@ -121,9 +121,14 @@ def from_model(
 
     class ModelOperator(base):  # type: ignore[valid-type, misc]
         def setup(self, config: Any) -> None:
-            self.model, self.optimizer = model, optimizer
-            self.criterion = criterion
-            self.register(models=model, optimizers=optimizer, criterion=criterion)
+            given = (model, optimizer, criterion)
+            if self._lockstep.setting.is_trial:
+                # Together, so that the optimizer's copy holds the parameters of the model's.
+                given = copy.deepcopy(given)
+            self.model, self.optimizer, *rest = self.register(
+                models=given[0], optimizers=given[1], criterion=given[2]
+            )
+            self.criterion = rest[0] if rest else None
             self.register_data(train_loader=train_loader, validation_loader=validation_loader)
 
         @staticmethod

@@ -11,7 +11,7 @@ from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.attachment import Wanted
 from lockstep.operator.backstage import Backstage
-from lockstep.operator.registration import assemble
+from lockstep.operator.registration import assemble, in_shape
 from lockstep.operator.setting import Setting
 from lockstep.operator.staging import to_device
 
@@ -81,7 +81,10 @@ class TrainingOperator:
 
         Returns:
             A scalar tensor, the mean over the batch's samples (their sum with
-            ``loss_reduction = "sum"``); or that and a dict of metrics.
+            ``loss_reduction = "sum"``); or that and a dict of metrics. If the loss is a mean
+            over something else, ``metrics[lockstep.keys.WEIGHT]`` says over how much (a number
+            of tokens, 0 if there is none): the objective, and every metric returned here, is
+            then the mean over the tokens of the global batch.
         """
         return loops.default_loss(self, batch)[0]
 
@@ -98,7 +101,8 @@ class TrainingOperator:
 
         An override gets all the samples of its worker as one batch, as the loader collated
         it; ``loss.backward()`` in it carries exactly the weight of that batch. Return
-        ``num_samples`` if the metrics are means over something else than its samples.
+        ``num_samples`` if the metrics are means over something else than its samples, or,
+        where that number should stay what it is, `lockstep.keys.WEIGHT`.
 
         Args:
             batch: one item of the loader.
@@ -137,7 +141,11 @@ class TrainingOperator:
 
         Models and criterion move to this worker's device. Parameters, the criterion's
         included, are synchronised between workers through hooks on themselves: the models
-        are returned as they are, not wrapped, and may be called in any way.
+        are returned as they are, not wrapped, and may be called in any way. Under
+        ``sync="ddp"`` and ``"fsdp"`` use what is returned, and call the models themselves; under
+        ``"data_parallel"`` too: what is returned shares its batch out over devices. Under
+        ``"parameter_server"`` the optimizers' ``step`` and ``state_dict`` become the owner's;
+        their ``param_groups`` stay.
 
         Args:
             models: an `nn.Module`, or a list or tuple of them.
@@ -174,7 +182,6 @@ class TrainingOperator:
             raise ConfigurationError(
                 "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
             )
-        own_loop = self._brings("train_batch") or self._brings("train_epoch")
         self._lockstep.registered = assemble(
             self._lockstep.setting,
             models=models,
@@ -184,14 +191,16 @@ class TrainingOperator:
             wanted=Wanted(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
-                buffers="after_backward" if own_loop else "manual",
+                buffers="after_backward" if self._brings_own_loop() else "manual",
                 averages=self.loss_reduction == "mean",
                 ddp_args=dict(ddp_args or {}),
             ),
         )
-        given = [models, optimizers]
-        given += [item for item in (criterion, schedulers) if item is not None]
-        return tuple(given)
+        registered = self._lockstep.registered
+        parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
+        parts += [registered.criterion] if criterion is not None else []
+        parts += [schedulers] if schedulers is not None else []
+        return tuple(parts)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
@@ -270,9 +279,15 @@ class TrainingOperator:
     def scheduler_step_freq(self) -> str | None:
         return self._lockstep.setting.options.scheduler_step_freq
 
-    def _brings(self, method: str) -> bool:
+    @classmethod
+    def _brings(cls, method: str) -> bool:
         """Whether the user's class has its own `method` instead of the one above."""
-        return getattr(type(self), method) is not getattr(TrainingOperator, method)
+        return getattr(cls, method) is not getattr(TrainingOperator, method)
+
+    @classmethod
+    def _brings_own_loop(cls) -> bool:
+        """Whether something else than the default loop decides when a step begins and ends."""
+        return cls._brings("train_batch") or cls._brings("train_epoch")
 
     # ---------------------------------------------------------------- other ways to make one
 

@@ -18,8 +18,16 @@ from lockstep.data.structure import leading_length
 from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
-from lockstep.operator.batches import class_accuracy, weighted_mean
+from lockstep.operator.batches import class_accuracy, mean_over_shards
 from lockstep.operator.committed import CommittedBuffers
+from lockstep.operator.counting import (
+    BY_SAMPLES,
+    Result,
+    partial_weights,
+    step_counts,
+    take_weight,
+)
+from lockstep.operator.joint import computing
 from lockstep.operator.registration import Registered, step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch, to_device
 
@@ -68,11 +76,17 @@ class _Recorder:
     def __init__(self, operator: TrainingOperator) -> None:
         self._operator = operator
         self._pass = AverageMeterCollection()
+        # The first pass of a call is all of the call so far, which need not be counted twice.
+        if operator._lockstep.meters.is_empty:
+            operator._lockstep.meters = self._pass
+        self._call = operator._lockstep.meters
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         samples = counted(self._operator, metrics)
-        self._pass.update(metrics, n=samples)
-        self._operator._lockstep.meters.update(metrics, n=samples)
+        partial, self._operator._lockstep.partial = self._operator._lockstep.partial, {}
+        self._pass.update(metrics, n=samples, partial=partial)
+        if self._call is not self._pass:
+            self._call.update(metrics, n=samples, partial=partial)
 
     def summary(self) -> dict[str, Any]:
         summary = self._pass.summary()
@@ -134,12 +148,16 @@ def train_batch(
     if operator._lockstep.place.opens:
         _open_window(run, optimizer)
     in_order = operator._lockstep.setting.options.reproducible
-    buffers = CommittedBuffers(run.modules(), len(parts), run.sync)
-    results: list[tuple[dict[str, Any], int]] = []
+    own_weights = operator._lockstep.weighed_by.get("train") != BY_SAMPLES
+    buffers = CommittedBuffers(run.modules(), len(parts), run.sync, may_discard=own_weights)
+    results: list[Result] = []
     for position, part in enumerate(parts):
         buffers.begin_part(position)
         reduces = operator._lockstep.place.closes and position == len(parts) - 1 and not in_order
-        results.append((_train_part(operator, part, batch_info, reduces), part.num_samples))
+        with computing(operator, batch, part.num_samples):
+            metrics, weight = _train_part(operator, part, batch_info, reduces)
+        results.append((metrics, weight))
+        buffers.end_part(position, counts=weight > 0)
         if in_order and run.sync is not None:
             run.sync.take_shard(part.shard)
     if run.sync is not None and operator._lockstep.place.closes and (in_order or not parts):
@@ -150,7 +168,8 @@ def train_batch(
             operator._lockstep.precision.step(
                 optimizer, run.parameters(), operator._lockstep.setting.options.clip_grad_norm
             )
-    return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}
+    operator._lockstep.partial = partial_weights(results)
+    return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
 
 
 def _open_window(run: Registered, optimizer: torch.optim.Optimizer) -> None:
@@ -176,19 +195,20 @@ def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
 
 def _train_part(
     operator: TrainingOperator, part: Part, batch_info: dict[str, Any], reduces: bool
-) -> dict[str, Any]:
+) -> Result:
     part.seed_randomness()
     with operator.timers.record("fwd"), operator._lockstep.precision.autocast():
         batch = to_device(part.batch, operator.device)
         loss, metrics = _loss_and_metrics(operator, batch, batch_info)
+    weight = take_weight(operator, "train", part, metrics)
     with operator.timers.record("grad"):
         scaled = operator._lockstep.precision.scale(loss)
         if reduces:
-            backward(operator, scaled, part.num_samples)
+            backward(operator, scaled, weight)
         else:
             with operator.no_sync():
-                backward(operator, scaled, part.num_samples)
-    return {"train_loss": _reported(operator, loss, part), **metrics}
+                backward(operator, scaled, weight)
+    return {"train_loss": _reported(operator, loss, part), **metrics}, weight
 
 
 def _reported(operator: TrainingOperator, loss: torch.Tensor, part: Part) -> torch.Tensor:
@@ -291,15 +311,21 @@ def validate_batch(
 ) -> dict[str, Any]:
     own_loss = operator._brings("compute_loss")
     parts = parts_of(operator, batch)
-    results: list[tuple[dict[str, Any], int]] = []
+    results: list[Result] = []
     for part in parts:
         part.seed_randomness()
-        with operator.timers.record("eval_fwd"), operator._lockstep.precision.autocast():
+        with (
+            operator.timers.record("eval_fwd"),
+            operator._lockstep.precision.autocast(),
+            computing(operator, batch, part.num_samples),
+        ):
             moved = to_device(part.batch, operator.device)
             if own_loss:
                 loss, metrics = _loss_and_metrics(operator, moved, batch_info)
             else:
                 loss, output, target = default_loss(operator, moved)
                 metrics = class_accuracy(output, target)
-        results.append(({"val_loss": _reported(operator, loss, part), **metrics}, part.num_samples))
-    return {**weighted_mean(results), NUM_SAMPLES: sum(part.num_samples for part in parts)}
+        weight = take_weight(operator, "validation", part, metrics)
+        results.append(({"val_loss": _reported(operator, loss, part), **metrics}, weight))
+    operator._lockstep.partial = partial_weights(results)
+    return {**mean_over_shards(results), **step_counts(operator, "validation", parts, results)}

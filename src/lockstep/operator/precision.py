@@ -56,7 +56,7 @@ class Precision:
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         if clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+            _clip(list(parameters), clip_grad_norm)
         if self._scaler is None:
             optimizer.step()
         else:
@@ -69,3 +69,12 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
+
+
+def _clip(parameters: list[torch.nn.Parameter], max_norm: float) -> None:
+    if not any(type(parameter.grad).__name__ == "DTensor" for parameter in parameters):
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return
+    from lockstep.sync.fsdp import clip_shards
+
+    clip_shards(parameters, max_norm)

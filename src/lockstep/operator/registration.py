@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from lockstep.errors import ConfigurationError, UnknownParameterError, WrongType
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.attachment import Wanted, attach
-from lockstep.sync import is_local
+from lockstep.sync import ReplicatedModel, is_local
 
 if TYPE_CHECKING:
     from lockstep.operator.setting import Setting
@@ -34,6 +35,7 @@ class Registered:
     models_given_alone: bool
     sync: Synchroniser | None
     attached: tuple[nn.Parameter, ...] = ()
+    skeletons: tuple[nn.Module, ...] = ()
 
     def refuse_replaced(self) -> None:
         """Raise if a model holds parameters that it did not hold when it was registered.
@@ -63,9 +65,40 @@ class Registered:
             " parameter.data.copy_(...)",
         )
 
+    def seal(self) -> None:
+        """Where weights are in shards and were gathered for use: only the shards are left."""
+        if self.sync is not None:
+            self.sync.seal()
+
     def plain_models(self) -> list[nn.Module]:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""
         return [_unwrapped(model) for model in self.models]
+
+    def plain_modules(self) -> list[nn.Module]:
+        """`modules()` without wrappers."""
+        return [_unwrapped(module) for module in self.modules()]
+
+    def remember_plain(self) -> None:
+        """Keep copies of the models without their tensors: sharding changes them in place."""
+        memo: dict[int, Any] = {}
+        for model in self.plain_models():
+            for parameter in model.parameters():
+                empty = torch.empty_like(parameter, device="meta")
+                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            for buffer in model.buffers():
+                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        self.skeletons = tuple(copy.deepcopy(model, memo) for model in self.plain_models())
+
+    def plain_criterion(self) -> Any:
+        """The criterion without a wrapper."""
+        is_module = isinstance(self.criterion, nn.Module)
+        return _unwrapped(self.criterion) if is_module else self.criterion
+
+    def replace_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Put what a way of synchronising made of `modules()` in their place, in their order."""
+        self.models = list(modules[: len(self.models)])
+        if len(modules) > len(self.models):
+            self.criterion = modules[-1]
 
     def modules(self) -> list[nn.Module]:
         """The models, and the criterion where it is a module (it may hold parameters)."""
@@ -73,8 +106,8 @@ class Registered:
         return [*self.models, *extra]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        for module in self.modules():
-            yield from module.parameters()
+        # Once each: two modules may share some, and clipping would count those twice.
+        yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
 
     def set_training(self, training: bool) -> None:
         for module in self.modules():
@@ -84,7 +117,7 @@ class Registered:
 def _unwrapped(model: nn.Module) -> nn.Module:
     # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
     while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
+        if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
             inner: nn.Module = model.module
         else:
             inner = getattr(model, "_orig_mod", model)
@@ -108,6 +141,15 @@ def as_list(given: Any, kind: type, argument: str) -> list[Any]:
     if not items:
         raise ConfigurationError(f"register({argument}=...) was given an empty list")
     return items
+
+
+def in_shape(given: Any, items: list[Any]) -> Any:
+    """`items` as they were given: alone, in a tuple, or in a list; what was given if the same."""
+    if not isinstance(given, Sequence):
+        return items[0]
+    if all(one is other for one, other in zip(given, items, strict=True)):
+        return given
+    return tuple(items) if isinstance(given, tuple) else items
 
 
 def assemble(

@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from lockstep.data import Placement, shards_of
 from lockstep.group import Group
-from lockstep.sync import ShardOrder
+from lockstep.sync import OwnerAddress, ShardOrder
 
 if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
+
+ONE_PROCESS: Final = "one process"
+"""Not for users: the whole global batch at once, by plain autograd (see `sync.alone`)."""
+
+ONE_PROCESS_BY_SHARD: Final = "one process, by shard"
+"""The same, but shard after shard, each with its own random numbers."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Options:
     Attributes:
         scheduler_step_freq: "batch", "epoch", "manual", or None without schedulers.
         sync: the way in which N gradients become one, by name (see `attachment`).
+        replicas: device replicas in one process, with ``sync="data_parallel"``.
         wrap_ddp: False leaves synchronisation to the user's own wrapper.
         add_dist_sampler: False lets every worker read its own loader as it is.
         bucket_cap_mb: how large a bucket of gradients grows before it is sent, in MiB.
@@ -36,6 +43,7 @@ class Options:
     use_tqdm: bool = False
     scheduler_step_freq: str | None = None
     sync: str = "replicate"
+    replicas: int = 1
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     bucket_cap_mb: float = 25.0
@@ -50,6 +58,8 @@ class Setting:
 
     Attributes:
         placement: the shards of every global batch that this worker carries.
+        is_trial: the operator is a copy beside the run's own, thrown away after a few steps.
+        owner: where the parameter server listens; None without one, or with one here.
     """
 
     world_rank: int = 0
@@ -59,6 +69,8 @@ class Setting:
     group: Group = field(default_factory=lambda: Group(None))
     placement: Placement = field(default_factory=lambda: Placement(1, range(1), seed=0))
     options: Options = field(default_factory=Options)
+    is_trial: bool = False
+    owner: OwnerAddress | None = None
 
 
 def shard_order(setting: Setting) -> ShardOrder | None:

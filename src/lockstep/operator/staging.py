@@ -9,13 +9,12 @@ who carries it. An operator with its own loop receives plain batches; what was d
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.data.structure import map_children
 from lockstep.randomness import seed_all
 
 
@@ -65,41 +64,13 @@ class ShardedBatch:
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same structure with every tensor on `device`.
 
-    Follows mappings, sequences, named tuples and dataclasses; anything else that has a
-    `.to` (a `BatchEncoding`, a `PackedSequence`, a graph batch) is asked itself; the rest
-    (strings, numbers, None) is returned as it is.
+    Follows mappings, lists, tuples and dataclasses; anything else that has a `.to` (a
+    `BatchEncoding`, a `PackedSequence`, a graph batch) is asked itself; the rest (strings,
+    numbers, None) is returned as it is.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, str | bytes | int | float | bool | None):
-        return batch
     # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     return map_children(batch, lambda child: to_device(child, device))
-
-
-def map_children(batch: Any, apply: Any) -> Any:
-    """Rebuild a container around the results of `apply` on each child; a leaf is itself."""
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(apply(child) for child in batch))
-    if isinstance(batch, Mapping):
-        return _like(batch, {key: apply(child) for key, child in batch.items()})
-    if isinstance(batch, Sequence):
-        return _like(batch, [apply(child) for child in batch])
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changes = {
-            field.name: apply(getattr(batch, field.name))
-            for field in dataclasses.fields(batch)
-            if field.init
-        }
-        return dataclasses.replace(batch, **changes)
-    return batch
-
-
-def _like(original: Any, rebuilt: Any) -> Any:
-    # A subclass whose constructor takes something else still gives its plain contents.
-    try:
-        return type(original)(rebuilt)
-    except TypeError:
-        return rebuilt

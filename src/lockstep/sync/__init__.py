@@ -3,20 +3,32 @@
 
 from __future__ import annotations
 
+from lockstep.sync.alone import Alone as Alone
 from lockstep.sync.attach import replicate as replicate
 from lockstep.sync.average import average_gradients as average_gradients
+from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
+from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
+from lockstep.sync.owner_server import OwnerServer as OwnerServer
 from lockstep.sync.ownership import is_local as is_local
 from lockstep.sync.ownership import local as local
+from lockstep.sync.parameter_server import ParameterServer as ParameterServer
 from lockstep.sync.protocol import Synchroniser as Synchroniser
 from lockstep.sync.shard_order import ShardOrder as ShardOrder
+from lockstep.sync.wire import OwnerAddress as OwnerAddress
 
 __all__ = [
+    "Alone",
     "GradientSync",
+    "OwnerAddress",
+    "OwnerServer",
+    "ParameterServer",
+    "ReplicatedModel",
     "ShardOrder",
     "Synchroniser",
     "average_gradients",
     "is_local",
     "local",
+    "replica_devices",
     "replicate",
 ]

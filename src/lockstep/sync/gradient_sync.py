@@ -13,39 +13,39 @@ around them), and patching ``Tensor.backward`` (``torch.autograd.backward`` goes
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
-from lockstep.errors import WeightError
 from lockstep.sync import guard, verdict
-from lockstep.sync.buckets import Slot, Sums
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
-from lockstep.sync.inventory import agree, agree_on_values, check_options, take_inventory
+from lockstep.sync.inventory import agree, check_options, take_inventory
+from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.window import Units, Window, checked_weight, weighted_root
+from lockstep.sync.window import Window, checked_weight, weighted_root
+from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.group import Group
+    from lockstep.sync.buckets import Slot, Sums
     from lockstep.sync.shard_order import ShardOrder
 
 
-class GradientSync:
+class GradientSync(WindowedSync):
     """The N gradients of some modules become one. Made by `replicate`.
 
     With ``averages=False`` the losses are sums over their batches: the gradients are added and
     not divided, and of a weight only its being zero or not matters. What earlier rounds left
     must then stay out of a plain backward's sum, so it is taken away before the first gradient
     is accumulated, where averaging can leave it in (the mean of equal things is that thing).
+    `making` says how buckets are summed, where it is not by one all-reduce each.
 
     Attributes:
         rounds: how many reductions there have been.
@@ -63,45 +63,32 @@ class GradientSync:
         owns_group: bool = False,
         averages: bool = True,
         order: ShardOrder | None = None,
+        making: Callable[[int, int, bool, ShardOrder | None], Making] = Making,
     ) -> None:
         check_options(buffers, bucket_cap_mb)
         found = take_inventory(modules)
         guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
-        self.place = f"rank {group.rank} of {group.size}"
-        self.rounds = 0
         self.full_round = 0
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers, averages])
         self._averages = averages
         self._order = order
         self._taken_weight = 0.0
-        self._group: Group | None = group
+        # In a fixed order of shards nothing may follow the ranks.
+        super().__init__(group, found, fixed_units=not averages or order is not None)
         self._owns_group = owns_group
-        self._buffers = list(found.buffers.values())
         self._syncs_buffers = buffers == "after_backward"
-        self._slots = [
-            Slot(number, name, param, self)
-            for number, (name, param) in enumerate(found.parameters.items())
-        ]
         if broadcast:
             everything = [slot.param for slot in self._slots] + self._buffer_tensors()
             broadcast_tensors(group, everything, cap_bytes=self._cap_bytes)
         self._lock = threading.Lock()
         self._tasks: set[int] = set()
-        self._is_open = False
-        self._is_driven = False
-        self._is_paused = False
+        self._is_open = self._is_driven = False
         self._arrive: Callable[[Slot], None] | None = None
-        self._arrivals: dict[int, int] | None = None
-        self._delivered: float | WeightError | None = None
         self._step = 0
-        # In a fixed order of shards nothing may follow the ranks.
-        self._units = Units(group.size, fixed=not averages or order is not None)
-        self._window = Window()
         self._unread: verdict.Unread | None = None
-        self._is_broken = False
-        self._signature = found.signature()
-        self._build([slot for slot in self._slots if slot.param.requires_grad])
+        how = making(self._cap_bytes, found.signature(), averages, order)
+        self._lineup = Lineup(self._slots, group, how)
         self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
         guard.protect(self, self._slots)
 
@@ -144,17 +131,10 @@ class GradientSync:
             backward_kwargs["gradient"] = root
             self._open_window(WEIGHTED)
             self._window.weight += scale
-        self._drive(lambda: loss.backward(**backward_kwargs), muted=scale == 0.0)
+        self._drive(lambda: loss.backward(**backward_kwargs), scale)
 
-    def agree_on_values(self) -> None:
-        """Refuse to go on if the parameters differ between ranks; see `agree_on_values`."""
-        agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
-
-    def begin_step(self, step: int, total_weight: float | None = None) -> None:
+    def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
-
-        Args:
-            total_weight: what all ranks' batches of this step count for together, if known.
 
         Gradient:
             A round in which the ranks' steps differ is refused on all of them: it would average
@@ -164,51 +144,6 @@ class GradientSync:
             None.
         """
         self._step = step
-        self._units.expect(total_weight)
-
-    def set_delivered_weight(self, weight: float | WeightError | None) -> None:
-        """Say what the batch counts for whose plain ``loss.backward()`` comes next.
-
-        Args:
-            weight: samples or tokens; None: one per rank (torch's mean over ranks); an error:
-                to raise from the next backward without an explicit weight, on this rank alone,
-                before it communicates.
-
-        Gradient:
-            Applied in the buckets, at the reduction.
-
-        Collective:
-            None.
-
-        Raises:
-            WeightError: negative, NaN or infinite.
-        """
-        is_number = weight is not None and not isinstance(weight, WeightError)
-        self._delivered = checked_weight(weight, self.place) if is_number else weight
-
-    def delivered_weight(self) -> float | None:
-        """What `set_delivered_weight` was given last; raised, if it was an error."""
-        if isinstance(self._delivered, WeightError):
-            raise self._delivered
-        return self._delivered
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate on this rank; the next backward outside closes the window.
-
-        Gradient:
-            Weighted backwards of the window are divided once by all their weights; plain ones
-            add up, as in torch.
-
-        Collective:
-            None inside the block.
-        """
-        before = self._is_paused
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def reduce_pending(self) -> None:
         """Take part in the round that the peers run, with what is there, or with nothing.
@@ -253,6 +188,9 @@ class GradientSync:
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's.
 
+        Gradient:
+            None: buffers have none.
+
         Collective:
             Every rank. Blocks. One broadcast.
         """
@@ -265,6 +203,7 @@ class GradientSync:
         """
         if self._group is None:
             return
+        reduction.deliver(None)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -277,17 +216,9 @@ class GradientSync:
         self._unread = None
         guard.release(self, self._slots)
 
-    # ------------------------------------------------------------------ for the guard
-
     @property
-    def needs_guard(self) -> bool:
-        """A rank alone has whole gradients, however it got them."""
-        return self._group is not None and self._group.size > 1
-
-    @property
-    def has_open_window(self) -> bool:
-        """Gradients have arrived since the last round."""
-        return self._window.kind is not None
+    def _reducer(self) -> Reducer:
+        return self._lineup.reducer
 
     # ------------------------------------------------------------------ hooks
 
@@ -326,10 +257,6 @@ class GradientSync:
         self._settle()
         return self._units[kind]
 
-    def _learn(self, slot: Slot) -> None:
-        assert self._arrivals is not None
-        self._arrivals[slot.number] = self._arrivals.get(slot.number, 0) + 1
-
     # ------------------------------------------------------------------ rounds
 
     def _open_window(self, kind: str) -> None:
@@ -354,11 +281,12 @@ class GradientSync:
         if not self._is_paused:
             raise verdict.out_of_order(self.place)
         # Unfrozen since the layout was made: every worker runs the same operator.
-        if self._window.kind is None and any(slot.param.requires_grad for slot in self._dormant):
-            self._build([slot for slot in self._slots if slot.param.requires_grad])
+        if self._window.kind is None and self._lineup.has_unfrozen:
+            self._lineup.admit_unfrozen(self.attached())
 
-    def _drive(self, run: Callable[[], None], *, muted: bool) -> None:
+    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
+        muted = weight == 0.0
         self._is_driven = True
         kept: dict[Slot, torch.Tensor | None] = {}
         try:
@@ -369,8 +297,7 @@ class GradientSync:
                 self._arrive = None
             elif not self._is_paused:
                 self._begin_round()
-            current = reduction.active() or reduction.Reduction(self.attached())
-            with reduction.activate(current):
+            with reduction.backward_of(self.attached(), weight):
                 run()
         except BaseException:
             self._reset()
@@ -386,12 +313,10 @@ class GradientSync:
 
     def _begin_round(self) -> None:
         contribution = self._window.contribution(self._units)
-        contribution.thaws = any(slot.param.requires_grad for slot in self._dormant)
+        contribution.thaws = self._lineup.has_unfrozen
         self._reducer.start(contribution, self._step)
         self._is_open = True
-        self._arrive = None
-        if self._reducer.can_overlap:
-            self._arrive = self._reducer.arrive if self._arrivals is None else self._learn
+        self._arrive = self._lineup.listener()
 
     def _end_round(self) -> None:
         window, contribution = self._window, self._reducer.contribution
@@ -400,10 +325,10 @@ class GradientSync:
         self._arrive = None
         try:
             sums = self._reducer.finish()
-            used_all = self._reducer.used_all() and not self._dormant
+            used_all = self._reducer.used_all() and self._lineup.is_whole
             if contribution.thaws or (sums is not None and sums.thaws):
-                self._thaw(contribution)
-            self._finish_learning()
+                self._lineup.thaw(self.attached(), contribution)
+            self._lineup.finish_learning()
         except BaseException:
             self._is_broken = True
             raise
@@ -433,37 +358,6 @@ class GradientSync:
         for slot in [slot for slot in self._slots if slot.param.grad is not None]:
             slot.passed = self.rounds
 
-    def _thaw(self, first: Contribution) -> None:
-        """A second round for what was unfrozen; from the next backward on it has its bucket."""
-        mine = [slot.number for slot in self._dormant if slot.param.requires_grad]
-        numbers = set().union(*self.attached().exchange(mine))
-        second = self._reducer_for([slot for slot in self._slots if slot.number in numbers])
-        second.start(replace(first, aside={}, thaws=False))
-        second.finish()
-        active = numbers | {slot.number for slot in self._reducer.layout.slots}
-        self._build([slot for slot in self._slots if slot.number in active])
-
-    def _build(self, active: list[Slot]) -> None:
-        self._reducer = self._reducer_for(active)
-        members = {slot.number for slot in active}
-        self._dormant = [slot for slot in self._slots if slot.number not in members]
-        # No overlap in the first backward: what arrives twice in one backward (a parameter in
-        # two reentrant checkpoints) must not leave after the first time, so look first.
-        self._arrivals = {} if self._reducer.can_overlap else None
-
-    def _reducer_for(self, slots: list[Slot]) -> Reducer:
-        group, cap, divides = self.attached(), self._cap_bytes, self._averages
-        if self._order is None:
-            return Reducer(slots, group, cap, signature=self._signature, divides=divides)
-        return OrderedReducer(slots, group, cap, self._order, self._signature, divides=divides)
-
-    def _finish_learning(self) -> None:
-        if self._arrivals:
-            for bucket in self._reducer.layout.buckets:
-                often = any(self._arrivals.get(number, 0) > 1 for number in bucket.numbers)
-                bucket.may_leave_early = not often
-            self._arrivals = None
-
     def _settle(self) -> None:
         """Look at sums that were left on the accelerator so that the host need not wait."""
         unread, self._unread = self._unread, None
@@ -480,16 +374,6 @@ class GradientSync:
         self._is_open = False
         self._is_driven = False
         self._arrive = None
-
-    def attached(self) -> Group:
-        if self._group is None:
-            raise verdict.detached(self.place)
-        if self._is_broken:
-            raise verdict.broken(self.place)
-        return self._group
-
-    def _buffer_tensors(self) -> list[torch.Tensor]:
-        return [tensor for place in self._buffers if (tensor := place.tensor()) is not None]
 
 
 def _put_grads(grads: dict[Slot, torch.Tensor | None]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot
+
+_STALE: Final = (
+    "assigned by hand (after autograd.grad?), or no backward since the last step",
+    "use loss.backward(), or lockstep.average_gradients on a model without a sync",
+)
+"""Why a gradient was not reduced, and what to type; a way of its own may say `stale_advice`."""
 
 
 class Guarded(Protocol):
@@ -228,12 +234,13 @@ def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) ->
             return
     stale = [slot.name for slot in slots if slot.param.grad is not None and slot.passed <= since]
     if stale:
+        cause, fix = getattr(owner, "stale_advice", _STALE)
         raise _not_reduced(
             owner,
             watch,
             stale,
-            cause="assigned by hand (after autograd.grad?), or no backward since the last step",
-            fix="use loss.backward(), or lockstep.average_gradients on a model without a sync",
+            cause=cause,
+            fix=fix,
         )
 
 

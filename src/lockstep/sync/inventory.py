@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import zlib
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,8 +97,10 @@ def take_inventory(modules: Sequence[torch.nn.Module]) -> Inventory:
     """Walk the modules. Shared tensors count once, under their first name; local ones never."""
     found = Inventory()
     seen: set[int] = set()
+    # A criterion that holds no tensor leaves a lone model's names as the user knows them.
+    several = sum(map(_holds_tensors, modules)) > 1
     for position, module in enumerate(modules):
-        prefix = "" if len(modules) == 1 else f"[{position}]."
+        prefix = f"[{position}]." if several else ""
         for name, owner, marked in _walk(module, prefix, False, set()):
             refusal = _refuse_module(owner, name)
             if refusal:
@@ -105,6 +108,27 @@ def take_inventory(modules: Sequence[torch.nn.Module]) -> Inventory:
             if not marked:
                 _collect(found, owner, name, seen)
     return found
+
+
+def _holds_tensors(module: torch.nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
+def refuse_shared(modules: Sequence[torch.nn.Module], fix: str) -> None:
+    """For ways that treat each module by itself: no parameter may belong to two of them.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+    """
+    owners: dict[int, int] = {}
+    for place, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if owners.setdefault(id(param), place) != place and not is_local(param):
+                raise ConfigurationError(
+                    f"`{name}` belongs to two registered modules",
+                    cause="each is reduced by itself, and this gradient would be reduced twice",
+                    fix=fix,
+                )
 
 
 def _walk(

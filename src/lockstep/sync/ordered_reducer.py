@@ -97,10 +97,8 @@ class OrderedReducer(Reducer):
     def _summed(
         self, group: Group, leaves: dict[Node, torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        every = {
-            (shard, shard + 1): leaves.get((shard, shard + 1), torch.zeros_like(like))
-            for shard in self._order.shards
-        }
+        own = [(shard, shard + 1) for shard in self._order.shards]
+        every = {node: leaves[node] if node in leaves else torch.zeros_like(like) for node in own}
         nodes = self._order.subtrees(self._order.rank)
         return ordered_sum(group, self._order, {node: fold(node, every) for node in nodes})
 

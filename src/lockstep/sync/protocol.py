@@ -39,8 +39,11 @@ class Synchroniser(Protocol):
     ) -> None:
         """Run backward through `loss`, which counts `weight`, and reduce."""
 
-    def begin_step(self, step: int, total_weight: float | None = None) -> None:
-        """Say which optimizer step the backwards from now on belong to, and what it weighs."""
+    def expect_weight(self, total: float | None) -> None:
+        """Say what all ranks' batches of a usual step count for together, if that is known."""
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step the backwards from now on belong to."""
 
     def set_delivered_weight(self, weight: float | WeightError | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next."""
@@ -65,6 +68,9 @@ class Synchroniser(Protocol):
 
     def agree_on_values(self) -> None:
         """Raise on every rank, or on none, if the replicas' parameters differ."""
+
+    def seal(self) -> None:
+        """Give up what was gathered for use, where weights are in shards between steps."""
 
     def detach(self) -> None:
         """Let go of the parameters and of the group. Idempotent, works after a failure."""

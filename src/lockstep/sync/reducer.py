@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
+from lockstep import reduction
 from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
 
 if TYPE_CHECKING:
@@ -69,7 +70,14 @@ class Contribution:
 
 
 def sum_over_ranks(group: Group, bucket: Bucket) -> Pending:
-    """The plain way to combine a full bucket: one all-reduce."""
+    """The plain way to combine a full bucket.
+
+    Gradient:
+        ``bucket.flat`` becomes its sum over ranks, once the result has been waited for.
+
+    Collective:
+        Every rank, same order. Does not block. One all-reduce.
+    """
     return group.all_reduce(bucket.flat)
 
 
@@ -146,7 +154,8 @@ class Reducer:
             self.contribution.faults.append({"kind": "late", "names": [slot.name]})
             return
         bucket.missing.discard(slot.number)
-        if not bucket.missing:
+        assert self._group is not None
+        if not bucket.missing and not reduction.crossing_ahead(self._group):
             self._launch_complete()
 
     def _launch_complete(self) -> None:

@@ -215,19 +215,22 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
 
 
-_SYNCS_OF_LATER: Final = ("ddp", "fsdp", "parameter_server", "data_parallel")
+_SYNCS: Final = ("replicate", "ddp", "fsdp", "parameter_server", "data_parallel")
 
 
 def pick_sync(sync: str) -> str:
-    if sync in _SYNCS_OF_LATER:
-        raise NotAvailableError(
-            f"TorchTrainer has no sync={sync!r} in this version", fix="leave sync out"
-        )
-    require(sync == "replicate", "sync", sync, '"replicate"')
+    require(sync in _SYNCS, "sync", sync, " or ".join(f'"{name}"' for name in _SYNCS))
     return sync
 
 
-def check_options(options: Options, operator_cls: type[TrainingOperator]) -> None:
+def processes_and_replicas(sync: str, num_workers: int) -> tuple[int, int]:
+    """Worker processes, and device replicas in each: one of the two is `num_workers`."""
+    return (1, num_workers) if sync == "data_parallel" else (num_workers, 1)
+
+
+def check_options(
+    options: Options, operator_cls: type[TrainingOperator], *, use_local: bool
+) -> None:
     """Refuse options that cannot be right, alone or with the loop that the operator brings."""
     checked_scheduling(options.scheduler_step_freq)
     require(
@@ -237,6 +240,7 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
     _refuse_with_own_loop(options, operator_cls)
+    _check_sync(options, use_local)
     if options.reproducible and operator_cls.joint_loss:
         raise ConfigurationError(
             "reproducible=True cannot hold for a joint loss",
@@ -244,6 +248,34 @@ def check_options(options: Options, operator_cls: type[TrainingOperator]) -> Non
             cause="its shards go through as one batch, whose size depends on num_workers",
             fix="leave reproducible out; the result is still that of one process, to rounding",
         )
+
+
+def _check_sync(options: Options, use_local: bool) -> None:
+    """What only the default way to synchronise can do, and what only FSDP cannot."""
+    if options.sync == "replicate":
+        return
+    fix = f"leave sync={options.sync!r} out"
+    require(
+        not options.reproducible,
+        "reproducible",
+        options.reproducible,
+        f"False with sync={options.sync!r}: it is only replicate that adds shards in their order",
+        fix="leave out sync, or reproducible",
+    )
+    require(options.wrap_ddp, "wrap_ddp", False, f"True: {options.sync} synchronises", fix)
+    require(
+        options.sync != "fsdp" or options.precision != "fp16",
+        "precision",
+        options.precision,
+        '"bf16" or "fp32" with sync="fsdp": no rank sees all the gradients that may overflow',
+    )
+
+    require(
+        options.sync != "fsdp" or not use_local,
+        "use_local",
+        use_local,
+        'False with sync="fsdp": objects of this process would be left in shards',
+    )
 
 
 _OWN_LOOP_LINES: Final = {
@@ -268,7 +300,7 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
         "clip_grad_norm": options.clip_grad_norm is not None,
     }
     for method in ("train_batch", "train_epoch"):
-        own = getattr(operator_cls, method) is not getattr(TrainingOperator, method)
+        own = operator_cls._brings(method)
         for name in [name for name, is_wanted in wanted.items() if is_wanted and own]:
             raise ConfigurationError(
                 f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",

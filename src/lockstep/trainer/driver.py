@@ -16,12 +16,10 @@ from lockstep.errors import (
     CheckpointError,
     ConfigurationError,
     NotAvailableError,
-    TrainerClosedError,
     WrongTypeError,
-    WrongUseError,
 )
 from lockstep.operator import Options, TrainingOperator
-from lockstep.trainer import results
+from lockstep.trainer import results, verification
 from lockstep.trainer.arguments import (
     UNSAID_SEED,
     check_options,
@@ -37,11 +35,13 @@ from lockstep.trainer.arguments import (
     pick_gpu,
     pick_precision,
     pick_sync,
+    processes_and_replicas,
     refuse_further,
     require,
 )
 from lockstep.trainer.progress import ProgressBar, wants_bar
-from lockstep.worker import WorkerSpec, shown_error
+from lockstep.trainer.refusals import check_loader, has_ended, no_batch, two_calls, was_shut_down
+from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lockstep.parity import ParityReport
     from lockstep.trainer.callbacks import Callback
     from lockstep.worker import Report
 
-_NOT_YET: Final = frozenset({"predict", "status", "verify"})
+_NOT_YET: Final = frozenset({"predict", "status"})
 
 
 class TorchTrainer:
@@ -78,7 +79,8 @@ class TorchTrainer:
         use_gpu: True, False, or "auto": whether CUDA is available here.
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
-        sync: how N gradients become one; "replicate", hooks on the parameters.
+        sync: how N gradients become one; "replicate" (hooks on the parameters), "ddp", "fsdp",
+            "parameter_server" (one owner), "data_parallel" (`num_workers` devices, one process).
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.
@@ -88,8 +90,7 @@ class TorchTrainer:
         scheduler_step_freq: "batch", "epoch" or "manual"; needed with schedulers.
         use_local: rank 0 runs in this process, so that a breakpoint in it works.
         seed: data order and every random number follow from it.
-        reproducible: the weights are the same bits at every `num_workers`, with `num_shards`
-            fixed; for the default loop.
+        reproducible: the same bits at every `num_workers`, `num_shards` fixed; the default loop.
         accumulate: global batches that one optimizer step of the default loop consumes; the
             last window of an epoch may be shorter, and counts rightly.
         clip_grad_norm: largest norm of the global gradient, for the default loop.
@@ -142,11 +143,13 @@ class TorchTrainer:
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
+        processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
         options = Options(
             precision=pick_precision(precision, use_fp16),
             use_tqdm=use_tqdm,
             scheduler_step_freq=scheduler_step_freq,
-            sync=pick_sync(sync),
+            sync=sync,
+            replicas=replicas,
             wrap_ddp=wrap_ddp,
             add_dist_sampler=add_dist_sampler,
             bucket_cap_mb=bucket_cap_mb,
@@ -154,24 +157,23 @@ class TorchTrainer:
             accumulate=accumulate,
             clip_grad_norm=clip_grad_norm,
         )
-        check_options(options, self._operator_cls)
+        check_options(options, self._operator_cls, use_local=use_local)
         self._callbacks = tuple(callbacks)
-        said_seed = None if seed is UNSAID_SEED else seed
-        self._explicit = {"num_shards": num_shards, "seed": said_seed}
+        self._explicit = {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
-            num_workers=num_workers,
+            num_workers=processes,
             num_shards=num_shards or num_workers,
             seed=int(seed),
             initialization_hook=initialization_hook,
-            threads=num_cpus_per_worker if num_workers > 1 or reproducible else None,
+            threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=gpu,
             options=options,
         )
         resources = Resources(
             num_cpus=num_cpus_per_worker,
-            num_gpus=int(gpu),
+            num_gpus=int(gpu) * replicas,
             further=resources_per_worker,
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
@@ -251,12 +253,12 @@ class TorchTrainer:
         )
         if not isinstance(info, dict | None):
             raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
-        self._check_loader(purpose)
+        check_loader(self._engine.started, self._operator_cls.__name__, purpose)
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
             reports = self._call(method, num_steps, profile, dict(info or {}), watch=watch)
         if not any(report.steps for report in reports):
-            raise self._no_batch(purpose)
+            raise no_batch(self._operator_cls.__name__, purpose)
         return reports
 
     def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:
@@ -264,27 +266,6 @@ class TorchTrainer:
         reduced = results.merged(reports)
         self._tell(event, reduced)
         return reduced if reduce_results else [results.merged([report]) for report in reports]
-
-    def _check_loader(self, purpose: str) -> None:
-        # Asked here and not of the workers: a failed step ends them, a forgotten loader
-        # should not.
-        cls = self._operator_cls.__name__
-        for rank, worker in enumerate(self._engine.started):
-            if purpose not in worker["loaders"]:
-                raise ConfigurationError(
-                    f"{cls} registered no {purpose} loader",
-                    where=f"rank {rank}",
-                    fix=f"call self.register_data({purpose}_loader=...) inside setup",
-                )
-        if all(worker["loaders"][purpose] == 0 for worker in self._engine.started):
-            raise self._no_batch(purpose)
-
-    def _no_batch(self, purpose: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"the {purpose} loader of {self._operator_cls.__name__} has not one batch",
-            cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
-            fix="drop_last=False, or a smaller batch size",
-        )
 
     @contextlib.contextmanager
     def _bar(
@@ -297,6 +278,32 @@ class TorchTrainer:
         with ProgressBar(purpose, total) as bar:
             yield bar.watch
 
+    def verify(self, num_steps: int = 1) -> ParityReport:
+        """Run the next steps on a copy, with all workers and in one process, and compare.
+
+        The run stays where it is, also after an error: every worker makes a second operator
+        (`setup` runs again, in the same process) and rank 0 a third one, which takes the
+        workers' global batches whole, by plain autograd.
+
+        Args:
+            num_steps: optimizer steps of the default loop; global batches of a loop of your own.
+
+        Returns:
+            ``ok``, and in ``rows`` for each parameter the gradient that the optimizer found
+            against that of one process: ``relative_error``, ``scale``, ``cosine``, and an
+            ``explanation`` in words. It prints as a table. Dropout is turned off and layers
+            that normalise by the batch use their running statistics; ``notes`` says so.
+
+        Raises:
+            NotAvailableError: workers read loaders of their own (``add_dist_sampler=False``),
+                no optimizer stepped, or another number of times in one process.
+        """
+        self._check_open()
+        require(is_positive_int(num_steps), "num_steps", num_steps, "a positive number of steps")
+        verification.refuse_unverifiable(self._spec)
+        check_loader(self._engine.started, self._operator_cls.__name__, "train")
+        return verification.report(self._call("verify", num_steps), self._spec)
+
     def update_scheduler(self, metric: float) -> None:
         """Step every registered scheduler, giving `metric` to those that take one."""
         self._call("update_scheduler", metric)
@@ -308,7 +315,7 @@ class TorchTrainer:
 
         A list if `register` was given a list or tuple of models.
         """
-        model: nn.Module | list[nn.Module] = self._call_rank(0, "models")
+        model: nn.Module | list[nn.Module] = self._from_rank_0("models")
         return model
 
     def get_local_operator(self) -> TrainingOperator:
@@ -325,9 +332,8 @@ class TorchTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
-        state: dict[str, Any] = self._call_rank(0, "state_dict")
-        own_state = self._operator_cls.state_dict is not TrainingOperator.state_dict
-        if self._spec.num_workers > 1 and own_state:
+        state: dict[str, Any] = self._from_rank_0("state_dict")
+        if self._spec.num_workers > 1 and self._operator_cls._brings("state_dict"):
             state["operator_by_rank"] = self._call("operator_state")
         return state
 
@@ -368,8 +374,10 @@ class TorchTrainer:
         self._give_back()
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Write `state_dict()` into one file on this machine, atomically; returns its path."""
-        return checkpoint.write(os.fspath(path), self.state_dict())
+        """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""
+        in_shards = self._spec.options.sync == "fsdp"
+        write = checkpoint.write_directory if in_shards else checkpoint.write
+        return write(os.fspath(path), self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a file of `save`, check it, and go on from it in every worker.
@@ -385,7 +393,7 @@ class TorchTrainer:
         """Objects handed over by `from_model` hold the trained state after every change."""
         absorb = getattr(self._operator_cls, "_absorb", None)
         if absorb is not None and self._engine.local_operator() is None:
-            absorb(self._call_rank(0, "state_dict"))
+            absorb(self._from_rank_0("state_dict"))
 
     # ------------------------------------------------------------------------ users' functions
 
@@ -460,16 +468,16 @@ class TorchTrainer:
         with self._one_call_at_a_time(method):
             return self._engine.call_rank(rank, method, *args)
 
+    def _from_rank_0(self, method: str) -> Any:
+        if self._spec.options.sync == "fsdp":
+            return self._call("whole", method)[0]  # each rank has a part of it
+        return self._call_rank(0, method)
+
     @contextlib.contextmanager
     def _one_call_at_a_time(self, method: str) -> Iterator[None]:
         """Two calls at once would take turns with the batches, the model and the metrics."""
         if not self._calling.acquire(blocking=False):
-            raise WrongUseError(
-                f"{method} was called while another call of this trainer runs",
-                cause="another thread, a signal handler, or the operator itself called it",
-                fix="call it after the other has returned; from a callback or between calls of"
-                " train(num_steps=...)",
-            )
+            raise two_calls(method)
         try:
             yield
         finally:
@@ -477,15 +485,7 @@ class TorchTrainer:
 
     def _check_open(self) -> None:
         if self._engine is None:
-            raise TrainerClosedError(
-                "this trainer was shut down",
-                fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
-            )
+            raise was_shut_down()
         if self._engine.ended is not None:
             reason = self._engine.ended
-            first_line = next(iter(shown_error(reason).splitlines()), "")
-            raise TrainerClosedError(
-                "this trainer's workers have ended",
-                cause=f"{type(reason).__name__}: {first_line}",
-                fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
-            ) from reason
+            raise has_ended(reason) from reason

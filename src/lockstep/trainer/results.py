@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.keys import BATCH_COUNT, NUM_SAMPLES
+from lockstep.errors import MixedWeightsError
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 def merged(reports: Sequence[Report]) -> dict[str, Any]:
     """One dict for all workers: every sample counts once, whoever saw it."""
+    _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
     kept = {key for report in reports for key in _kept(report)}
     if kept:
@@ -23,6 +25,7 @@ def merged(reports: Sequence[Report]) -> dict[str, Any]:
         result.update({key: value for key, value in ours.items() if key in kept})
     own = [_own_results(report) for report in reports]
     result.update(_merged_by_samples(own, [report.samples for report in reports]))
+    result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)
     epochs = [report.epoch for report in reports if report.epoch is not None]
     if epochs:
@@ -31,6 +34,18 @@ def merged(reports: Sequence[Report]) -> dict[str, Any]:
     if timers:
         result["profile"] = _mean_timers(timers)
     return result
+
+
+def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
+    """One worker sees its own mixing before the step; between workers it shows only here."""
+    kinds = [report.weighed_by for report in reports]
+    if len({kind for kind in kinds if kind is not None}) > 1:
+        raise MixedWeightsError(
+            "the workers' losses were weighed by different things, so their mean was wrong",
+            got=", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds)),
+            cause="compute_loss brings a weight on some ranks only",
+            fix=f"return loss, {{{WEIGHT!r}: number}} on every rank; load the last checkpoint",
+        )
 
 
 def _kept(report: Report) -> set[str]:

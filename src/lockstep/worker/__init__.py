@@ -4,12 +4,14 @@
 from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.spec import WorkerSpec
+from lockstep.worker.trial import Trial
 from lockstep.worker.worker import Report, Worker
 
 __all__ = [
     "Outcome",
     "Rendezvous",
     "Report",
+    "Trial",
     "Worker",
     "WorkerSpec",
     "add_rank",

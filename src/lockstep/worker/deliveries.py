@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep import reduction
 from lockstep.errors import WeightError
+from lockstep.operator.joint import refuse_borrowed
 from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
@@ -32,6 +34,9 @@ class StepSource(Protocol):
     """
 
     joint: bool
+
+    @property
+    def global_batch_size(self) -> int | None: ...
 
     @property
     def steps_per_epoch(self) -> int | None: ...
@@ -234,11 +239,18 @@ class Deliveries:
         )
         sync = self._operator._lockstep.sync
         if sync is not None and self._purpose == "train":
-            sync.begin_step(self._operator._lockstep.committed, step.num_samples)
+            sync.begin_step(self._operator._lockstep.committed)
+        # Each shard's is set when its turn comes.
+        weight = parts[0].num_samples if self._cursor.source.joint else None
+        current = reduction.active()
+        if current is not None:
+            current.weight = weight
         if not self._cursor.source.joint:
             self._operator._lockstep.delivered = None
             return ShardedBatch(parts)
         part = parts[0]
+        if part.borrowed and self._purpose == "train":
+            refuse_borrowed(self._operator)
         self._operator._lockstep.delivered = part
         if sync is not None:
             sync.set_delivered_weight(part.num_samples)

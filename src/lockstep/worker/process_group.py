@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from lockstep.errors import PeerLostError, WrongUseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lockstep.sync import OwnerAddress
 
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
@@ -34,6 +36,7 @@ class Rendezvous:
         timeout_s: bound of every collective, in seconds.
         as_default: the group becomes torch's default group. The same on every rank: a group
             of its own meets under other keys than a default group, and would wait for ever.
+        owner: where the parameter server listens, if there is one.
     """
 
     host: str
@@ -43,6 +46,7 @@ class Rendezvous:
     one_node: bool
     timeout_s: float
     as_default: bool = True
+    owner: OwnerAddress | None = None
 
 
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
@@ -70,20 +74,21 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
         try:
             return _met(rendezvous, rank, world_size, device)
         except RuntimeError as error:
-            raise PeerLostError(
-                "the ranks did not meet",
-                where=f"rank {rank} of {world_size}",
-                got=next(iter(str(error).splitlines()), type(error).__name__),
-                cause="another rank failed or died before it came, or came too late",
-                fix="look for the first failure among the other ranks",
-            ) from error
+            raise _did_not_meet(error, rank, world_size) from error
+
+
+def _did_not_meet(error: RuntimeError, rank: int, world_size: int) -> PeerLostError:
+    return PeerLostError(
+        "the ranks did not meet",
+        where=f"rank {rank} of {world_size}",
+        got=next(iter(str(error).splitlines()), type(error).__name__),
+        cause="another rank failed or died before it came, or came too late",
+        fix="look for the first failure among the other ranks",
+    )
 
 
 def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
-    timeout = timedelta(seconds=rendezvous.timeout_s)
-    tcp_store = TCPStore(
-        rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
-    )
+    tcp_store = _drivers_store(rendezvous)
     tcp_store.set(arrival_key(rendezvous.generation, rank), "here")
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
     if rendezvous.as_default:
@@ -92,15 +97,88 @@ def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.devic
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=rendezvous.timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
         return dist.group.WORLD
+    return _raw_group(rendezvous, store, rank, world_size)
+
+
+def _drivers_store(rendezvous: Rendezvous) -> TCPStore:
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    return TCPStore(
+        rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _raw_group(rendezvous: Rendezvous, store: Any, rank: int, world_size: int) -> Any:
+    timeout = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
     return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+
+
+def form_second_group(
+    rendezvous: Rendezvous, name: str, rank: int, world_size: int, *, alone: bool
+) -> Any:
+    """A further group of the same ranks, or of this rank alone, to be left by `leave_group`.
+
+    Args:
+        name: the same on every rank, and another one for each group.
+        alone: None where the run's group is not torch's default group: nothing then asks for
+            one that stands in for it.
+
+    Collective:
+        Unless `alone`, blocks until all ranks of the run's group have come.
+
+    Raises:
+        PeerLostError: a rank did not come.
+    """
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    backend = rendezvous.backend
+    with _gloo_on_loopback(rendezvous.one_node):
+        try:
+            if rendezvous.as_default and alone:
+                return dist.new_group(
+                    [rank], timeout=timeout, backend=backend, use_local_synchronization=True
+                )
+            if rendezvous.as_default:
+                return dist.new_group(timeout=timeout, backend=backend)
+            if alone:
+                return None
+            prefix = f"generation-{rendezvous.generation}-{name}"
+            store = PrefixStore(prefix, _drivers_store(rendezvous))
+            return _raw_group(rendezvous, store, rank, world_size)
+        except RuntimeError as error:
+            raise _did_not_meet(error, rank, world_size) from error
+
+
+class HasGroup(Protocol):
+    """A worker, as far as its group goes."""
+
+    @property
+    def process_group(self) -> Any: ...
+
+
+@contextmanager
+def taken_for_world(member: HasGroup) -> Iterator[None]:
+    """Inside, torch's default group is `member`'s, if it is one that torch keeps a list of.
+
+    What users' code asks of the default group (`SyncBatchNorm`, `dist.all_reduce`) then goes
+    to the ranks that compute with it.
+    """
+    is_kept = isinstance(member.process_group, dist.ProcessGroup)
+    # In a list that is emptied again: a traceback keeps this frame, and its variables, alive.
+    before = [dist.group.WORLD] if is_kept else []
+    if is_kept:
+        dist.group.WORLD = member.process_group
+    try:
+        yield
+    finally:
+        if before:
+            dist.group.WORLD = before.pop()
 
 
 def arrival_key(generation: int, rank: int) -> str:
@@ -145,6 +223,10 @@ def leave_group(group: dist.ProcessGroup) -> None:
         # A raw NCCL group frees its peers by an abort too; a gloo group has none.
         if "nccl" in type(group).__name__.lower():
             group.abort()
+        elif isinstance(group, dist.ProcessGroup):
+            if dist.get_backend(group) == "nccl":
+                group._get_backend(torch.device("cuda")).abort()
+            dist.destroy_process_group(group)
         return
     if dist.get_backend() == "nccl":
         group._get_backend(torch.device("cuda")).abort()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardedLoader, Unsharded
 from lockstep.errors import DataOrderError, NotShardableError
+from lockstep.operator.setting import ONE_PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -25,6 +26,7 @@ class OwnSource:
     """
 
     joint = True
+    global_batch_size: int | None = None
 
     def __init__(self, loader: Unsharded) -> None:
         self._loader = loader
@@ -70,10 +72,11 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
         ("train_epoch", "train_batch") if training else ("validate", "validate_batch")
     )
     own_loop = operator._brings(epoch_method)
-    joint = (
-        own_loop or operator._brings(batch_method) or operator.joint_loss or not options.wrap_ddp
-    )
+    wants_joint = own_loop or operator._brings(batch_method) or operator.joint_loss
+    takes_whole = options.sync in (ONE_PROCESS, "data_parallel")
+    joint = wants_joint or takes_whole or not options.wrap_ddp
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
     borrow = training or operator.joint_loss or not own_loop
-    return ShardedLoader(loader, placement, joint=joint, borrow=borrow)
+    # Every part is seeded before it is computed on, so nobody reads what loading leaves.
+    return ShardedLoader(loader, placement, joint=joint, borrow=borrow, keeps_generators=False)

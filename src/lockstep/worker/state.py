@@ -33,7 +33,7 @@ def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
         "models": [copied(model.state_dict()) for model in run.plain_models()],
         "optimizers": [copied(optimizer.state_dict()) for optimizer in run.optimizers],
         "schedulers": [copied(scheduler.state_dict()) for scheduler in run.schedulers],
-        "criterion": copied(run.criterion.state_dict())
+        "criterion": copied(run.plain_criterion().state_dict())
         if isinstance(run.criterion, nn.Module)
         else None,
         "precision": copied(operator._lockstep.precision.state_dict()),
@@ -43,10 +43,19 @@ def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
     return state
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which this may be a shard; then every rank has to call it."""
+    if type(tensor).__name__ != "DTensor":
+        return tensor
+    from lockstep.sync.fsdp import whole_of
+
+    return whole_of(tensor)
+
+
 def copied(value: Any) -> Any:
     """The same structure with tensors cloned to the CPU; later training must not move them."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return whole(value.detach()).to("cpu", copy=True)
     if isinstance(value, Mapping):
         copies = OrderedDict((key, copied(item)) for key, item in value.items())
         # A module's `state_dict()` carries the versions of its layouts.
@@ -81,7 +90,7 @@ def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
         found += _module_problems(f"model {index}", model, saved)
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
-        found += _module_problems("criterion", run.criterion, saved_criterion)
+        found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
     for index, (optimizer, saved) in enumerate(
         zip(run.optimizers, state["optimizers"], strict=True)
     ):
@@ -125,12 +134,17 @@ def check(run: Registered, state: Mapping[str, Any]) -> None:
 def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for model, saved in zip(run.plain_models(), state["models"], strict=True):
-        model.load_state_dict(saved)
+        _load_module(run, model, saved)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
-        run.criterion.load_state_dict(state["criterion"])
+        _load_module(run, run.plain_criterion(), state["criterion"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
-        optimizer.load_state_dict(copy.deepcopy(saved))
+        own = copy.deepcopy(saved)
+        if run.skeletons:
+            from lockstep.sync.fsdp import optimizer_in_shards
+
+            own = optimizer_in_shards(optimizer, own)
+        optimizer.load_state_dict(own)
     for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(saved))
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
@@ -139,13 +153,42 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 
 
+def _load_module(run: Registered, module: nn.Module, saved: Mapping[str, Any]) -> None:
+    if run.skeletons:
+        from lockstep.sync.fsdp import in_shards
+
+        saved = in_shards(saved, module.state_dict())
+    module.load_state_dict(saved)
+
+
 def model_copies(run: Registered) -> nn.Module | list[nn.Module]:
     """Copies of the models on the CPU, without gradients, hooks or any trace of lockstep.
 
     Parameters and buffers are moved before the modules are copied, so that a device that is
     nearly full need not hold a second model.
     """
-    models = run.plain_models()
+    copies = _filled_skeletons(run) if run.skeletons else _copied_models(run.plain_models())
+    return copies[0] if run.models_given_alone else copies
+
+
+def _filled_skeletons(run: Registered) -> list[nn.Module]:
+    """The models as they were before they were sharded, with the tensors of now."""
+    memo: dict[int, Any] = {}
+    for skeleton, model in zip(run.skeletons, run.plain_models(), strict=True):
+        empty = dict(skeleton.named_parameters())
+        for name, parameter in model.named_parameters():
+            moved = whole(parameter.detach()).to("cpu", copy=True)
+            frozen = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+            memo.setdefault(id(empty[name]), frozen)
+        hollow = dict(skeleton.named_buffers())
+        for name, buffer in model.named_buffers():
+            memo.setdefault(id(hollow[name]), buffer.detach().to("cpu", copy=True))
+        for plain, sharded in zip(skeleton.modules(), model.modules(), strict=True):
+            plain.training = sharded.training
+    return [copy.deepcopy(skeleton, memo) for skeleton in run.skeletons]
+
+
+def _copied_models(models: list[nn.Module]) -> list[nn.Module]:
     copies: list[nn.Module] = []
     memo: dict[int, Any] = {}
     for model in models:
@@ -158,7 +201,7 @@ def model_copies(run: Registered) -> nn.Module | list[nn.Module]:
             memo.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
     for model in models:
         copies.append(copy.deepcopy(model, memo))
-    return copies[0] if run.models_given_alone else copies
+    return copies
 
 
 def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:

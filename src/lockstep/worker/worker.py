@@ -15,14 +15,23 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.group import Group
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.metrics.numeric import as_number
+from lockstep.operator.joint import reduction_of
 from lockstep.operator.loops import checked_metrics, registered
 from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
+from lockstep.reduction import activate
 from lockstep.worker import state as states
+from lockstep.worker import trial
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.determinism import deterministic
-from lockstep.worker.process_group import Rendezvous, form_group, leave_group
+from lockstep.worker.process_group import (
+    Rendezvous,
+    form_group,
+    form_second_group,
+    leave_group,
+    taken_for_world,
+)
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
 
@@ -50,6 +59,7 @@ class Report:
         steps: global batches.
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
+        weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
     """
 
     metrics: list[dict[str, Any]]
@@ -60,6 +70,7 @@ class Report:
     steps: int
     epoch: int | None
     timers: dict[str, float] | None
+    weighed_by: str | None = None
 
 
 class Worker:
@@ -73,6 +84,8 @@ class Worker:
         self.rank = rank
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._num_copies = 0
         self._operator: TrainingOperator | None = None
         self._cursors: dict[str, Cursor] = {}
         self._before_load: dict[str, Any] | None = None
@@ -99,12 +112,13 @@ class Worker:
         if rendezvous is not None:
             if self.before_meeting is not None:
                 self.before_meeting()
+            self._rendezvous = rendezvous
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
         self._build_operator(device)
         loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
         return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
-    def _build_operator(self, device: torch.device) -> None:
+    def _build_operator(self, device: torch.device, *, is_trial: bool = False) -> None:
         spec = self.spec
         setting = Setting(
             world_rank=self.rank,
@@ -114,6 +128,8 @@ class Worker:
             group=Group(self._group, device),
             placement=self._placement(spec.num_shards, spec.seed),
             options=spec.options,
+            is_trial=is_trial,
+            owner=self._rendezvous.owner if self._rendezvous is not None else None,
         )
         config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
         operator = spec.operator_cls(config, setting)
@@ -136,6 +152,9 @@ class Worker:
             if loader is not None:
                 source = open_source(operator, loader, purpose)
                 self._cursors[purpose] = Cursor(source)
+        if operator._lockstep.sync is not None and "train" in self._cursors:
+            usual = self._cursors["train"].source.global_batch_size
+            operator._lockstep.sync.expect_weight(usual)
 
     def _close_loaders(self) -> None:
         for cursor in self._cursors.values():
@@ -160,6 +179,40 @@ class Worker:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
+
+    # --------------------------------------------------------------------- copies beside it
+
+    def verify(self, num_steps: int) -> trial.Trial:
+        """`num_steps` steps on copies; this worker stays as it is."""
+        return trial.run(self, num_steps)
+
+    def copied(self, spec: WorkerSpec, *, alone: bool) -> Worker:
+        """A second worker in this process, with a group of its own and no operator yet.
+
+        Args:
+            spec: what it is a worker of.
+            alone: it has no peers, whatever this worker has.
+
+        Collective:
+            Unless `alone`, every rank: forms the group.
+        """
+        copy = Worker(spec, 0 if alone else self.rank, self.local_rank)
+        if self._rendezvous is not None:
+            self._num_copies += not alone
+            name = f"copy-{self._num_copies}"
+            copy._group = form_second_group(
+                self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
+            )
+            copy._rendezvous = None if alone else self._rendezvous
+        return copy
+
+    def build_as_trial(self) -> None:
+        """Run `setup` again, for an operator that is thrown away after a few steps."""
+        self._build_operator(_pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
+
+    def in_its_world(self) -> AbstractContextManager[None]:
+        """Inside, torch's default group is this worker's, for what the user's code asks of it."""
+        return taken_for_world(self)
 
     # ------------------------------------------------------------------- training, validation
 
@@ -197,11 +250,14 @@ class Worker:
         operator.timers.enable() if profile else operator.timers.disable()
         self._tally = tally = Tally(on_commit=self.on_commit)
         operator._lockstep.begin_call()
+        if operator._lockstep.sync is not None:
+            # Also for validation: weights that are in shards are gathered by all ranks at once.
+            operator._lockstep.sync.begin_step(operator._lockstep.committed)
         metrics: list[dict[str, Any]] = []
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved(), self._arithmetic():
+        with preserved(), self._arithmetic(), activate(reduction_of(operator, None)):
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
@@ -221,6 +277,7 @@ class Worker:
                 finished = num_steps is None or tally.steps >= num_steps
                 if finished or not deliveries.epoch_over or deliveries.delivered == 0:
                     break
+        self.run.seal()
         return Report(
             metrics=metrics,
             summaries=summaries,
@@ -230,6 +287,7 @@ class Worker:
             steps=tally.steps,
             epoch=epoch if purpose == "train" else None,
             timers=operator.timers.stats() if profile else None,
+            weighed_by=operator._lockstep.weighed_by.get(purpose),
         )
 
     def _arithmetic(self) -> AbstractContextManager[None]:
@@ -290,6 +348,7 @@ class Worker:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank knows of the run; the same on every rank but "operator"."""
+        self.run.seal()
         state = states.collect(self.operator, self.run)
         state["epoch"] = self._cursors["train"].epochs_entered if "train" in self._cursors else 0
         state["position"] = {
@@ -313,6 +372,7 @@ class Worker:
         return states.copied(self.operator.state_dict())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        self.run.seal()
         states.check(self.run, state)
         shards = state.get("num_shards", self.spec.num_shards)
         if shards < self.spec.num_workers:
@@ -326,14 +386,15 @@ class Worker:
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Take the state over; on an error, and until `settle_state`, it can be taken back."""
         self._before_load = self.state_dict()
-        self._take(state)
+        self.go_to(state)
 
     def settle_state(self, keep: bool) -> None:
         before, self._before_load = self._before_load, None
         if not keep and before is not None:
-            self._take(before)
+            self.go_to(before)
 
-    def _take(self, state: Mapping[str, Any]) -> None:
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Take over, for good, what a worker of the same run returned from `state_dict`."""
         operator = self.operator
         states.apply(operator, self.run, self._own_part(state))
         before = operator._lockstep.setting.placement
@@ -353,7 +414,13 @@ class Worker:
             return state
         return {**state, "operator": by_rank[self.rank]}
 
+    def whole(self, method: str) -> Any:
+        """What rank 0's `method` gives, where all ranks have to take part in it."""
+        answer = getattr(self, method)()
+        return answer if self.rank == 0 else None
+
     def models(self) -> nn.Module | list[nn.Module]:
+        self.run.seal()
         return states.model_copies(self.run)
 
     # ------------------------------------------------------------------------ users' functions
@@ -368,6 +435,10 @@ class Worker:
     def operator(self) -> TrainingOperator:
         assert self._operator is not None, "start() comes first"
         return self._operator
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return self._group
 
     @property
     def run(self) -> Registered:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from lockstep.data import Placement, ShardedLoader
 from lockstep.data.fetch import (
@@ -92,9 +92,14 @@ def test_epoch_seed_step_and_shard_all_count() -> None:
     assert len(draws) == len(set(draws)) == 3 * 26
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_training_loops_generators_are_left_alone(num_workers: int) -> None:
-    sharded = ShardedLoader(make(num_workers), Placement(2, range(2), 0), joint=False, borrow=False)
+def _rows() -> DataLoader:
+    """What cannot draw is read without putting anything back, and so without seeding."""
+    return DataLoader(TensorDataset(torch.arange(26)), batch_size=4)
+
+
+@pytest.mark.parametrize("loader", [make(0), make(1), _rows()], ids=["here", "worker", "rows"])
+def test_the_training_loops_generators_are_left_alone(loader: DataLoader) -> None:
+    sharded = ShardedLoader(loader, Placement(2, range(2), 0), joint=False, borrow=False)
     before = RandomState.capture()
     for _ in sharded.batches(0):
         after = RandomState.capture()
@@ -105,7 +110,7 @@ def test_the_training_loops_generators_are_left_alone(num_workers: int) -> None:
 
 
 def test_only_datasets_that_cannot_draw_are_read_without_seeding() -> None:
-    tensors = torch.utils.data.TensorDataset(torch.arange(4))
+    tensors = TensorDataset(torch.arange(4))
     assert not may_draw(tensors)
     assert not may_draw(torch.utils.data.Subset(tensors, [1]))
     assert may_draw(Noisy())

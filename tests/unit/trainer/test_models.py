@@ -48,6 +48,39 @@ class WithCriterion(TrainingOperator):
         self.register_data(train_loader=loader(), validation_loader=loader())
 
 
+class SharesItsBias(nn.Module):
+    """A criterion that holds a parameter of the model's."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, output, target):
+        return (output - target).square().mean() + self.bias.square().sum()
+
+
+class WithSharedBias(TrainingOperator):
+    def setup(self, config):
+        self.model = linear()
+        self.criterion = SharesItsBias(self.model.bias)
+        self.optimizer = sgd(self.model)
+        self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
+        self.register_data(train_loader=loader())
+
+
+def test_a_parameter_of_two_modules_is_clipped_once():
+    features, target = problem()
+    model = linear()
+    criterion, optimizer = SharesItsBias(model.bias), sgd(model)
+    optimizer.zero_grad()
+    criterion(model(features[:BATCH]), target[:BATCH]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    with trainer(WithSharedBias, clip_grad_norm=0.1) as one:
+        one.train(num_steps=1)
+        assert same(weights(one.get_model()), weights(model))
+
+
 def test_a_criterion_with_parameters_is_trained_and_saved(tmp_path):
     features, target = problem()
     model, criterion = linear(), ScaledLoss()

@@ -106,6 +106,30 @@ def test_clipping_bounds_the_norm_of_the_global_gradient():
     )
 
 
+class ByHand(Regression):
+    """Windows of three batches, the last of two, in a loop of one's own."""
+
+    def train_epoch(self, iterator, info):
+        for index, (features, targets) in enumerate(iterator):
+            if index % 3 == 0:
+                self.optimizer.zero_grad()
+            loss = self.criterion(self.model(features), targets)
+            if index % 3 == 2 or index == 7:
+                self.backward(loss)
+                self.optimizer.step()
+            else:
+                with self.no_sync():
+                    self.backward(loss)
+        return {}
+
+
+def test_a_window_made_by_hand_is_one_mean_over_its_samples():
+    with TorchTrainer(training_operator_cls=ByHand, config={BATCH_SIZE: BATCH}) as trainer:
+        trainer.train()
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), one_process(3))
+
+
 class OwnLoop(Regression):
     def train_batch(self, batch, batch_info):
         return {}

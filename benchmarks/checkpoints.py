@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving a model of 100 M parameters, until it is safe on the disk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks.harness import Contender, Family, PairedRow, measure_pairs
+from benchmarks.verdict import NotMeasured, Result
+
+PROGRAM = Path(__file__).with_name("contenders") / "checkpoint.py"
+AGAINST = "torch.save and fsync"
+
+ROW = PairedRow(
+    key="total",
+    name="checkpoint of 100 M parameters, total",
+    against=AGAINST,
+    unit="s",
+    goal=1.1,
+)
+BLOCKING = NotMeasured(
+    "checkpoint of 100 M parameters, while training waits", AGAINST, "≤ 0.5", "not yet"
+)
+
+
+def measure_checkpoints(rounds: int | None) -> list[Result]:
+    program = Contender("checkpoint", (sys.executable, str(PROGRAM)))
+    return [*measure_pairs([ROW], program, rounds=rounds or 1), BLOCKING]
+
+
+FAMILY = Family(measure_checkpoints)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as a directory: tensors in the format of torch's distributed checkpoints.
+
+::
+
+    lockstep.ckpt     everything but the tensors, the tensors' shapes, and the checksum of every
+                      other file; a checkpoint file of ours, so verified and read without code
+    .metadata, *.distcp   the tensors, for `torch.distributed.checkpoint` of any program
+
+The directory is filled under another name and renamed, so it is there whole or not at all. Where
+one is replaced there are two renames: killed between them, the process leaves the old one beside
+it as ``.lockstep-*.old``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import secrets
+import shutil
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
+
+INDEX: Final = "lockstep.ckpt"
+_MARK: Final = "\0tensor"
+_METADATA: Final = ".metadata"
+
+# What torch's own index of a distributed checkpoint is made of. Unpickling runs nothing else.
+_KNOWN: Final = {
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
+    "torch.distributed.checkpoint.planner": None,
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+}
+
+
+def fill_directory(
+    folder: str, state: Mapping[str, Any], write_index: Callable[[str, Mapping[str, Any]], Any]
+) -> None:
+    """Write a plain `state` into the empty `folder`; `write_index` writes a checkpoint file.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    hollow = _without_tensors(state, tensors)
+    if tensors:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        with _in_one_process():
+            save(tensors, checkpoint_id=folder, no_dist=True)
+    files = {name: _checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
+    for name in files:
+        _sync(os.path.join(folder, name))
+    write_index(os.path.join(folder, INDEX), {"state": hollow, "files": files})
+
+
+def publish_directory(path: str, fill: Callable[[str], None]) -> None:
+    """Give `path` the content that `fill` writes into the folder that it is given.
+
+    Raises:
+        CheckpointError: `path` is something else than a checkpoint of this kind.
+        OSError: the file system said no.
+    """
+    target = os.path.realpath(path)
+    if os.path.lexists(target) and not _is_ours(target):
+        raise CheckpointError(
+            "something else than a checkpoint directory is in the way",
+            where=path,
+            expected="a new name, or a directory that `save` wrote",
+            fix="choose another path",
+        )
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    stem = os.path.join(os.path.dirname(target), f".lockstep-{secrets.token_hex(8)}")
+    try:
+        os.mkdir(f"{stem}.tmp")
+        fill(f"{stem}.tmp")
+        if os.path.isdir(target):
+            os.rename(target, f"{stem}.old")
+        os.rename(f"{stem}.tmp", target)
+    except BaseException:
+        if os.path.isdir(f"{stem}.old") and not os.path.exists(target):
+            os.rename(f"{stem}.old", target)
+        raise
+    finally:
+        shutil.rmtree(f"{stem}.tmp", ignore_errors=True)
+        shutil.rmtree(f"{stem}.old", ignore_errors=True)
+
+
+def read_directory(path: str, index: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in a directory whose index was read and verified.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or would run code.
+    """
+    for name, expected in index["files"].items():
+        file = os.path.join(path, name)
+        got = _checksum(file) if os.path.isfile(file) else "no such file"
+        if got != expected:
+            raise CheckpointError(
+                "the checkpoint is damaged",
+                where=file,
+                expected=f"sha256 {expected}",
+                got=got,
+                cause="it was cut off, changed or left out after it was written",
+                fix="load an older checkpoint, or copy this one again from where it was written",
+            )
+    tensors: dict[str, torch.Tensor] = {}
+    state: dict[str, Any] = _with_tensors(index["state"], tensors)
+    if tensors:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        reader = _reader(path)
+        reader.read_metadata()  # what it refuses keeps its type here
+        with _in_one_process():
+            load(tensors, storage_reader=reader, no_dist=True)
+    return state
+
+
+def _is_ours(target: str) -> bool:
+    return os.path.isfile(os.path.join(target, INDEX)) or (
+        os.path.isdir(target) and not os.listdir(target)
+    )
+
+
+def _without_tensors(value: Any, tensors: dict[str, torch.Tensor], key: str = "") -> Any:
+    """The same structure, each tensor replaced by its name, shape and dtype."""
+    if isinstance(value, torch.Tensor):
+        # Numbered: keys of different types may read the same.
+        name = f"{len(tensors)}{key}"
+        tensors[name] = value
+        return {_MARK: [name, list(value.shape), value.dtype]}
+    if isinstance(value, Mapping):
+        children = {k: _without_tensors(v, tensors, f"{key}.{k}") for k, v in value.items()}
+        return OrderedDict(children) if isinstance(value, OrderedDict) else children
+    if type(value) in (list, tuple):
+        return type(value)(
+            _without_tensors(child, tensors, f"{key}.{place}") for place, child in enumerate(value)
+        )
+    return value
+
+
+def _with_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The opposite: tensors to be filled, by name."""
+    if isinstance(value, Mapping):
+        if _MARK in value:
+            name, shape, dtype = value[_MARK]
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            return tensors[name]
+        filled = {k: _with_tensors(child, tensors) for k, child in value.items()}
+        return OrderedDict(filled) if isinstance(value, OrderedDict) else filled
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(child, tensors) for child in value)
+    return value
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        names = _KNOWN.get(module, set())
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if names is None or name in names or is_dtype:
+            return super().find_class(module, name)
+        raise CheckpointError(
+            "the checkpoint holds an object that only code could rebuild; it was not run",
+            got=f"{module}.{name}",
+            cause="it was not written by lockstep, or altered on purpose",
+            fix="do not use this directory",
+        )
+
+
+def _reader(path: str) -> FileSystemReader:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            with self.fs.create_stream(_joined(self.path, _METADATA), "rb") as file:
+                metadata: Metadata = _Unpickler(io.BytesIO(file.read())).load()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(path)
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torch says that it takes what it was told (`no_dist`) for the intent.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _joined(folder: str | os.PathLike[str] | Path, name: str) -> str:
+    return os.path.join(os.fspath(folder), name)
+
+
+def _checksum(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

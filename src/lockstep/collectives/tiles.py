@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block of similarities, and its gradient, tile by tile: no matrix of rows times columns.
+
+S = scale * rows @ columns.T is never held. A tile is made, used for both of its directions
+while it is in the processor's cache, and overwritten by the next. Backward makes it again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Tile = tuple[int, int]
+
+
+def strips_of(span: slice, length: int) -> list[slice]:
+    """`span` cut into slices of `length`; the last one may be shorter."""
+    return [
+        slice(start, min(start + length, span.stop))
+        for start in range(span.start, span.stop, length)
+    ]
+
+
+@dataclass(frozen=True)
+class Similarities:
+    """The block S, as the tensors that it is made from.
+
+    Attributes:
+        rows: shape (R, D).
+        columns: shape (C, D).
+        scale: a number.
+        own: with it, row i is column `own` + i, and its similarity to itself is left out.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    scale: float
+    tile: Tile
+    own: int | None = None
+
+    def tile_of(self, strip: slice, part: slice, buffer: torch.Tensor) -> torch.Tensor:
+        """S of some rows and some columns, in `buffer`."""
+        tile = buffer[: strip.stop - strip.start, : part.stop - part.start]
+        torch.mm(self.scaled(strip), self.columns[part].T, out=tile)
+        if self.own is not None:
+            # Where the diagonal of the whole begins in this tile; it may miss it altogether.
+            offset = self.own + strip.start - part.start
+            if -tile.shape[0] < offset < tile.shape[1]:
+                tile.diagonal(offset).fill_(-math.inf)
+        return tile
+
+    def scratch(self) -> torch.Tensor:
+        """Room for one tile."""
+        height, width = self.tile
+        return self.rows.new_empty(min(height, len(self.rows)), min(width, len(self.columns)))
+
+    def strips(self) -> list[slice]:
+        """The rows, in the heights of tiles."""
+        return strips_of(slice(0, len(self.rows)), self.tile[0])
+
+    def parts(self) -> list[slice]:
+        """The columns, in the widths of tiles."""
+        return strips_of(slice(0, len(self.columns)), self.tile[1])
+
+    def scaled(self, strip: slice) -> torch.Tensor:
+        return self.rows[strip] * self.scale
+
+    def of_pairs(self, positives: torch.Tensor | slice) -> torch.Tensor:
+        """S[i, positives[i]] for every row, shape (R,)."""
+        found = self.rows.new_empty(len(self.rows))
+        for strip in self.strips():
+            partners = self.columns[_part(positives, strip)]
+            found[strip] = (self.scaled(strip) * partners).sum(1)
+        return found
+
+
+class Sums:
+    """log sum exp of the rows or the columns, while their tiles come by."""
+
+    def __init__(self, like: torch.Tensor, length: int) -> None:
+        self.largest = like.new_full((length,), -math.inf)
+        self.sum = like.new_zeros(length)
+
+    def add(self, part: slice, tile: torch.Tensor, dim: int, scratch: torch.Tensor) -> None:
+        """Take in `tile`, whose entries along `dim` belong together."""
+        before = self.largest[part]
+        largest = torch.maximum(before, tile.amax(dim))
+        # All left out so far: minus infinity from itself would be NaN.
+        shift = torch.where(largest == -math.inf, 0.0, largest)
+        self.sum[part] *= (before - shift).exp_()
+        torch.sub(tile, shift.unsqueeze(dim), out=scratch)
+        self.sum[part] += scratch.exp_().sum(dim)
+        self.largest[part] = largest
+
+    def logarithm(self) -> torch.Tensor:
+        return self.largest + self.sum.log()
+
+
+def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums, Sums]:
+    """What is needed for log sum exp over each row, and over this block's part of each column.
+
+    Returns:
+        For the rows, and for the columns (untouched without `of_columns`).
+    """
+    of_rows = Sums(block.rows, len(block.rows))
+    columns = Sums(block.rows, len(block.columns))
+    buffer, scratch = block.scratch(), block.scratch()
+    for strip in block.strips():
+        for part in block.parts():
+            tile = block.tile_of(strip, part, buffer)
+            room = scratch[: tile.shape[0], : tile.shape[1]]
+            of_rows.add(strip, tile, 1, room)
+            if of_columns:
+                columns.add(part, tile, 0, room)
+    return of_rows, columns
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """dL/dS = by_row[i] exp(S[i, j] - log_rows[i]) + by_column[j] exp(S[i, j] - log_columns[j]),
+    and minus on_pair[i] at each row's positive.
+
+    A coefficient that is the same everywhere is a number: multiplying can then wait.
+    """
+
+    log_rows: torch.Tensor
+    log_columns: torch.Tensor | None
+    by_row: torch.Tensor | float
+    by_column: torch.Tensor | float
+    on_pair: torch.Tensor | float
+
+
+def gradients(
+    block: Similarities,
+    positives: torch.Tensor | slice,
+    coefficients: Coefficients,
+    *,
+    parts: Sequence[slice],
+    deliver: Callable[[slice, torch.Tensor], None] | None,
+) -> torch.Tensor:
+    """The gradient of the rows without its factor `scale`, and, part by part, of the columns.
+
+    Args:
+        positives: each row's column.
+        parts: the columns, cut as their gradient is to be delivered; none wider than a tile.
+        deliver: gets each part and scale * (dL/dS).T @ rows of it, a tensor to keep.
+
+    Returns:
+        dL/dS @ columns, shape (R, D).
+    """
+    by_rows = torch.zeros_like(block.rows)
+    buffer, scratch = block.scratch(), block.scratch()
+    for part in parts:
+        columns = block.columns[part]
+        by_columns = None if deliver is None else torch.zeros_like(columns)
+        for strip in block.strips():
+            tile = block.tile_of(strip, part, buffer)
+            room = scratch[: tile.shape[0], : tile.shape[1]]
+            _differentiate(tile, room, strip, part, coefficients)
+            by_rows[strip].addmm_(tile, columns)
+            if by_columns is not None:
+                by_columns.addmm_(tile.T, block.scaled(strip))
+        _subtract_pairs(block, positives, part, coefficients.on_pair, by_rows, by_columns)
+        if deliver is not None and by_columns is not None:
+            deliver(part, by_columns)
+    return by_rows
+
+
+def _differentiate(
+    tile: torch.Tensor, room: torch.Tensor, strip: slice, part: slice, given: Coefficients
+) -> None:
+    """Overwrite the similarities of a tile with the loss's gradient, but for the positives."""
+    if given.log_columns is not None:
+        torch.sub(tile, given.log_columns[part], out=room)
+        _times(room.exp_(), given.by_column, part, 0)
+    tile.sub_(given.log_rows[strip].unsqueeze(1))
+    _times(tile.exp_(), given.by_row, strip, 1)
+    if given.log_columns is not None:
+        tile.add_(room)
+
+
+def _times(tile: torch.Tensor, factor: torch.Tensor | float, part: slice, dim: int) -> None:
+    if isinstance(factor, torch.Tensor):
+        tile.mul_(factor[part].unsqueeze(dim))
+    elif factor != 1.0:
+        tile.mul_(factor)
+
+
+def _subtract_pairs(
+    block: Similarities,
+    positives: torch.Tensor | slice,
+    part: slice,
+    weight: torch.Tensor | float,
+    by_rows: torch.Tensor,
+    by_columns: torch.Tensor | None,
+) -> None:
+    """What the rows whose positives are in `part` take off both gradients, some at a time."""
+    for strip in block.strips():
+        here, there = _pairs(positives, strip, part)
+        each = weight[here].unsqueeze(1) if isinstance(weight, torch.Tensor) else weight
+        if isinstance(here, slice) and isinstance(there, slice):
+            if here.start >= here.stop:
+                continue
+            by_rows[here].sub_(block.columns[there] * each)
+            if by_columns is not None:
+                inside = slice(there.start - part.start, there.stop - part.start)
+                by_columns[inside].sub_(block.scaled(here) * each)
+        elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+            by_rows.index_add_(0, here, block.columns[there] * each, alpha=-1)
+            if by_columns is not None:
+                taken = block.rows[here] * (block.scale * each)
+                by_columns.index_add_(0, there - part.start, taken, alpha=-1)
+
+
+def _pairs(
+    positives: torch.Tensor | slice, strip: slice, part: slice
+) -> tuple[torch.Tensor | slice, torch.Tensor | slice]:
+    """The rows of `strip` whose positives are in `part`, and these positives."""
+    if isinstance(positives, slice):
+        first = max(part.start, positives.start + strip.start)
+        last = min(part.stop, positives.start + strip.stop)
+        return slice(first - positives.start, last - positives.start), slice(first, last)
+    found = positives[strip]
+    inside = ((found >= part.start) & (found < part.stop)).nonzero().squeeze(1)
+    return inside + strip.start, found[inside]
+
+
+def _part(positives: torch.Tensor | slice, strip: slice) -> torch.Tensor | slice:
+    if isinstance(positives, slice):
+        return slice(positives.start + strip.start, positives.start + strip.stop)
+    return positives[strip]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process and plain autograd: what every way to synchronise is held to.
+
+Independent of the others on purpose. No hooks, no buckets, no communication: a backward is
+torch's, and a window of weighted backwards is their weighted mean, as one writes it by hand.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from lockstep.errors import WeightError
+
+
+class Alone:
+    """A `Synchroniser` without peers.
+
+    Args:
+        modules: what is trained.
+        averages: False if the losses are sums over their batches.
+
+    Attributes:
+        rounds: windows closed.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], *, averages: bool) -> None:
+        self._parameters = [p for module in modules for p in module.parameters()]
+        self._averages = averages
+        self._weight: float | None = None
+        self._earlier: list[torch.Tensor | None] = []
+        self._is_paused = False
+        self.rounds = 0
+
+    @property
+    def needs_guard(self) -> bool:
+        return False
+
+    @property
+    def has_open_window(self) -> bool:
+        return self._weight is not None
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | None = None, **backward_kwargs: Any
+    ) -> None:
+        """Torch's backward; in a window of `no_sync`, its part of the weighted mean.
+
+        Gradient:
+            sum over the window of weight * d loss / sum of weights, added to what was there.
+
+        Collective:
+            None.
+        """
+        is_whole = self._weight is None and not self._is_paused
+        if weight is None or is_whole or not self._averages:
+            if weight != 0:
+                loss.backward(**backward_kwargs)
+            return
+        if self._weight is None:
+            self._weight = 0.0
+            self._earlier = [parameter.grad for parameter in self._parameters]
+            self._put([None] * len(self._parameters))
+        if weight:
+            self._weight += weight
+            (loss * weight).backward(**backward_kwargs)
+        if not self._is_paused:
+            self.reduce_pending()
+
+    def reduce_pending(self) -> None:
+        """Close the window: divide once by all its weights.
+
+        Gradient:
+            As after the last backward of a window.
+
+        Collective:
+            None.
+        """
+        if self._weight is None:
+            return
+        sums = [parameter.grad for parameter in self._parameters]
+        weight, earlier = self._weight or 1.0, self._earlier
+        self.forget_window()
+        means = [None if grad is None else grad / weight for grad in sums]
+        self._put([_added(*pair) for pair in zip(earlier, means, strict=True)])
+        self.rounds += 1
+
+    def forget_window(self) -> None:
+        """Drop the gradients that were accumulated in it."""
+        self._weight, self._earlier = None, []
+        self._put([None] * len(self._parameters))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Weights add up until the next backward outside.
+
+        Gradient:
+            Not the mean yet.
+
+        Collective:
+            None.
+        """
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+
+    # What only peers need.
+
+    def begin_step(self, step: int) -> None: ...
+
+    def set_delivered_weight(self, weight: float | WeightError | None) -> None: ...
+
+    def delivered_weight(self) -> float | None:
+        return None
+
+    def take_shard(self, shard: int) -> None: ...
+
+    def expect_weight(self, total: float | None) -> None: ...
+
+    def broadcast_buffers(self) -> None: ...
+
+    def agree_on_values(self) -> None: ...
+
+    def seal(self) -> None: ...
+
+    def detach(self) -> None: ...
+
+
+def _added(earlier: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    if earlier is None or new is None:
+        return new if earlier is None else earlier
+    return earlier + new

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process, several device replicas of one model (what torch.nn.DataParallel is for).
+
+A call cuts its batch along dim 0, runs every part on a device of its own with copies of the one
+model's parameters, and joins the outputs. The copies belong to the graph, so backward adds the
+gradients of all of them into the one model, and the loss, computed on the whole output, weighs
+them rightly however the batch was cut.
+
+Each replica is the same module with other tensors put in for the time of its call. So they run
+one after the other; on accelerators, which work on while Python goes on, they still overlap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+
+from lockstep.data.structure import concatenate, map_leaves
+from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+
+Tensors = dict[str, torch.Tensor]
+
+
+class ReplicatedModel(nn.Module):
+    """A model whose calls are shared out over devices.
+
+    Its ``module`` is the one model, which holds the weights, the gradients and the buffers.
+    Whatever else is asked of this object (a method, an attribute) is the one model's.
+
+    Args:
+        module: the model; its parameters are on ``devices[0]``.
+        devices: one for each replica.
+
+    Raises:
+        ConfigurationError: a layer that would have to communicate between the replicas.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        _refuse_synced_statistics(module, len(devices))
+        self.module = module
+        self.devices = list(devices)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of all rows, in their order, on the first device.
+
+        Args:
+            args: tensors whose dim 0 is the batch, or structures of them; numbers and strings
+                go to every replica as they are, a list of as many as there are rows is cut.
+            kwargs: the same.
+
+        Returns:
+            What the module returns, with the rows of all replicas. There are never more
+            replicas than rows.
+
+        Gradient:
+            Of every replica, added into the one model.
+
+        Raises:
+            ConfigurationError: what goes in, or comes out, has not got the batch in dim 0.
+            LostUpdateError: the replicas left different values in the model.
+        """
+        rows = _rows((args, kwargs))
+        count = max(1, min(len(self.devices), rows or 1))
+        if count == 1:
+            return self.module(*args, **kwargs)
+        assert rows is not None
+        bounds = [rows * number // count for number in range(count + 1)]
+        run = _Run(self.module, self.devices[:count])
+        outputs: list[Any] = []
+        for number, device in enumerate(run.devices):
+            part = slice(bounds[number], bounds[number + 1])
+            inputs = _scattered((args, kwargs), part, rows, device)
+            output = run.call(number, *inputs)
+            outputs.append(_checked_output(output, part.stop - part.start, self.devices[0]))
+        run.refuse_lost_updates()
+        return concatenate(outputs)
+
+
+def replica_devices(first: torch.device, count: int) -> list[torch.device]:
+    """A device for each of `count` replicas: accelerators from `first` on, or one CPU for all.
+
+    Raises:
+        NotEnoughResourcesError: there are fewer accelerators.
+    """
+    if first.type == "cpu":
+        return [first] * count
+    there = torch.get_device_module(first).device_count()
+    if there < count:
+        raise NotEnoughResourcesError(
+            "there are fewer devices than replicas",
+            expected=f"{count} {first.type} devices in one process",
+            got=f"{there}",
+            fix=f"num_workers={there}, or use_gpu=False",
+        )
+    return [torch.device(first.type, index) for index in range(count)]
+
+
+class _Run:
+    """One call of all replicas, and what each of them did to the model."""
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._module = module
+        self.devices = devices
+        parameters = dict(module.named_parameters())
+        buffers = dict(module.named_buffers())
+        # Replica 0 is the model itself. The others are copied before it may change anything.
+        self._copies: list[Tensors] = [{**parameters, **buffers}]
+        for device in devices[1:]:
+            copies = {name: param.to(device, copy=True) for name, param in parameters.items()}
+            with torch.no_grad():
+                copies |= {name: item.to(device, copy=True) for name, item in buffers.items()}
+            self._copies.append(copies)
+        self._before = _left_behind(module)
+
+    def call(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run replica `number` on its part of the batch."""
+        if number == 0:
+            output = self._module(*args, **kwargs)
+            # A forward may have put other buffers in the place of its own.
+            self._copies[0] |= dict(self._module.named_buffers())
+        else:
+            output = functional_call(self._module, self._copies[number], tuple(args), dict(kwargs))
+        self._refuse_left_tensors(number)
+        return output
+
+    def refuse_lost_updates(self) -> None:
+        """Raise if a replica wrote something else to the model than replica 0 did.
+
+        Replica 0's writes stay, the others' vanish with their copies: nothing is lost where
+        they wrote the same. Running statistics of normalisation layers are replica 0's, as
+        they are rank 0's where the replicas are workers.
+        """
+        own = self._copies[0]
+        statistics = _running_statistics(self._module)
+        for number, copies in enumerate(self._copies[1:], start=1):
+            for name, value in copies.items():
+                if name not in statistics and not _same(value.detach(), own[name].detach()):
+                    raise _lost_update(number, f"`{name}`, which replica 0 left with other values")
+
+    def _refuse_left_tensors(self, number: int) -> None:
+        """Raise if forward left a part of the graph on the module: only one replica's stays."""
+        for place, value in _left_behind(self._module).items():
+            if self._before.get(place) != value and torch.is_grad_enabled():
+                raise _lost_update(number, f"`{place}`, a tensor that forward left on the module")
+
+
+def _left_behind(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parts of a graph that hang on modules as attributes, by place and identity."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in _TABLES:
+                continue
+            items: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
+            if isinstance(value, dict):
+                items = value.values()
+            ids = tuple(
+                id(item) for item in items if isinstance(item, torch.Tensor) and item.grad_fn
+            )
+            if ids:
+                found[f"{path}.{name}".lstrip(".")] = ids
+    return found
+
+
+def _running_statistics(module: nn.Module) -> set[str]:
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        if isinstance(part, _NormBase)
+        for name in part._buffers
+    }
+
+
+def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
+    value = value.to(own.device)
+    if torch.equal(value, own):
+        return True
+    # A value that is not a number is not equal to itself.
+    return (
+        value.shape == own.shape
+        and own.is_floating_point()
+        and torch.equal(value.isnan(), own.isnan())
+        and torch.equal(value.nan_to_num(), own.nan_to_num())
+    )
+
+
+def _refuse_synced_statistics(module: nn.Module, count: int) -> None:
+    for path, part in module.named_modules():
+        if count > 1 and isinstance(part, nn.SyncBatchNorm):
+            raise ConfigurationError(
+                "SyncBatchNorm cannot see the rows of the other replicas of one process",
+                where=f"`{path}` under sync='data_parallel'",
+                cause="the replicas run one after the other",
+                fix='use sync="replicate" with joint_loss = True, or nn.BatchNorm, whose'
+                " statistics are then those of each replica",
+            )
+
+
+def _rows(inputs: Any) -> int | None:
+    """The leading length of the first tensor that has one."""
+    found: list[int] = []
+
+    def look(leaf: Any, _: str) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            found.append(leaf.shape[0])
+        return leaf
+
+    map_leaves(inputs, look)
+    return found[0] if found else None
+
+
+def _scattered(inputs: Any, part: slice, rows: int, device: torch.device) -> Any:
+    def cut(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.ndim == 0:
+                return leaf.to(device)
+            if leaf.shape[0] != rows:
+                raise _without_rows(f"input{place}", f"shape {tuple(leaf.shape)}", rows)
+            return leaf[part].to(device, non_blocking=True)
+        if isinstance(leaf, list) and len(leaf) == rows:
+            return leaf[part]
+        if isinstance(leaf, list | tuple | str | bytes | int | float | complex | bool | None):
+            return leaf
+        raise _without_rows(f"input{place}", f"a {type(leaf).__name__}", rows)
+
+    return map_leaves(inputs, cut)
+
+
+def _checked_output(output: Any, rows: int, device: torch.device) -> Any:
+    def look(leaf: Any, place: str) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.ndim == 0 or leaf.shape[0] != rows:
+            raise _without_rows(f"output{place}", f"shape {tuple(leaf.shape)}", rows)
+        return leaf.to(device)
+
+    return map_leaves(output, look)
+
+
+def _without_rows(place: str, got: str, rows: int) -> ConfigurationError:
+    return ConfigurationError(
+        "a replica's rows cannot be told from the others'",
+        where=f"{place} of a model under sync='data_parallel'",
+        expected=f"tensors with {rows} rows in dim 0",
+        got=got,
+        cause="the batch is not in dim 0, or the model returns a mean over its own rows, which"
+        " counts wrongly where replicas have unequal numbers of rows",
+        fix="keep what all rows share in buffers of the model, return a value for each row, and"
+        " take the mean in compute_loss",
+    )
+
+
+def _lost_update(number: int, what: str) -> LostUpdateError:
+    return LostUpdateError(
+        "a replica's forward changed its copy of the model, and the change would be lost",
+        where=f"replica {number}",
+        got=what,
+        cause="forward writes to parameters or buffers, or leaves an intermediate result there",
+        fix="return it from forward and write in train_batch, on model.module; or leave"
+        ' sync="data_parallel" out',
+    )

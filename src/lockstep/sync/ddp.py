@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""N gradients become one through torch's DistributedDataParallel.
+
+The objective is the one of `GradientSync`: a backward's weight multiplies its root, and a bucket
+is divided once by the sum of all weights. A plain ``loss.backward()`` carries the delivered
+weight in its buckets. What DDP adds is its rule: a gradient is reduced if, and only if, it came
+out of the wrapper's own forward. One that did not (``model.module(x)``, a method, a second
+backward) stays this rank's, and the optimizer guard refuses to step with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep import reduction
+from lockstep.errors import (
+    WrongUseError,
+)
+from lockstep.sync import guard
+from lockstep.sync.buffers import broadcast_tensors
+from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
+from lockstep.sync.ddp_round import Round, came_twice
+from lockstep.sync.gradient_hooks import hook_gradient
+from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
+from lockstep.sync.inventory import agree, refuse_shared, take_inventory
+from lockstep.sync.reducer import PLAIN, WEIGHTED
+from lockstep.sync.window import Window, checked_weight, weighted_root
+from lockstep.sync.windowed import WindowedSync
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from lockstep.group import Group
+    from lockstep.sync.buckets import Slot
+    from lockstep.sync.reducer import Contribution
+
+_OUTSIDE: Final = (
+    "it did not come out of the forward of the model that register() returned (model.module,"
+    " another method, the unwrapped model), a parameter of the model got none, or a second"
+    " backward followed one forward",
+    "call the model that register() returned; one backward for each forward; for layers that are"
+    ' not always used: register(..., ddp_args={"find_unused_parameters": True})',
+)
+
+
+class DDPSync(WindowedSync):
+    """See `Synchroniser`. Wraps the modules that have something to train.
+
+    Attributes:
+        models: what to use instead of the modules, in their order.
+        rounds: how many reductions there have been.
+        full_round: always 0: the guard looks at each gradient.
+        stale_advice: for the guard, why a gradient was not reduced, and what to type.
+    """
+
+    full_round = 0
+    stale_advice = _OUTSIDE
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        group: Group,
+        *,
+        ddp_args: Mapping[str, Any],
+        bucket_cap_mb: float = 25,
+        buffers: str = "after_backward",
+        averages: bool = True,
+    ) -> None:
+        arguments = {"bucket_cap_mb": bucket_cap_mb, **checked_ddp_args(ddp_args)}
+        found = take_inventory(modules)
+        guard.refuse_attached(found.parameters, "detach() the synchronisation that has it")
+        agree(group, found, [sorted(map(repr, arguments.items())), buffers, averages])
+        super().__init__(group, found, fixed_units=not averages)
+        self.averages = averages
+        forward_buffers = arguments.get("forward_sync_buffers", True)
+        self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
+        self._syncs_buffers = buffers == "after_backward" and self._keeps_buffers
+        self.finds_unused = bool(arguments.get("find_unused_parameters"))
+        self._copies = bool(arguments.get("gradient_as_bucket_view"))
+        everything = [slot.param for slot in self._slots] + self._buffer_tensors()
+        broadcast_tensors(group, everything, cap_bytes=2**25)
+        self._of_param = {id(slot.param): slot for slot in self._slots}
+        self.models = self._wrapped(modules, arguments)
+        self._reduced = [model for model in self.models if isinstance(model, ReducedModel)]
+        self._lock = threading.Lock()
+        self._tasks: set[int] = set()
+        self.step = 0
+        self._is_open = False
+        self._is_driven = False
+        self._used: set[Slot] = set()
+        self._round = Round(self, self._reduced, self._used)
+        self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
+        guard.protect(self, self._slots)
+
+    def _wrapped(
+        self, modules: Sequence[torch.nn.Module], arguments: Mapping[str, Any]
+    ) -> list[torch.nn.Module]:
+        refuse_shared(modules, 'put both into one module, or leave out sync="ddp"')
+        wrapped: list[torch.nn.Module] = []
+        for place, module in enumerate(modules):
+            slots = [s for p in module.parameters() if (s := self._of_param.get(id(p)))]
+            trains = any(slot.param.requires_grad for slot in slots)
+            wrapped.append(
+                ReducedModel(module, place, slots, self, arguments) if trains else module
+            )
+        return wrapped
+
+    # ------------------------------------------------------------------ what the loops call
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | None = None, **backward_kwargs: Any
+    ) -> None:
+        """Run backward, which reduces what came out of the wrappers' forwards.
+
+        Args:
+            loss: what to differentiate; a scalar, or with ``gradient=`` of any shape.
+            weight: what the loss counts for; None: as a plain ``loss.backward()``.
+            backward_kwargs: for ``Tensor.backward``.
+
+        Gradient:
+            sum over ranks and window of weight * d loss / sum of weights, added to what
+            earlier rounds left. Under `no_sync`: nothing is reduced yet.
+
+        Collective:
+            Every rank, if only by `reduce_pending`. For each model a small all-reduce and one
+            per bucket; with several models they do not overlap backward.
+
+        Raises:
+            WeightError: a bad weight, or weights that add up to zero.
+            GradientNotReducedError: a parameter got no gradient, or the ranks ran backward
+                through different models.
+            PeerLostError: another rank went away.
+        """
+        scale: float | None = None
+        if weight is None:
+            self._open_window(PLAIN)
+        else:
+            weight = checked_weight(weight, self.place)
+            share = weight / self._units[WEIGHTED] if self.averages else float(weight > 0)
+            given = backward_kwargs.get("gradient")
+            scale, root = weighted_root(loss, given, share, self.place)
+            backward_kwargs["gradient"] = root
+            self._open_window(WEIGHTED)
+            self._window.weight += scale
+        self._drive(lambda: loss.backward(**backward_kwargs), scale)
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step the backwards from now on belong to."""
+        self.step = step
+
+    def reduce_pending(self) -> None:
+        """Follow the peers' backward with what is there, or with nothing.
+
+        Gradient:
+            As after a backward. If no rank brings anything, gradients stay as they are.
+
+        Collective:
+            Every rank: this, or a backward.
+
+        Raises:
+            PeerLostError: another rank went away.
+        """
+        self.attached()
+        if self._window.kind is None:
+            self._window.aside = self._set_aside()
+        try:
+            self._round.follow()
+            self._finish()
+        except BaseException:
+            self._reset(broken=True)
+            raise
+
+    def forget_window(self) -> None:
+        """Drop the gradients that were accumulated since the last round."""
+        for slot in self._slots:
+            slot.param.grad = None
+        self._reset()
+
+    def take_shard(self, shard: int) -> None:
+        """Not under DDP, whose buckets mix what its order mixes."""
+        raise WrongUseError('sums over shards in a fixed order need sync="replicate"')
+
+    def broadcast_buffers(self) -> None:
+        """Overwrite every rank's buffers with rank 0's, unless ``ddp_args`` say not to.
+
+        Gradient:
+            None: buffers have none.
+
+        Collective:
+            Every rank. Blocks. One broadcast.
+        """
+        if self._keeps_buffers:
+            broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=2**25)
+
+    def detach(self) -> None:
+        """Take all hooks off and forget the group; the wrappers become their modules."""
+        if self._group is None:
+            return
+        reduction.deliver(None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for model in self._reduced:
+            model.release()
+        self._reset()
+        self._group = None
+        guard.release(self, self._slots)
+
+    # ------------------------------------------------------------------ for guard and models
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def refuse_broken(self) -> None:
+        """Before a forward: its backward could not be reduced."""
+        if self._is_open and self._round.refusal is not None:
+            self._reset(broken=True)  # refused by all ranks alike, in a plain backward
+        self.attached()
+
+    # ------------------------------------------------------------------ a backward
+
+    def _hook(self, slot: Slot) -> list[Any]:
+        tasks = self._tasks
+
+        def gradient_comes(_: object) -> None:
+            if current_task() not in tasks:
+                self._enter_task()
+
+        def gradient_arrived(_: torch.Tensor) -> None:
+            if self._round.kept is None:
+                self._used.add(slot)
+            slot.passed = 0
+            self._round.note_arrival(slot)
+
+        return hook_gradient(slot.param, gradient_comes, gradient_arrived)
+
+    def _enter_task(self) -> None:
+        """The first gradient of a run of the engine: of a new backward, or of one inside it."""
+        with self._lock:
+            task = current_task()
+            if task in self._tasks:
+                return
+            inside = self._is_driven or (self._is_open and nesting_depth())
+            if not inside:
+                self._open_window(PLAIN)
+                if not self._is_paused:
+                    self._is_open = True
+                    # Twice: DDP's own call at the end is queued in between.
+                    call_at_end(lambda: call_at_end(self._finish_plain))
+            self._tasks.add(task)
+
+    def _finish_plain(self) -> None:
+        if not self._is_open:
+            return
+        try:
+            self._finish()
+        except BaseException:
+            self._reset(broken=True)
+            raise
+
+    def _open_window(self, kind: str) -> None:
+        self.attached()
+        if self._is_open:
+            self._reset(broken=True)  # an earlier backward raised and never ended
+            self.attached()
+        is_first = self._window.kind is None
+        if kind == WEIGHTED:
+            self._window.enter(WEIGHTED, self.place)
+        elif self.averages:
+            self._window.enter_plain(self.delivered_weight(), self.place)
+        else:
+            self._window.enter_sum(self.delivered_weight(), self.place)
+        if is_first:
+            self._window.aside = self._set_aside()
+
+    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
+        self._is_driven = True
+        if weight == 0.0:
+            # Weight zero: nothing of it may stay, and zero times NaN would.
+            self._round.kept = self._set_aside()
+        try:
+            with reduction.backward_of(self.attached(), weight):
+                run()
+            self._put_back_kept()
+            if not self._is_paused:
+                self._finish()
+        except RuntimeError as error:
+            self._reset(broken=True)
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise came_twice(self.place, str(error).splitlines()[0]) from error
+        except BaseException:
+            self._reset(broken=True)
+            raise
+
+    def _put_back_kept(self) -> None:
+        kept, self._round.kept = self._round.kept, None
+        if kept is None:
+            return
+        landed = {slot for model in self._round.landed() for slot in model.reduced}
+        for slot in self._slots:
+            if slot not in landed:
+                slot.param.grad = kept.get(slot)
+
+    def _set_aside(self) -> dict[Slot, torch.Tensor]:
+        """Take the gradients away. Copies, where DDP's next bucket will use their memory."""
+        grads = {slot: slot.param.grad for slot in self._slots if slot.param.grad is not None}
+        for slot in grads:
+            slot.param.grad = None
+        return {slot: grad.clone() if self._copies else grad for slot, grad in grads.items()}
+
+    # ------------------------------------------------------------------ for a round
+
+    def carry(self, model: ReducedModel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: a bucket is full."""
+        if not self._is_paused:
+            return self._round.carry(model, bucket)
+        # The forward ran outside `no_sync` and its backward inside: these stay local.
+        flat = bucket.buffer()
+        devices = [flat.device] if flat.is_cuda else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(flat)
+        return future
+
+    def contribution(self) -> Contribution:
+        return self._window.contribution(self._units)
+
+    def slot_of(self, param: torch.Tensor) -> Slot:
+        return self._of_param[id(param)]
+
+    # ------------------------------------------------------------------ the end of a round
+
+    def _finish(self) -> None:
+        self._round.finish()
+        landed, sums = self._round.landed(), self._round.sums
+        if landed:
+            self.rounds += 1
+        for slot in [slot for model in landed for slot in model.reduced]:
+            slot.passed = self.rounds
+        self._add_aside()
+        if sums is not None:
+            self._units.learn(sums)
+        self._reset()
+        if landed and self._syncs_buffers:
+            self.broadcast_buffers()
+
+    def _add_aside(self) -> None:
+        for slot, earlier in self._window.aside.items():
+            grad = slot.param.grad
+            slot.param.grad = earlier if grad is None else grad.add_(earlier)
+
+    def _reset(self, *, broken: bool = False) -> None:
+        if broken:
+            self._is_broken = self._is_broken or self._round.has_sent
+        for model in self._reduced if broken else self._round.unfinished():
+            model.forget()
+        self._window = Window()
+        self._used.clear()
+        self._round = Round(self, self._reduced, self._used)
+        self._tasks.clear()
+        self._is_open = False
+        self._is_driven = False

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model in torch's DistributedDataParallel, whose buckets we carry.
+
+DDP gives the wrapper, the flat buckets and the moment at which each is full; the transport is
+ours, through DDP's communication hook. Its own process group is one of this rank alone, because
+what it would send on a shared one follows forwards: the order of its rebuilt buckets at the
+second forward, a map of used parameters after each backward. A rank without samples runs no
+forward, and its peers would wait for it, or read its next message as that one.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.errors import (
+    ConfigurationError,
+    GradientNotReducedError,
+    NotAvailableError,
+    SparseGradientError,
+)
+from lockstep.sync.ownership import is_local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lockstep.sync.buckets import Slot
+
+_ALLOWED: Final = frozenset(
+    {
+        "broadcast_buffers",
+        "forward_sync_buffers",
+        "bucket_cap_mb",
+        "bucket_cap_mb_list",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "batched_grad_copy",
+    }
+)
+_OURS: Final = {
+    "module": "it is what register(models=...) was given",
+    "process_group": "the workers' group is used",
+    "device_mesh": "the workers' group is used",
+    "device_ids": "a worker has one device, and batches are moved to it",
+    "output_device": "a worker has one device, and batches are moved to it",
+    "init_sync": "the replicas have to start equal",
+    "static_graph": "it lets torch guess how often a parameter is used; leave it out",
+    "mixed_precision": 'write TorchTrainer(..., precision="bf16")',
+}
+
+
+class Carrier(Protocol):
+    """Who carries a model's buckets to the peers."""
+
+    @property
+    def is_paused(self) -> bool: ...
+    def refuse_broken(self) -> None: ...
+    def carry(self, model: ReducedModel, bucket: Any) -> torch.futures.Future[torch.Tensor]: ...
+
+
+def checked_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that DDP is made with.
+
+    Raises:
+        ConfigurationError: one that is not DDP's, or that cannot hold here.
+    """
+    for name, value in given.items():
+        if name not in _ALLOWED:
+            raise ConfigurationError(
+                f"ddp_args cannot hold {name}",
+                expected=f"some of {', '.join(sorted(_ALLOWED))}",
+                got=f"{name}={value!r:.60}",
+                cause=_OURS.get(name),
+                fix=f"leave {name} out of register(ddp_args=...)",
+            )
+    return dict(given)
+
+
+class ReducedModel(DistributedDataParallel):
+    """torch's DDP around one module; `DDPSync` makes and owns it.
+
+    Attributes:
+        place: its number among the models.
+        slots: the synchronised parameters, frozen ones included.
+        reduced: those that DDP knows: they required a gradient when its buckets were made.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        place: int,
+        slots: Sequence[Slot],
+        carrier: Carrier,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        names = [name for name, item in _named_tensors(module) if is_local(item)]
+        if names:
+            # torch looks for a name at the root with and without the dot before it.
+            self._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+                module, [*names, *(f".{name}" for name in names)]
+            )
+        _refuse_sparse(module)
+        kept = {"broadcast_buffers", "forward_sync_buffers"}
+        super().__init__(
+            module,
+            process_group=_group_of_one(slots),
+            init_sync=False,
+            forward_sync_buffers=False,
+            **{name: value for name, value in arguments.items() if name not in kept},
+        )
+        self.place = place
+        self.slots = list(slots)
+        self._carrier: Carrier | None = carrier
+        self._take_hold()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; with gradients, the buckets are made ready for its backward."""
+        carrier = self._carrier
+        if carrier is None or not torch.is_grad_enabled() or not self.wanted():
+            return self.module(*inputs, **kwargs)
+        carrier.refuse_broken()
+        self.follow_frozen()
+        self.require_backward_grad_sync = not carrier.is_paused
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise GradientNotReducedError(
+                "the last backward through this model left parameters without a gradient",
+                cause="a conditional branch or an unused layer",
+                fix='self.register(..., ddp_args={"find_unused_parameters": True})',
+            ) from error
+
+    def wanted(self) -> list[Slot]:
+        """The parameters that require a gradient now."""
+        return [slot for slot in self.slots if slot.param.requires_grad]
+
+    def follow_frozen(self) -> None:
+        """Make new buckets if layers were frozen or unfrozen, as torch does when it unpickles."""
+        if self.reduced == self.wanted():
+            return
+        parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, names, static_graph=False)  # type: ignore[no-untyped-call]
+        self._comm_hooks = []
+        self._take_hold()
+
+    def forget(self) -> None:
+        """Make new buckets before the next forward: a backward did not end."""
+        self.reduced: list[Slot] = []
+
+    def signature(self) -> int:
+        """A number that tells which parameters of which model are in the buckets."""
+        numbers = [slot.number for slot in self.reduced]
+        return (zlib.crc32(repr(numbers).encode()) % 65536) * 64 + self.place
+
+    def empty_buckets(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Zeros like every bucket, and the parameters whose gradients stand in it, in order."""
+        for bucket in self.reducer._get_zeros_like_grad_buckets():
+            yield bucket.buffer(), bucket.parameters()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        # A copy (an average of the weights, say) is nobody's replica.
+        copied: torch.nn.Module = copy.deepcopy(self.module, memo)
+        return copied
+
+    def release(self) -> None:
+        """Take DDP's hooks off. The module can still be called, and trains by itself."""
+        self._carrier = None
+        self._comm_hooks = []
+        self.logger = None
+        self.reducer = None  # type: ignore[assignment]
+
+    def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
+        # Backward's order, for `_take_hold`.
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+    def _take_hold(self) -> None:
+        # DDP would rebuild its buckets in the order in which a rank's gradients came in its first
+        # backward, which a rank without samples cannot know. So it is told one now.
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+        self.register_comm_hook(None, lambda state, bucket: self._carry(bucket))
+        self.reduced = self.wanted()
+
+    def _carry(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if self._carrier is None:
+            raise NotAvailableError("this model was detached from its peers")
+        return self._carrier.carry(self, bucket)
+
+
+def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The gradients in a bucket of DDP's, strided like `parameters`; complex ones as real pairs."""
+    offset = 0
+    for parameter in parameters:
+        real = _as_real(parameter.detach())
+        piece = flat[offset : offset + real.numel()]
+        offset += real.numel()
+        strides = torch.empty_like(real, device="meta").stride()
+        dense = strides == real.stride()
+        yield piece.as_strided(real.shape, strides) if dense else piece.view(real.shape)
+
+
+def put_in(view: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Copy a gradient into its view in a bucket; None is zeros."""
+    view.zero_() if gradient is None else view.copy_(_as_real(gradient))
+
+
+def taken_out(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient of its own from a view in a bucket."""
+    copied = view.clone()
+    return torch.view_as_complex(copied) if parameter.is_complex() else copied
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _group_of_one(slots: Sequence[Slot]) -> Any:
+    alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    for device in {slot.param.device.type for slot in slots} | {"cpu"}:
+        backend = FakeProcessGroup._create_internal(0, 1)
+        alone._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return alone
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _refuse_sparse(module: torch.nn.Module) -> None:
+    for name, child in module.named_modules():
+        kind = isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if kind and child.sparse and child.weight.requires_grad and not is_local(child.weight):
+            raise SparseGradientError(
+                "a sparse gradient cannot travel in a flat bucket",
+                got=f"`{name}.weight`" if name else "`weight`",
+                fix="use sparse=False, or mark the layer: lockstep.local(layer)",
+            )

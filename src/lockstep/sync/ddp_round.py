@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One round under ``sync="ddp"``: the models' buckets, from full to global, by turns.
+
+A turn is one model's: the ranks agree that it is this model's (`ddp_header`), send its buckets,
+wait, and divide once by the sum of the weights. With one model its buckets leave while backward
+still runs; with several a model's leave together, so that those of two models that finish at the
+same time never mix, and a rank that only follows knows what comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lockstep import reduction
+from lockstep.errors import GradientNotReducedError
+from lockstep.sync.ddp_header import Header, exchange, make_header
+from lockstep.sync.ddp_model import put_in, taken_out, views_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from lockstep.group import Group, Pending
+    from lockstep.sync.buckets import Slot, Sums
+    from lockstep.sync.ddp_model import ReducedModel
+    from lockstep.sync.reducer import Contribution
+
+
+class Host(Protocol):
+    """What a round asks of the sync that it belongs to."""
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def averages(self) -> bool: ...
+    @property
+    def finds_unused(self) -> bool: ...
+    def attached(self) -> Group: ...
+    def contribution(self) -> Contribution: ...
+    def slot_of(self, param: torch.Tensor) -> Slot: ...
+
+
+@dataclass
+class _Cargo:
+    """One bucket on its way. `future` is what DDP waits for; None without a backward."""
+
+    flat: torch.Tensor
+    params: Sequence[torch.Tensor]
+    future: torch.futures.Future[torch.Tensor] | None = None
+    pending: Pending | None = None
+
+
+@dataclass
+class Turn:
+    """A model's reduction in this round.
+
+    Attributes:
+        cargo: its buckets so far.
+        used: how many ranks used each of its parameters; None where all must be used.
+        is_led: the ranks agreed that it is this model's turn.
+        has_landed: its gradients are the global ones.
+    """
+
+    cargo: list[_Cargo] = field(default_factory=list)
+    used: torch.Tensor | None = None
+    asked: Pending | None = None
+    is_led: bool = False
+    has_landed: bool = False
+
+
+class Round:
+    """The reductions of one backward, or of following one.
+
+    Attributes:
+        kept: while a backward of weight zero runs, what the window held before it.
+        used: the parameters that got a gradient on this rank since the last round.
+        sums: what the ranks brought; None before the first turn.
+        refusal: what a turn raised where raising would lose its type.
+    """
+
+    def __init__(self, host: Host, models: Sequence[ReducedModel], used: set[Slot]) -> None:
+        self._host = host
+        self._models = models
+        self._turns = {model: Turn() for model in models}
+        self._has_followers = False
+        self.used = used
+        self.kept: Mapping[Slot, torch.Tensor] | None = None
+        self.sums: Sums | None = None
+        self.refusal: BaseException | None = None
+        self._gone: set[Slot] = set()
+        self._late: list[Slot] = []
+
+    def note_arrival(self, slot: Slot) -> None:
+        """A gradient was accumulated; too late if its bucket has left."""
+        if slot in self._gone:
+            self._late.append(slot)
+
+    @property
+    def has_sent(self) -> bool:
+        """Peers wait for what does not come any more, if this round is not finished."""
+        return any(turn.is_led for turn in self._turns.values())
+
+    def unfinished(self) -> list[ReducedModel]:
+        """The models whose reducer waits for what will not come."""
+        return [m for m, turn in self._turns.items() if turn.cargo and not turn.has_landed]
+
+    def landed(self) -> list[ReducedModel]:
+        """The models whose gradients are the global ones."""
+        return [model for model, turn in self._turns.items() if turn.has_landed]
+
+    # ------------------------------------------------------------------ led by a backward
+
+    def carry(self, model: ReducedModel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """A bucket of DDP's is full.
+
+        Returns:
+            What DDP waits for at the end of backward; `_land` completes it before that.
+
+        Collective:
+            Every rank, in the order of the backward. With the last bucket, or with the first of
+            an only model, a small blocking all-reduce; then one all-reduce per bucket.
+        """
+        flat = bucket.buffer()
+        devices = [flat.device] if flat.is_cuda else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        turn = self._turns[model]
+        turn.cargo.append(_Cargo(flat, bucket.parameters(), future))
+        self._gone.update(map(self._host.slot_of, bucket.parameters()))
+        # What is raised here would lose its type in C++.
+        if self.refusal is None:
+            try:
+                self._send(model, turn, bucket.is_last())
+            except BaseException as error:
+                self.refusal = error
+        if bucket.is_last():
+            _call_at_end_of_task(lambda: self._land(model, turn))
+        return future
+
+    def _send(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
+        if not (is_last or len(self._models) == 1):
+            return
+        if reduction.crossing_ahead(self._host.attached()):
+            return  # `_land` sends them: what crosses ranks goes first, on every rank
+        self._send_all(model, turn, is_last)
+
+    def _send_all(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
+        if not turn.is_led:
+            mine = self._host.contribution()
+            header = make_header(mine, self._host.step, model=model.signature())
+            self._note(exchange(self._host.attached(), header, mine))
+            turn.is_led = True
+        for cargo in turn.cargo:
+            if cargo.pending is None:
+                self._ship(cargo)
+        if is_last and self._host.finds_unused and turn.asked is None:
+            self._ask_who_used(model, turn)
+
+    def _note(self, sums: Header) -> None:
+        self.sums = self.sums or sums.sums()
+        self._has_followers = self._has_followers or sums.leads < self._host.attached().size
+
+    def _ship(self, cargo: _Cargo) -> None:
+        """Make a bucket hold what this rank's window brings, and send it."""
+        mine, flat = self._host.contribution(), cargo.flat
+        if mine.is_silent:
+            flat.zero_()
+        elif self.kept is not None:
+            for param, view in zip(cargo.params, views_of(flat, cargo.params), strict=True):
+                put_in(view, self.kept.get(self._host.slot_of(param)))
+        if mine.scale != 1.0 and not mine.is_silent:
+            flat.mul_(mine.scale)
+        cargo.pending = self._host.attached().all_reduce(flat)
+
+    def _ask_who_used(self, model: ReducedModel, turn: Turn) -> None:
+        counts = not self._host.contribution().is_silent
+        used = [float(counts and slot in self.used) for slot in model.slots]
+        turn.used = torch.tensor(used, device=self._host.attached().device)
+        turn.asked = self._host.attached().all_reduce(turn.used)
+
+    def _land(self, model: ReducedModel, turn: Turn) -> None:
+        """Wait for a model's buckets, divide them and give them to DDP."""
+        if self.refusal is not None:
+            raise self.refusal
+        if any(cargo.pending is None for cargo in turn.cargo):
+            self._send_all(model, turn, is_last=True)
+        assert self.sums is not None
+        for cargo in turn.cargo:
+            assert cargo.pending is not None
+            cargo.pending.wait()
+            if self._host.averages and self.sums.weight != 1.0:
+                cargo.flat.div_(self.sums.weight)
+            if cargo.future is not None:
+                cargo.future.set_result(cargo.flat)
+        if turn.asked is not None:
+            turn.asked.wait()
+        turn.has_landed = True
+
+    # ------------------------------------------------------------------ following
+
+    def follow(self) -> None:
+        """Take part in what the peers' backward reduces, with this rank's gradients or none.
+
+        Collective:
+            Every rank: this, or a backward. The same calls as the peers' backward, and a small
+            all-reduce in which they say that it has ended.
+
+        Raises:
+            GradientNotReducedError: the peers lead with a model that is another one here.
+        """
+        group, mine = self._host.attached(), self._host.contribution()
+        while True:
+            sums = exchange(group, make_header(mine, self._host.step), mine)
+            if sums.leads:
+                self._note(sums)
+                self._take_turn(self._led_model(round(sums.model / sums.leads)))
+                continue
+            if not sums.ends and sums.brings_something:
+                # All follow, and some hold what a window left: every model, in order.
+                self.sums = sums.sums()
+                for model in self._models:
+                    self._take_turn(model)
+            return
+
+    def _led_model(self, signature: int) -> ReducedModel:
+        for model in self._models:
+            model.follow_frozen()
+            if model.signature() == signature:
+                return model
+        raise GradientNotReducedError(
+            "other ranks reduce a model that is another one here",
+            where=self._host.place,
+            cause="layers were frozen or unfrozen on some ranks only",
+            fix="freeze the same layers on every rank",
+        )
+
+    def _take_turn(self, model: ReducedModel) -> None:
+        """Reduce `model` without a backward."""
+        turn = self._turns[model]
+        turn.is_led = True
+        for flat, params in model.empty_buckets():
+            cargo = _Cargo(flat, params)
+            turn.cargo.append(cargo)
+            for param, view in zip(params, views_of(flat, params), strict=True):
+                put_in(view, param.grad)
+            self._ship(cargo)
+        if self._host.finds_unused:
+            self._ask_who_used(model, turn)
+        self._land(model, turn)
+        for cargo in turn.cargo:
+            for param, view in zip(cargo.params, views_of(cargo.flat, cargo.params), strict=True):
+                param.grad = taken_out(view, param)
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """After the backward: tell followers that it has ended, and settle who used what.
+
+        Raises:
+            GradientNotReducedError: a model's reduction was begun and could not end.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        if self._late:
+            raise came_twice(self._host.place, f"`{self._late[0].name}`")
+        self._refuse_unfinished()
+        led = [turn for turn in self._turns.values() if turn.cargo and turn.cargo[0].future]
+        if led and self._has_followers:
+            mine = self._host.contribution()
+            ending = make_header(mine, self._host.step, ends=True)
+            exchange(self._host.attached(), ending, mine)
+        for model, turn in self._turns.items():
+            if turn.has_landed and turn.used is not None:
+                self._give_to_users(model, turn, turn.used)
+
+    def _refuse_unfinished(self) -> None:
+        for model in self.unfinished():
+            missing = [slot.name for slot in model.reduced if slot not in self.used]
+            raise GradientNotReducedError(
+                "a backward left parameters without a gradient, and torch's DDP waits for them",
+                where=self._host.place,
+                got=", ".join(f"`{name}`" for name in missing[:8]),
+                cause="a conditional branch, an unused layer, or one loss of several",
+                fix='self.register(..., ddp_args={"find_unused_parameters": True}), and one'
+                " backward through the sum of the losses",
+            )
+
+    def _give_to_users(self, model: ReducedModel, turn: Turn, used: torch.Tensor) -> None:
+        """What nobody used has no gradient; what anybody used has one on every rank."""
+        counts = dict(zip(model.slots, used.tolist(), strict=True))
+        for cargo in turn.cargo:
+            for param, view in zip(cargo.params, views_of(cargo.flat, cargo.params), strict=True):
+                if not counts[self._host.slot_of(param)]:
+                    param.grad = None
+                else:
+                    param.grad = taken_out(view, param)
+
+
+def came_twice(place: str, what: str) -> GradientNotReducedError:
+    return GradientNotReducedError(
+        "a parameter's gradient came twice in one backward, which torch's DDP cannot reduce",
+        where=place,
+        got=what,
+        cause="reentrant checkpointing through one layer twice, or a parameter used outside the"
+        " model's forward",
+        fix='torch.utils.checkpoint(..., use_reentrant=False), or leave out sync="ddp"',
+    )
+
+
+def _call_at_end_of_task(function: Callable[[], None]) -> None:
+    """Call `function` when the innermost backward ends, before what DDP queues after this."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one owner of parameters and optimizers, to whom workers send gradients.
+
+It knows no model and computes no loss. It answers one request after the other; what all
+workers have to take part in it answers when all have asked, so that a worker that does
+something else than its peers is found out and not waited for.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+
+from lockstep.errors import (
+    GradientNotReducedError,
+    PeerLostError,
+    ReplicasDifferError,
+    WorkerFailedError,
+)
+from lockstep.sync.wire import Message, checked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+_TOGETHER = frozenset({"add", "step"})
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+Groups = list[tuple[dict[str, Any], list[int]]]
+"""An optimizer's parameter groups: their settings, and the numbers of their parameters."""
+
+
+class Owner:
+    """Parameters and optimizers of `size` workers.
+
+    Requests, by the word they begin with:
+
+    - "adopt": take over parameters and optimizers (rank 0 alone).
+    - "add": answer with the sum over the ranks, added in their order.
+    - "step": let an optimizer step with rank 0's gradients; answer with the new weights.
+    - "state", "load": read or replace the state of an optimizer.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._asked: dict[int, Message] = {}
+        self._gone: set[int] = set()
+        self._parameters: dict[int, torch.nn.Parameter] = {}
+        self._optimizers: list[Optimizer] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """No worker waits for another one."""
+        return not self._asked
+
+    def leave(self, rank: int) -> None:
+        """Rank `rank` asks for nothing any more."""
+        self._gone.add(rank)
+
+    def handle(self, rank: int, message: Message) -> dict[int, Message]:
+        """Take a request of rank `rank`; returns the answers that are due now, by rank."""
+        if message.what not in _TOGETHER:
+            return {rank: self._answer(lambda: self._alone(message))}
+        self._asked[rank] = message
+        if self._gone:
+            everyone, self._asked = list(self._asked), {}
+            return dict.fromkeys(everyone, _refusal(_left(sorted(self._gone))))
+        if len(self._asked) < self._size:
+            return {}
+        asked, self._asked = [self._asked[each] for each in range(self._size)], {}
+        return dict.fromkeys(range(self._size), self._answer(lambda: self._together(asked)))
+
+    def _answer(self, act: Any) -> Message:
+        try:
+            answer: Message = act()
+            return answer
+        # Whatever an optimizer of the user's raises belongs to the workers that wait for it.
+        except Exception as error:
+            return _refusal(error)
+
+    def _alone(self, message: Message) -> Message:
+        if message.what == "adopt":
+            self._parameters, optimizers = pickle.loads(message.about)
+            for optimizer, further in optimizers:
+                vars(optimizer).update(further)
+                self._optimizers.append(optimizer)
+            return Message("done")
+        optimizer = self._prepared(message)
+        if message.what == "load":
+            optimizer.load_state_dict(message.about["state"])
+            return Message("done")
+        return Message("done", cloudpickle.dumps(optimizer.state_dict()))
+
+    def _together(self, asked: Sequence[Message]) -> Message:
+        kinds = [_kind(message) for message in asked]
+        if any(kind != kinds[0] for kind in kinds):
+            raise _out_of_step(kinds)
+        return self._add(asked) if asked[0].what == "add" else self._step(asked)
+
+    def _add(self, asked: Sequence[Message]) -> Message:
+        """The sum over the ranks of what they sent, in rank order.
+
+        Gradient:
+            Added, not divided: what it counts travels behind the gradients.
+
+        Collective:
+            Every worker has asked for it.
+        """
+        total = asked[0].tensors[0]
+        dtype = total.dtype
+        if dtype in _LOW_PRECISION:
+            total = total.float()
+        for message in asked[1:]:
+            total.add_(message.tensors[0])
+        return Message("done", tensors=[total.to(dtype)])
+
+    def _step(self, asked: Sequence[Message]) -> Message:
+        """One step of one optimizer.
+
+        Gradient:
+            Rank 0's, which are the global ones, after what its loop did to them.
+
+        Collective:
+            Every worker has asked for it.
+        """
+        _compare_settings([message.about["groups"] for message in asked])
+        about = asked[0].about
+        optimizer = self._prepared(asked[0])
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in held:
+            param.grad = None
+        gradients = asked[0].tensors[len(about["weights"]) :]
+        for number, gradient in zip(about["with_gradient"], gradients, strict=True):
+            self._parameters[number].grad = gradient
+        optimizer.step()
+        for param in held:
+            param.grad = None
+        return Message("done", tensors=[param.detach() for param in held])
+
+    def _prepared(self, message: Message) -> Optimizer:
+        """The optimizer that a request is about, with what the workers' loops did to it.
+
+        They, and their schedulers, change settings, add groups, and write to weights.
+        """
+        numbers = message.about["weights"]
+        for number, value in zip(numbers, message.tensors, strict=False):
+            # The object stays: the optimizer's state belongs to it.
+            self._parameter(number).data = value.clone()
+        optimizer: Optimizer = self._optimizers[message.about["number"]]
+        self._regroup(optimizer, message.about["groups"])
+        return optimizer
+
+    def _parameter(self, number: int) -> torch.nn.Parameter:
+        return self._parameters.setdefault(number, torch.nn.Parameter(torch.empty(0)))
+
+    def _regroup(self, optimizer: Optimizer, groups: Groups) -> None:
+        known = optimizer.param_groups
+        del known[len(groups) :]
+        for place, (settings, numbers) in enumerate(groups):
+            if place == len(known):
+                known.append({})
+            known[place].update(settings)
+            known[place]["params"] = [self._parameter(number) for number in numbers]
+
+
+def _kind(message: Message) -> str:
+    if message.what == "add":
+        (tensor,) = message.tensors
+        return f"a reduction of {tensor.numel()} {tensor.dtype} numbers"
+    return f"a step of optimizer {message.about['number']}"
+
+
+def _compare_settings(by_rank: Sequence[Groups]) -> None:
+    shown = [
+        [({k: _plain(v) for k, v in settings.items()}, numbers) for settings, numbers in groups]
+        for groups in by_rank
+    ]
+    differ = [rank for rank, other in enumerate(shown) if other != shown[0]]
+    if differ:
+        raise ReplicasDifferError(
+            "the ranks ask for different steps of one optimizer",
+            where=f"rank {', '.join(map(str, differ))} against rank 0",
+            expected=str(shown[0]),
+            got=str(shown[differ[0]]),
+            cause="a learning rate, or a parameter group, was changed on some ranks only",
+            fix="change optimizer.param_groups in the same way on every rank",
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    # What has no value of its own (a function) is another object on every rank.
+    return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
+
+
+def _refusal(error: BaseException) -> Message:
+    try:
+        data = cloudpickle.dumps(error)
+        pickle.loads(data)
+    # Whatever a user's `__reduce__` raises.
+    except Exception:
+        shown = WorkerFailedError(
+            f"the parameter server raised {type(error).__name__}, which cannot travel",
+            got=str(error),
+        )
+        data = cloudpickle.dumps(shown)
+    return Message("error", data)
+
+
+def _left(ranks: Sequence[int]) -> PeerLostError:
+    return PeerLostError(
+        "a worker waits at the parameter server for one that has left",
+        got=f"rank {', '.join(map(str, ranks))} left",
+        cause="another rank raised, or detached",
+        fix="look for the first failure among the other ranks",
+    )
+
+
+def _out_of_step(kinds: Sequence[str]) -> GradientNotReducedError:
+    return GradientNotReducedError(
+        "the ranks ask the parameter server for different things",
+        expected="every rank in the same backward or step",
+        got="; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds)),
+        cause="one rank ran more backwards than another, or did not step its optimizer",
+        fix="run the same backwards and steps on every rank; a rank with nothing to run backward"
+        " through calls reduce_pending()",
+    )
+
+
+class OwnerHere:
+    """An owner in the process of its only worker; see `Channel`."""
+
+    def __init__(self) -> None:
+        self._owner = Owner(1)
+
+    def ask(self, message: Message) -> Message:
+        """See `Channel`.
+
+        Collective:
+            None: there is one worker.
+        """
+        # Not copied where they are on the CPU already, as the owner's own are.
+        message.tensors = [tensor.detach().cpu() for tensor in message.tensors]
+        return checked(self._owner.handle(0, message)[0])
+
+    def close(self) -> None:
+        """Nothing to leave."""

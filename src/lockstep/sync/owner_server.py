@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An `Owner` behind a socket: one thread, one request at a time.
+
+A worker has one request open at most and reads its answer at once, so that neither side can
+wait for the other to read. When a worker vanishes the server ends, and when one leaves while
+another one waits it closes their lines: either frees who waits, and nobody needs a timeout.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import Counter
+from typing import Final
+
+from lockstep.sync.owner import Owner
+from lockstep.sync.wire import Line, LineClosedError, OwnerAddress, shows
+
+# A worker says who it is as soon as it is connected; a stranger must not hold up the others.
+_INTRODUCTION_S: Final = 10.0
+
+
+class _Session:
+    """One owner and the lines of its workers.
+
+    A worker may register twice (a trial run beside the run itself): the n-th connection of each
+    rank belongs to the n-th session.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._owner = Owner(size)
+        self.lines: dict[int, Line] = {}
+
+    def attend(self, rank: int) -> list[Line]:
+        """One request of `rank`; returns the lines that it ended.
+
+        Raises:
+            LineClosedError: a worker is lost.
+        """
+        message = self.lines[rank].receive()
+        if message.what != "leave":
+            for each, answer in self._owner.handle(rank, message).items():
+                self.lines[each].send(answer)
+            return []
+        self._owner.leave(rank)
+        left = [rank] if self._owner.is_idle else list(self.lines)
+        return [self.lines.pop(each) for each in left]
+
+
+class OwnerServer:
+    """Listens for `size` workers.
+
+    Args:
+        host: the one address to listen on.
+        size: how many workers there are.
+        secret: what a worker has to show before anything of it is read.
+        timeout_s: how long a message that has begun may take to come, or to go.
+    """
+
+    def __init__(self, host: str, size: int, secret: bytes, timeout_s: float) -> None:
+        self._size = size
+        self._timeout_s = timeout_s
+        self._listener = socket.create_server((host, 0), backlog=size)
+        self.address = OwnerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
+        self._selector = selectors.DefaultSelector()
+        self._sessions: list[_Session] = []
+        self._came: Counter[int] = Counter()
+
+    def serve(self) -> None:
+        """Answer until every worker has left, or one is lost.
+
+        Collective:
+            None: a process of its own, which every worker talks to.
+        """
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while len(self._came) < self._size or any(each.lines for each in self._sessions):
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj in key.data[0].lines.values():
+                        self._attend(*key.data)
+        except LineClosedError:
+            return  # a worker is lost: those that wait for it learn it from their own lines
+        finally:
+            self.close()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(min(self._timeout_s, _INTRODUCTION_S))
+        try:
+            if not shows(self.address.secret, connection):
+                connection.close()
+                return
+            line = Line(connection, self._timeout_s)
+            rank: int = line.receive().about
+        except (OSError, LineClosedError):
+            connection.close()  # somebody who is no worker
+            return
+        number = self._came[rank]
+        self._came[rank] += 1
+        if number == len(self._sessions):
+            self._sessions.append(_Session(self._size))
+        self._sessions[number].lines[rank] = line
+        self._selector.register(line, selectors.EVENT_READ, (self._sessions[number], rank))
+
+    def _attend(self, session: _Session, rank: int) -> None:
+        for line in session.attend(rank):
+            self._selector.unregister(line)
+            line.close()
+
+    def close(self) -> None:
+        """End: workers that wait get an error. Idempotent."""
+        self._listener.close()
+        self._selector.close()
+        for session in self._sessions:
+            for line in session.lines.values():
+                line.close()
+            session.lines.clear()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer says when a call cannot be: no loader, no batch, no workers, two at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigurationError, TrainerClosedError, WrongUseError
+from lockstep.worker import shown_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def check_loader(started: Sequence[dict[str, Any]], operator: str, purpose: str) -> None:
+    """Raise if a worker has no loader for `purpose`, or if all of them are empty.
+
+    Asked here and not of the workers: a failed step ends them, a forgotten loader should not.
+    """
+    for rank, worker in enumerate(started):
+        if purpose not in worker["loaders"]:
+            raise ConfigurationError(
+                f"{operator} registered no {purpose} loader",
+                where=f"rank {rank}",
+                fix=f"call self.register_data({purpose}_loader=...) inside setup",
+            )
+    if all(worker["loaders"][purpose] == 0 for worker in started):
+        raise no_batch(operator, purpose)
+
+
+def no_batch(operator: str, purpose: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the {purpose} loader of {operator} has not one batch",
+        cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
+        fix="drop_last=False, or a smaller batch size",
+    )
+
+
+def two_calls(method: str) -> WrongUseError:
+    return WrongUseError(
+        f"{method} was called while another call of this trainer runs",
+        cause="another thread, a signal handler, or the operator itself called it",
+        fix="call it after the other has returned; from a callback or between calls of"
+        " train(num_steps=...)",
+    )
+
+
+def was_shut_down() -> TrainerClosedError:
+    return TrainerClosedError(
+        "this trainer was shut down",
+        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+    )
+
+
+def has_ended(reason: BaseException) -> TrainerClosedError:
+    first_line = next(iter(shown_error(reason).splitlines()), "")
+    return TrainerClosedError(
+        "this trainer's workers have ended",
+        cause=f"{type(reason).__name__}: {first_line}",
+        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+    )

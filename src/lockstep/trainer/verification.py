@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what N workers and one process recorded to the report that the user reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lockstep.errors import NotAvailableError
+from lockstep.parity import NOT_SYNCHRONISED, ParityReport, ParityRow, compare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.worker import Trial, WorkerSpec
+
+_TOLERANCES: Final = {"bf16": 3e-2, "fp16": 1e-2}
+"""By the precision that a step computes in, whatever its parameters are kept in."""
+
+_RANKS_ONLY: Final = "the same on all workers; not held against one process"
+_RANKS_DIFFER: Final = "the workers' weights differ: something besides the gradient changes them"
+_STEP_DIFFERS: Final = "the gradients agree, the weights after the step do not"
+
+
+def refuse_unverifiable(spec: WorkerSpec) -> None:
+    """Raise where one process cannot be given the workers' global batches."""
+    if spec.options.add_dist_sampler or spec.num_workers == 1:
+        return
+    raise NotAvailableError(
+        "verify cannot tell what the global batch is",
+        got="add_dist_sampler=False: every worker reads a loader of its own",
+        fix="leave add_dist_sampler at True, or compare in a test of yours:"
+        " lockstep.testing.assert_parity",
+    )
+
+
+def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:
+    """One row for each parameter: of the step, and of the worker, where it is farthest off."""
+    ours, truth = trials[0].steps, trials[0].truth
+    assert ours is not None, "rank 0 always sends its own"
+    assert truth is not None
+    by_rank = [trial.steps or ours for trial in trials]
+    comparable = all(trial.is_comparable for trial in trials)
+    tolerance = _TOLERANCES.get(spec.options.precision)
+    rows: dict[str, ParityRow] = {}
+    for number, true in enumerate(truth):
+        found = [steps[number] for steps in by_rank]
+        counts = {len(step.gradients) for step in (true, *found)}
+        if len(counts) > 1:
+            raise _other_steps([len(step.gradients) for step in found], len(true.gradients))
+        for event, expected in enumerate(true.gradients):
+            gradients = [step.gradients[event] for step in found]
+            wanted = expected if comparable else gradients[0]
+            for row in compare(wanted, gradients, tolerance=tolerance).rows:
+                _keep_worse(rows, row)
+        weights = [step.weights for step in found]
+        for row in compare(weights[0], weights, tolerance=tolerance).rows:
+            _note_weights(rows, row, _RANKS_DIFFER)
+        held = true.linear if comparable else ()
+        expected_weights = {name: true.weights[name] for name in true.weights if name in held}
+        for row in compare(expected_weights, weights, tolerance=tolerance).rows:
+            _note_weights(rows, row, _STEP_DIFFERS)
+    shown = rows.values() if comparable else map(_of_ranks_only, rows.values())
+    notes = dict.fromkeys(note for trial in trials for note in trial.notes)
+    # The replicas of one process are the workers that the user asked for.
+    workers = max(len(trials), spec.options.replicas)
+    return ParityReport(list(shown), workers, list(notes))
+
+
+def _keep_worse(rows: dict[str, ParityRow], row: ParityRow) -> None:
+    before = rows.get(row.parameter)
+    if before is None or (before.ok, -before.relative_error) > (row.ok, -row.relative_error):
+        rows[row.parameter] = row
+
+
+def _note_weights(rows: dict[str, ParityRow], row: ParityRow, explanation: str) -> None:
+    """Weights matter where they are wrong and the gradients have not said why."""
+    before = rows.get(row.parameter)
+    if row.ok or (before is not None and before.explanation == NOT_SYNCHRONISED):
+        return
+    if before is None or before.ok or explanation == _RANKS_DIFFER:
+        rows[row.parameter] = replace(row, explanation=explanation)
+
+
+def _of_ranks_only(row: ParityRow) -> ParityRow:
+    return replace(row, explanation=_RANKS_ONLY) if row.ok else row
+
+
+def _other_steps(by_rank: Sequence[int], alone: int) -> NotAvailableError:
+    return NotAvailableError(
+        "the workers and one process did not step equally often, so nothing can be compared",
+        expected=f"{alone} optimizer steps, as in one process",
+        got=", ".join(f"{count} on rank {rank}" for rank, count in enumerate(by_rank)),
+        cause="the operator's loop steps by its rank or by the number of its samples; with fp16,"
+        " one side met an infinity and left a step out",
+        fix="step once for every batch of train_batch, on every rank",
+    )

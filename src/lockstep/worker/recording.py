@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizers of an operator consume, step by step, and what they make of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lockstep.randomness import RandomState, preserved
+from lockstep.sync import is_local
+from lockstep.worker.state import copied
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.operator.registration import Registered
+
+
+@dataclass
+class Recorded:
+    """One step of a trial.
+
+    Attributes:
+        gradients: for each time that an optimizer stepped, the gradient of every parameter
+            that it holds, by name, as the optimizer found it; on the CPU.
+        weights: the parameters after the step.
+        linear: names of those whose weights follow their gradients without magnifying what
+            rounding leaves of a zero (SGD does not, Adam does).
+        drew: random numbers were drawn between the delivery of the batch and the step.
+    """
+
+    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    linear: frozenset[str] = frozenset()
+    drew: bool = False
+
+    def digest(self) -> str:
+        """Equal for two ranks if everything in it is the same, bit for bit."""
+        sha = hashlib.sha256()
+        tables: list[Mapping[str, torch.Tensor | None]] = [*self.gradients, self.weights]
+        for table in tables:
+            for name, value in table.items():
+                sha.update(f"{name} {None if value is None else tuple(value.shape)}".encode())
+                if value is not None:
+                    sha.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
+
+
+class Recorder:
+    """Hooks on the optimizers of `operator`; take what happened with `take`."""
+
+    def __init__(self, operator: TrainingOperator, run: Registered) -> None:
+        self._operator = operator
+        self._names = names(run)
+        self._current = Recorded()
+        linear = set()
+        for optimizer in run.optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+            if type(optimizer) is torch.optim.SGD:
+                linear |= {name for name, _ in self._held(optimizer)}
+        self._linear = frozenset(linear)
+
+    def take(self) -> Recorded:
+        """What happened since the last call.
+
+        Collective:
+            With sharded parameters, every rank: they are made whole.
+        """
+        taken, self._current = self._current, Recorded()
+        taken.linear = self._linear
+        for parameter, name in self._names.values():
+            taken.weights[name] = copied(parameter)
+        return taken
+
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not _closure(optimizer, args, kwargs):
+            self._record(optimizer)
+
+    def _after(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # A closure computes the gradients inside the step.
+        if _closure(optimizer, args, kwargs):
+            self._record(optimizer)
+
+    def _record(self, optimizer: torch.optim.Optimizer) -> None:
+        held = self._held(optimizer)
+        self._current.gradients.append(
+            {name: None if p.grad is None else copied(p.grad) for name, p in held}
+        )
+        delivered = self._operator._lockstep.delivered
+        if delivered is not None:
+            self._current.drew |= _has_drawn_since(delivered.seed)
+
+    def _held(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._names:
+                    yield self._names[id(parameter)][1], parameter
+
+
+def names(run: Registered) -> dict[int, tuple[torch.Tensor, str]]:
+    """Every parameter that workers share, with the name that a user knows it by."""
+    count = len(run.models)
+    prefixes = [""] if count == 1 else [f"models[{number}]." for number in range(count)]
+    modules = zip([*prefixes, "criterion."], run.plain_modules(), strict=False)
+    return {
+        id(parameter): (parameter, prefix + name)
+        for prefix, module in modules
+        for name, parameter in module.named_parameters()
+        if not is_local(parameter)
+    }
+
+
+def _closure(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    # Bound methods of a patched `step` pass the optimizer itself as the first argument.
+    positional = args[1:] if args and args[0] is optimizer else args
+    return kwargs.get("closure") is not None or any(callable(each) for each in positional[:1])
+
+
+def _has_drawn_since(seed: int) -> bool:
+    """Whether a global generator stands elsewhere than where `seed` put it."""
+    now = RandomState.capture()
+    with preserved(seed):
+        fresh = RandomState.capture()
+    return not (
+        torch.equal(now.cpu, fresh.cpu)
+        and all(map(torch.equal, now.cuda, fresh.cuda))
+        and now.python == fresh.python
+        and now.numpy[2:] == fresh.numpy[2:]
+        and np.array_equal(now.numpy[1], fresh.numpy[1])
+    )

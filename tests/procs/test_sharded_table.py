@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `ranks/test_oracle_table.py` for what is in shards, and so needs a default group."""
+
+import pytest
+from tests.procs.pool import Pool
+
+from lockstep.errors import GradientNotReducedError, PerShardLossError
+from ranks.table import SPLITS, cells, check, pairwise
+from ranks.table_operators import OPERATORS
+
+# The compiler takes seconds in each process; three workers show whatever two and four do.
+NAMES = tuple(name for name in OPERATORS if name != "Compiled")
+AXES = (("fsdp",), NAMES, tuple(SPLITS), (2, 3))
+QUICK = pairwise(*AXES)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    processes = Pool(4)
+    yield processes
+    processes.close()
+
+
+def run(pool, sync, name, split, num_workers):
+    refused_as = {"ByHand": GradientNotReducedError, "Normalised": PerShardLossError}.get(name)
+    check(pool.run(sync, name, split, num_workers), name, split, refused_as)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("sync", "name", "split", "num_workers"),
+    [
+        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in QUICK else [slow])
+        for slow in (pytest.mark.slow,)
+        for cell in cells(*AXES)
+    ],
+)
+def test_exact_or_refused(pool, sync, name, split, num_workers):
+    run(pool, sync, name, split, num_workers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_four_workers(pool, name, split):
+    run(pool, "fsdp", name, split, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("split", SPLITS)
+def test_compiled(pool, split):
+    run(pool, "fsdp", "Compiled", split, 2)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of the table: real workers, as threads over real gloo, against plain autograd.
+
+The truth is written here: whole batches, torch's backward, nothing of lockstep's loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from itertools import combinations, product
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import TOLERANCE, assert_same
+from lockstep.errors import LockstepError, PeerLostError
+from lockstep.keys import BATCH_SIZE
+from lockstep.operator import Options, Setting
+from lockstep.worker import Rendezvous, Worker, WorkerSpec
+from ranks.table_operators import COLUMNS, OPERATORS, Plain, whole
+
+EPOCHS = 2
+SPLITS = {"even": (36, 12), "uneven": (33, 11), "empty_last": (25, 12)}
+"""Rows, and rows of a global batch: three steps an epoch. One row is one rank's."""
+
+
+@dataclass
+class Seen:
+    """What happened each time that an optimizer stepped."""
+
+    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    also: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Watch:
+    """Hooks on the optimizers that an operator registered."""
+
+    def __init__(self, operator: Plain) -> None:
+        run = operator._lockstep.registered
+        self.named = {
+            f"{place}.{name}": parameter
+            for place, model in enumerate(run.plain_modules())
+            for name, parameter in model.named_parameters()
+        }
+        self.names = {id(parameter): name for name, parameter in self.named.items()}
+        self.seen = Seen(weights=[self.weights()])
+        for optimizer in run.optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: whole(parameter) for name, parameter in self.named.items()}
+
+    def _before(self, optimizer, args, kwargs) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.seen.gradients.append(
+            {self.names[id(p)]: None if p.grad is None else whole(p.grad) for p in held}
+        )
+
+    def _after(self, optimizer, args, kwargs) -> None:
+        self.seen.weights.append(self.weights())
+
+
+@cache
+def one_process(name: str, split: str) -> Seen:
+    """The truth."""
+    operator_cls = OPERATORS[name]
+    num_rows, per_batch = SPLITS[split]
+    alone = Setting(options=Options(wrap_ddp=False))
+    operator = operator_cls({"rows": num_rows, BATCH_SIZE: per_batch}, alone)
+    operator.setup(operator.config)
+    watch = Watch(operator)
+    starts = range(0, num_rows, per_batch)
+    batches = [
+        [column[:num_rows][start : start + per_batch] for column in COLUMNS] for start in starts
+    ]
+    for _ in range(EPOCHS):
+        if operator._brings("train_epoch"):
+            operator.train_epoch(iter(batches), {})
+        elif operator._brings("train_batch"):
+            for batch in batches:
+                operator.train_batch(batch, {})
+                operator.global_step += 1
+        else:
+            _epoch(operator, batches)
+    watch.seen.also = operator.also()
+    return watch.seen
+
+
+def _epoch(operator: Plain, batches: Sequence[list[torch.Tensor]]) -> None:
+    every = operator.arguments.get("accumulate", 1)
+    clip = operator.arguments.get("clip_grad_norm")
+    parameters = list(operator._lockstep.registered.parameters())
+    for start in range(0, len(batches), every):
+        window = batches[start : start + every]
+        total = sum(len(batch[0]) for batch in window)
+        operator.optimizer.zero_grad()
+        for batch in window:
+            share = len(batch[0]) / total
+            loss = operator.compute_loss(batch, {})
+            (loss if share == 1 else loss * share).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+        operator.optimizer.step()
+
+
+def train(worker: Worker) -> tuple[Seen, LockstepError | None]:
+    """All epochs, or up to what is refused; with the weights as they are then."""
+    watch = Watch(worker.operator)
+    refusal: LockstepError | None = None
+    try:
+        for _ in range(EPOCHS):
+            worker.train(None, False, {})
+    except LockstepError as error:
+        refusal = error
+        # Peers may be waiting for this rank.
+        worker.leave()
+        # What is in shards can no longer be made whole.
+        if any(hasattr(parameter, "full_tensor") for parameter in watch.named.values()):
+            return watch.seen, refusal
+    watch.seen.weights.append(watch.weights())
+    watch.seen.also = worker.operator.also()
+    return watch.seen, refusal
+
+
+def as_threads(
+    num_workers: int, body: Callable[[int, Any], Any], timeout_s: float = 20.0
+) -> list[Any]:
+    """``body(rank, make_group)`` for every rank; its result, or its exception."""
+    store = dist.HashStore()
+    results: list[Any] = [None] * num_workers
+
+    def one(rank: int) -> None:
+        def make_group() -> Any:
+            if num_workers == 1:
+                return None
+            return dist.ProcessGroupGloo(store, rank, num_workers, timedelta(seconds=timeout_s))
+
+        try:
+            results[rank] = body(rank, make_group)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [Thread(target=one, args=(rank,)) for rank in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def num_processes(sync: str, num_workers: int) -> int:
+    """Under `data_parallel` the workers are replicas in one process."""
+    return 1 if sync == "data_parallel" else num_workers
+
+
+def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
+    operator_cls = OPERATORS[name]
+    num_rows, per_batch = SPLITS[split]
+    # Small buckets: several are on their way while backward still runs.
+    arguments = {"bucket_cap_mb": 1e-4, **operator_cls.arguments}
+    arguments |= operator_cls.arguments_by_sync.get(sync, {})
+    if sync == "data_parallel":
+        arguments["replicas"] = num_workers
+    return WorkerSpec(
+        operator_cls,
+        {"rows": num_rows, BATCH_SIZE: per_batch},
+        num_processes(sync, num_workers),
+        # One worker carries several shards; several carry one each.
+        num_shards=3 if num_workers == 1 else num_workers,
+        seed=0,
+        options=Options(sync=sync, **arguments),
+    )
+
+
+@contextmanager
+def owner_for(sync: str, num_workers: int) -> Iterator[Any]:
+    """Where a parameter server listens, if one is asked for."""
+    if sync != "parameter_server":
+        yield None
+        return
+    from ranks.served import server
+
+    with server(num_workers) as address:
+        yield address
+
+
+def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
+    """What each rank saw and what was refused there; or its exception."""
+    spec = spec_of(sync, name, split, num_workers)
+    with owner_for(sync, num_workers) as owner:
+
+        def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
+            worker = Worker(spec, rank, rank)
+            worker._group = make_group()
+            if owner is not None:
+                worker._rendezvous = Rendezvous(
+                    "", 0, 0, "gloo", one_node=True, timeout_s=20.0, as_default=False, owner=owner
+                )
+            try:
+                worker._build_operator(torch.device("cpu"))
+                return train(worker)
+            finally:
+                worker.stop()
+
+        try:
+            return as_threads(num_processes(sync, num_workers), one_rank)
+        finally:
+            # Ranks are processes to DDP: two that leave its forward in the order in which they
+            # came put each other back as the one that is inside, for the compiler to ask.
+            DistributedDataParallel._active_ddp_module = None
+
+
+def check(results: Sequence[Any], name: str, split: str, refused_as: Any = None) -> None:
+    """The cell is exact; or with `refused_as`, exact up to where every rank refuses to go on."""
+    true = one_process(name, split)
+    refusals = []
+    for result in results:
+        if isinstance(result, BaseException):
+            if refused_as is None or not isinstance(result, refused_as):
+                raise result
+            refusals.append(result)  # in setup: nothing was trained
+            continue
+        seen, refusal = result
+        refusals.append(refusal)
+        if refusal is not None and refused_as is None:
+            raise refusal
+        if refusal is None:
+            assert len(seen.gradients) == len(true.gradients)
+            assert_close(seen.also, true.also)
+        for got, expected in zip(seen.gradients, true.gradients, strict=False):
+            assert_same(got, expected)
+        steps = len(seen.gradients)
+        for got, expected in zip(seen.weights[: steps + 1], true.weights, strict=False):
+            assert_close(got, expected)
+        # It ends with what the last step that was taken left.
+        assert_close(seen.weights[-1], true.weights[steps])
+    if refused_as is not None:
+        assert all(refusals), "not every rank refused"
+        assert any(isinstance(refusal, refused_as) for refusal in refusals)
+        assert all(isinstance(refusal, (refused_as, PeerLostError)) for refusal in refusals)
+
+
+def assert_close(got: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == true.keys()
+    for name, expected in true.items():
+        assert (got[name] - expected).abs().max() <= TOLERANCE, name
+
+
+Cell = tuple[Any, ...]
+
+
+def cells(*axes: Sequence[Any]) -> list[Cell]:
+    return list(product(*axes))
+
+
+def pairwise(*axes: Sequence[Any]) -> set[Cell]:
+    """A small choice of cells that holds every pair of values of any two axes.
+
+    Greedy: always the cell with the most pairs that are not held yet, the first one of those.
+    """
+    left = {pair for cell in product(*axes) for pair in _pairs(cell)}
+    everything = cells(*axes)
+    chosen: set[Cell] = set()
+    while left:
+        best = max(everything, key=lambda cell: len(left.intersection(_pairs(cell))))
+        chosen.add(best)
+        left.difference_update(_pairs(best))
+    return chosen
+
+
+def _pairs(cell: Cell) -> Iterator[tuple[Any, ...]]:
+    return combinations(enumerate(cell), 2)

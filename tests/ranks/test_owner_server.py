@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server around the owner: who may speak to it, and when it ends."""
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from lockstep.errors import PeerLostError
+from lockstep.sync import OwnerServer
+from lockstep.sync.wire import Message, call_owner, pack, unpack
+from ranks.served import server
+
+
+def add(channel, value):
+    return channel.ask(Message("add", tensors=[torch.full((3,), float(value))])).tensors[0]
+
+
+def sums(channels, tensors, order):
+    """What every rank is answered, by rank, when they ask in `order`."""
+    found = [None] * len(channels)
+
+    def one(rank):
+        found[rank] = channels[rank].ask(Message("add", tensors=[tensors[rank]])).tensors[0]
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_sums_are_added_in_rank_order_whoever_comes_first():
+    values = [torch.tensor([x], dtype=torch.float64) for x in (1e16, 1.0, -1e16)]
+    with server(3) as address:
+        channels = [call_owner(address, rank) for rank in range(3)]
+        for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+            found = sums(channels, values, order)
+            assert [tensor.item() for tensor in found] == [(1e16 + 1.0) - 1e16] * 3
+        for channel in channels:
+            channel.close()
+
+
+def test_low_precision_is_added_in_float32():
+    with server(3) as address:
+        channels = [call_owner(address, rank) for rank in range(3)]
+        tensors = [torch.tensor([x], dtype=torch.bfloat16) for x in (256.0, 1.0, 1.0)]
+        found = sums(channels, tensors, range(3))
+        assert [(t.item(), t.dtype) for t in found] == [(258.0, torch.bfloat16)] * 3
+        for channel in channels:
+            channel.close()
+
+
+def test_a_stranger_without_the_secret_is_sent_away_and_harms_nobody():
+    with server(2) as address:
+        with socket.create_connection((address.host, address.port)) as stranger:
+            stranger.sendall(b"x" * len(address.secret) + b"cos\nsystem\n")
+            stranger.settimeout(10)
+            with pytest.raises(ConnectionError):
+                _read_to_the_end(stranger)
+        channels = [call_owner(address, rank) for rank in range(2)]
+        for channel in channels:
+            channel.close()
+
+
+def _read_to_the_end(connection):
+    if connection.recv(1) == b"":
+        raise ConnectionError("closed in order")
+
+
+@pytest.mark.parametrize("orderly", [True, False], ids=["leaves", "vanishes"])
+def test_who_waits_for_a_worker_that_goes_is_freed(orderly):
+    with server(2) as address:
+        one, other = (call_owner(address, rank) for rank in range(2))
+        errors = []
+
+        def wait():
+            try:
+                add(one, 1)
+            except PeerLostError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        other.close() if orderly else other._line.close()
+        waiting.join()
+        one.close()
+    assert len(errors) == 1
+    assert errors[0].code == "LS601"
+
+
+def test_a_second_connection_of_each_rank_is_a_session_of_its_own():
+    with server(2) as address:
+        first = [call_owner(address, rank) for rank in range(2)]
+        second = [call_owner(address, rank) for rank in (1, 0)][::-1]
+        values = [torch.ones(2), torch.ones(2)]
+        assert sums(second, values, range(2))[0].tolist() == [2, 2]
+        for channel in second:
+            channel.close()
+        assert sums(first, values, range(2))[1].tolist() == [2, 2]
+        for channel in first:
+            channel.close()
+
+
+def test_nobody_there():
+    listening = OwnerServer("127.0.0.1", 1, b"secret", 5.0)
+    listening.close()
+    with pytest.raises(PeerLostError, match="parameter server"):
+        call_owner(listening.address, 0)
+
+
+def test_every_kind_of_tensor_travels():
+    tensors = [
+        torch.tensor(2.5),
+        torch.zeros(0, 3),
+        torch.arange(5, dtype=torch.int8),
+        torch.tensor([True, False, True]),
+        torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).t(),
+        torch.ones(3, dtype=torch.complex128) * 1j,
+        torch.ones(5, dtype=torch.bfloat16),
+    ]
+    for sent, got in zip(tensors, unpack(*pack(tensors)), strict=True):
+        assert sent.dtype == got.dtype
+        assert torch.equal(sent, got)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How messages call a parameter: as the user does, with a position where two models need it."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.sync.inventory import take_inventory
+
+
+class Weighing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        ([nn.Linear(2, 1)], ["weight", "bias"]),
+        ([nn.Linear(2, 1), nn.MSELoss()], ["weight", "bias"]),
+        ([nn.Linear(2, 1), Weighing()], ["[0].weight", "[0].bias", "[1].scale"]),
+        ([nn.ReLU(), nn.Linear(2, 1), Weighing()], ["[1].weight", "[1].bias", "[2].scale"]),
+    ],
+    ids=["one_model", "with_a_plain_criterion", "with_a_criterion_that_learns", "positions_stay"],
+)
+def test_a_position_is_said_only_where_several_modules_hold_tensors(modules, names):
+    assert [*take_inventory(modules).parameters] == names
+
+
+def test_buffers_of_a_criterion_count_as_tensors():
+    found = take_inventory([nn.Linear(2, 3), nn.CrossEntropyLoss(weight=torch.ones(3))])
+    assert [*found.parameters] == ["[0].weight", "[0].bias"]
