@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thing that the audit saw, under one rule."""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+Severity = Literal["error", "warning", "notice"]
+SEVERITIES: Final[tuple[Severity, ...]] = ("notice", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the program: ``file:line function`` and its text."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was seen, where, and what to type.
+
+    Attributes:
+        code: e.g. ``LS101``; ``lockstep explain LS101`` prints its page.
+        name: the rule's name in words.
+        severity: ``error``, ``warning`` or ``notice`` (a suspicion without a measurement).
+        rank: the ranks that it concerns.
+        step: the optimizer step, from 1, or None if it belongs to none.
+        parameters: names in the user's model.
+        evidence: the numbers, JSON-able.
+        where: lines of the user's program, the most telling first.
+        message: one or two sentences, with numbers.
+        fix: what to type.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    message: str
+    fix: str
+    rank: list[int] = field(default_factory=list)
+    step: int | None = None
+    parameters: list[str] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    where: list[Place] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the JSON report has it."""
+        return asdict(self)
+
+
+def is_at_least(severity: Severity, least: Severity) -> bool:
+    """Is `severity` as grave as `least`?"""
+    return SEVERITIES.index(severity) >= SEVERITIES.index(least)
+
+
+def with_text(places: list[Place]) -> list[Place]:
+    """The same places, with the text of their lines, and without repetitions."""
+    seen: dict[tuple[str, int], Place] = {}
+    for place in places:
+        text = place.text or linecache.getline(place.file, place.line).strip()
+        seen.setdefault(
+            (place.file, place.line), Place(place.file, place.line, place.function, text)
+        )
+    return list(seen.values())

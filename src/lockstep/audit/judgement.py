@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All rules over all ledgers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.audit.finding import SEVERITIES, Finding
+from lockstep.audit.rules import RULES
+from lockstep.audit.rules.base import Explained
+from lockstep.audit.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from lockstep.audit.ledger import Ledger
+
+
+def judge(
+    ledgers: Sequence[Ledger | None],
+    *,
+    only: Collection[str] = (),
+    ignore: Collection[str] = (),
+) -> list[Finding]:
+    """What the rules find, the gravest first.
+
+    Args:
+        ledgers: by rank; None for a rank that left none.
+        only: codes, or beginnings of codes (``LS5``), to report; all if empty.
+        ignore: codes, or beginnings, to leave out.
+    """
+    world = World(ledgers)
+    explained = Explained()
+    found = [f for rule in RULES for f in rule.judge(world, explained)]
+    kept = [
+        f
+        for f in found
+        if (not only or f.code.startswith(tuple(only))) and not f.code.startswith(tuple(ignore))
+    ]
+    return sorted(kept, key=lambda f: (-SEVERITIES.index(f.severity), f.code))

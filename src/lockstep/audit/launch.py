@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start N ranks of a script as torchrun would, watch over them, and report when they have ended.
+
+No torch here: the launcher reads ledgers from files. Each rank is a session of its own, as under
+torchrun, so that signals reach it once, through the launcher, and whatever it has started can be
+ended with it. If the launcher is killed, a pipe closes and the ranks end.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.ledger import Ledger
+from lockstep.audit.options import USAGE, Options, problem_with
+from lockstep.audit.outcome import exit_code_of, report, summarise, write_json
+from lockstep.audit.rank import DUMP, FOLDER, PIPE
+from lockstep.audit.world import World
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+DEFAULT_RANKS = 2
+
+_POLL_S = 0.05
+_DUMP_S = 2.0
+_TERMINATE_S = 10.0
+_STALL_S = "LOCKSTEP_AUDIT_STALL_S"
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class _Process:
+    rank: int
+    popen: subprocess.Popen[bytes]
+    pipe: int
+    ended_by_us: bool = False
+
+    def ask(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self.pipe, DUMP)
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, number)
+
+
+def launch(options: Options) -> int:
+    """Run `options.script` on its ranks. Returns the exit code."""
+    problem = problem_with(options.script)
+    if problem is not None:
+        _write_empty(options)
+        print(f"lockstep audit: {problem}", file=sys.stderr)
+        return USAGE
+    source = _parsed(options.script)
+    if source is None:
+        _write_empty(options)
+        return 1
+    nproc = options.nproc or (1 if _starts_its_own(source) else DEFAULT_RANKS)
+    with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
+        return _Run(options, nproc, folder).run()
+
+
+def _parsed(script: str) -> ast.Module | None:
+    """A syntax error is shown once, as Python shows it, and not by every rank."""
+    try:
+        return ast.parse(Path(script).read_bytes(), filename=script)
+    except (SyntaxError, ValueError) as error:
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        return None
+
+
+def _starts_its_own(source: ast.Module) -> bool:
+    """Does the script call ``spawn(...)`` or ``start_processes(...)``?"""
+    for node in ast.walk(source):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("spawn", "start_processes") and (node.args or node.keywords):
+                return True
+    return False
+
+
+def _write_empty(options: Options) -> None:
+    if options.json is not None:
+        write_json(options.json, summarise([], World([None]), options.nproc or DEFAULT_RANKS))
+
+
+class _Run:
+    """One run, from the first process to the report."""
+
+    def __init__(self, options: Options, nproc: int, folder: str) -> None:
+        self.options = options
+        self.nproc = nproc
+        self.folder = Path(folder)
+        self.processes: list[_Process] = []
+        self.interrupted = 0
+        self.first_failure: int | None = None
+        self.reported = False
+        self._standing: list[Any] = []
+        self._asked_at = time.monotonic()
+
+    def run(self) -> int:
+        """Start, wait, judge."""
+        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        try:
+            self._start()
+            self._wait()
+        finally:
+            self._end_all()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._conclude()
+
+    def _start(self) -> None:
+        port = str(_free_port())
+        for rank in range(self.nproc):
+            reading, writing = os.pipe()
+            command = [sys.executable, "-m", "lockstep.audit", *self._arguments()]
+            popen = subprocess.Popen(
+                command,
+                env=self._environment(rank, port, reading),
+                pass_fds=[reading],
+                start_new_session=True,
+            )
+            os.close(reading)
+            self.processes.append(_Process(rank, popen, writing))
+
+    def _arguments(self) -> list[str]:
+        steps = [] if self.options.steps is None else ["--steps", str(self.options.steps)]
+        return [*steps, self.options.script, *self.options.arguments]
+
+    def _environment(self, rank: int, port: str, pipe: int) -> dict[str, str]:
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.nproc),
+            "LOCAL_WORLD_SIZE": str(self.nproc),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self.nproc),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": f"lockstep-audit-{os.getpid()}",
+            FOLDER: str(self.folder),
+            PIPE: str(pipe),
+        }
+        if self.nproc > 1:
+            environment.setdefault("OMP_NUM_THREADS", "1")
+        return environment
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Ask where everybody stands, then pass the signal on; insist at the third."""
+        self.interrupted += 1
+        if self.interrupted == 1:
+            self._ask_all()
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.send(signal.SIGKILL if self.interrupted > 2 else number)
+
+    def _ask_all(self) -> None:
+        """Everybody's ledger, within a short time; who cannot answer has none."""
+        living = [p for p in self.processes if p.popen.poll() is None]
+        asked = time.time()
+        for process in living:
+            process.ask()
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline:
+            if all(p.popen.poll() is not None or self._is_newer(p.rank, asked) for p in living):
+                return
+            time.sleep(_POLL_S)
+
+    def _is_newer(self, rank: int, than: float) -> bool:
+        path = self.folder / f"rank{rank}.json"
+        return path.exists() and path.stat().st_mtime >= than - 0.01
+
+    def _wait(self) -> None:
+        while True:
+            codes = [p.popen.poll() for p in self.processes]
+            failed = [p for p, code in zip(self.processes, codes, strict=True) if code]
+            if failed:
+                self.first_failure = failed[0].rank
+                return
+            if all(code == 0 for code in codes):
+                return
+            if self.options.steps is not None and not self.reported:
+                self._report_early()
+            self._look_for_a_stall()
+            time.sleep(_POLL_S)
+
+    def _report_early(self) -> None:
+        """With --steps, as soon as all ranks have them."""
+        if all((self.folder / f"rank{r}.json").exists() for r in range(self.nproc)):
+            report(self.options, self._ledgers(), self.nproc)
+            self.reported = True
+
+    def _look_for_a_stall(self) -> None:
+        """Say, once, where the ranks stand when none of them moves."""
+        every_s = float(os.environ.get(_STALL_S, "60"))
+        if time.monotonic() - self._asked_at < every_s or self.options.steps is not None:
+            return
+        self._asked_at = time.monotonic()
+        self._ask_all()
+        ledgers = [ledger for ledger in self._ledgers() if ledger is not None]
+        standing = [
+            (led.calls_made, [t.count for t in led.tracks], led.stack[:1]) for led in ledgers
+        ]
+        waits = any(led.stuck_in is not None for led in ledgers)
+        if waits and standing == self._standing and len(ledgers) == self.nproc:
+            from lockstep.audit.rules.liveness_text import standing as in_words
+
+            lines = [f"  rank {led.rank} {in_words(led)}" for led in ledgers]
+            print(
+                f"lockstep audit: nothing has moved for {every_s:.0f} s:\n" + "\n".join(lines),
+                file=sys.stderr,
+                flush=True,
+            )
+        self._standing = standing
+
+    def _end_all(self) -> None:
+        """As torchrun: when one rank has failed the others are terminated, then killed."""
+        living = [p for p in self.processes if p.popen.poll() is None]
+        if living:
+            self._ask_all()
+        for process in living:
+            if process.popen.poll() is None:
+                process.ended_by_us = True
+                process.send(signal.SIGTERM)
+        deadline = time.monotonic() + _TERMINATE_S
+        for process in living:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.popen.wait(max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            # Whatever the rank started is in its session.
+            process.send(signal.SIGKILL)
+            process.popen.wait()
+            os.close(process.pipe)
+
+    def _conclude(self) -> int:
+        ledgers = self._ledgers()
+        code = self._script_code()
+        for ledger in ledgers:
+            if ledger is not None and ledger.exit_code is None and ledger.rank < self.nproc:
+                ended = self.processes[ledger.rank]
+                if not ended.ended_by_us and ended.popen.returncode > 0:
+                    ledger.exit_code = ended.popen.returncode
+        findings = report(self.options, ledgers, self.nproc, quiet=self.reported and code == 0)
+        return code or exit_code_of(findings, self.options.fail_on or "error")
+
+    def _script_code(self) -> int:
+        """Of the rank that failed first, by its own clock; a signal as a shell writes it."""
+        codes = {
+            p.rank: p.popen.returncode
+            for p in self.processes
+            if p.popen.returncode != 0 and not p.ended_by_us
+        }
+        if not codes:
+            return 0
+        times = {
+            ledger.rank: ledger.failed_at
+            for ledger in self._ledgers()
+            if ledger is not None and ledger.failed_at is not None
+        }
+        first = min(codes, key=lambda rank: (times.get(rank, float("-inf")), rank))
+        return codes[first] if codes[first] > 0 else 128 - codes[first]
+
+    def _ledgers(self) -> list[Ledger | None]:
+        spawned = [_read(path) for path in sorted(self.folder.glob("spawned*.json"))]
+        own = [_read(self.folder / f"rank{rank}.json") for rank in range(self.nproc)]
+        if spawned and not any(led is not None and led.tracks for led in own):
+            return list(spawned)
+        return [
+            led if led is not None else self._without_torch(rank) for rank, led in enumerate(own)
+        ]
+
+    def _without_torch(self, rank: int) -> Ledger | None:
+        """A rank that left by itself and never imported torch has nothing to write."""
+        code = self.processes[rank].popen.returncode
+        if code is None or self.processes[rank].ended_by_us:
+            return None
+        died = {"died": signal.Signals(-code).name} if code < 0 else {}
+        return Ledger(
+            rank=rank,
+            world_size=self.nproc,
+            exit_code=code if code >= 0 else 128 - code,
+            facts=died,
+        )
+
+
+def _read(path: Path) -> Ledger | None:
+    try:
+        return Ledger.from_bytes(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

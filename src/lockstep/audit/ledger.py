@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank saw. Written while it trains, compared with the others' afterwards.
+
+Nothing is communicated while a program is watched: each rank keeps its own ledger, and what
+happened in which step is keyed so that ledgers can be laid side by side (`lockstep.audit.world`).
+So the audit cannot hang a program, take part in its deadlock or disturb the order of its
+collectives, and one rank that does something else than its peers is simply seen.
+
+A ledger stays small: `is_detailed` keeps the first steps and then fewer and fewer, the same
+ones on every rank. Replicas that drifted apart stay apart, so a later look still finds it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from lockstep.audit.finding import Place
+from lockstep.audit.prints import Fingerprint
+
+FIRST_STEPS: Final = 64
+"""This many steps are kept whole in `full` mode, then half of the next as many, and so on."""
+
+FIRST_STEPS_WATCH: Final = 8
+
+
+def is_detailed(step: int, first: int) -> bool:
+    """Is step `step`, from 0, one that is written down in detail?"""
+    if step < first:
+        return True
+    stride: int = 1 << (step // first).bit_length()
+    return step % stride == 0
+
+
+@dataclass
+class Term:
+    """A reduction at the end of a loss: `count` elements, each with weight `weight` in the loss.
+
+    `kind` is ``mean`` or ``sum`` of how the elements came together; `divisor` is a count by
+    which the sum was divided in the user's own arithmetic.
+    """
+
+    kind: str
+    weight: float
+    count: float
+    op: str
+
+
+@dataclass
+class Backward:
+    """One ``backward()`` or ``autograd.grad()``."""
+
+    kind: str
+    where: list[Place]
+    detailed: bool = True
+    loss: float | None = None
+    terms: list[Term] = field(default_factory=list)
+    wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    issued: int = 0
+    under: str | None = None
+    gathered: list[dict[str, Any]] = field(default_factory=list)
+    gradients: dict[str, Fingerprint] = field(default_factory=dict)
+
+
+@dataclass
+class Collective:
+    """One call of a function of ``torch.distributed``."""
+
+    op: str
+    where: list[Place]
+    group: list[int]
+    shape: list[int] = field(default_factory=list)
+    reduction: str | None = None
+    parameter: str | None = None
+    before: float | None = None
+    after: float | None = None
+    in_backward: bool = False
+    finished: bool = False
+
+
+@dataclass
+class Step:
+    """One optimizer step."""
+
+    number: int
+    where: list[Place]
+    entry: Fingerprint | None = None
+    gradients: Fingerprint | None = None
+    exit: Fingerprint | None = None
+    hyper: list[dict[str, float]] = field(default_factory=list)
+    state: Fingerprint | None = None
+    scale: float | None = None
+    backwards: list[Backward] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    clips: list[dict[str, Any]] = field(default_factory=list)
+    bypasses: list[list[Place]] = field(default_factory=list)
+    unowned: list[str] = field(default_factory=list)
+    inside_backward: bool = False
+    has_closure: bool = False
+
+
+@dataclass
+class Parameter:
+    """A parameter that an optimizer holds."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    wrapper: str | None = None
+    group: list[int] | None = None
+    sharded: bool = False
+    local: bool = False
+    in_module: bool = True
+    samples: int = 0
+
+
+@dataclass
+class Track:
+    """One optimizer: what it holds, and its steps."""
+
+    key: str
+    optimizer: str
+    where: list[Place]
+    parameters: list[Parameter] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    count: int = 0
+    sharded: bool = False
+    state_names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Loading:
+    """One iteration over a data loader: which samples, or what the batches held."""
+
+    key: str
+    epoch: int
+    where: list[Place]
+    indices: list[int] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    sampler: str = ""
+    size: int | None = None
+    training: bool = False
+    worker_seed: int | None = None
+    workers: int = 0
+    batch_lengths: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Ledger:
+    """Everything that one rank saw."""
+
+    rank: int = 0
+    world_size: int = 1
+    started_group: bool = False
+    tracks: list[Track] = field(default_factory=list)
+    loadings: list[Loading] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    calls: list[Collective] = field(default_factory=list)
+    calls_made: int = 0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    failure: dict[str, Any] | None = None
+    stack: list[Place] = field(default_factory=list)
+    stuck_in: Collective | None = None
+    exit_code: int | None = None
+    failed_at: float | None = None
+
+    def to_bytes(self) -> bytes:
+        """JSON: what a rank writes is read by another process, and must not run code there."""
+        return json.dumps(_packed(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Ledger:
+        """The inverse of `to_bytes`."""
+        ledger = _unpacked(json.loads(data))
+        assert isinstance(ledger, cls)
+        return ledger
+
+
+_CLASSES: Final = {
+    c.__name__: c
+    for c in (Place, Term, Backward, Collective, Step, Parameter, Track, Loading, Ledger)
+}
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, Fingerprint):
+        return {"~": "Fingerprint", **value.as_json()}
+    kind = type(value).__name__
+    if kind in _CLASSES:
+        return {"~": kind, **{f.name: _packed(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, dict):
+        return {str(name): _packed(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_packed(item) for item in value]
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.pop("~", None)
+    if kind == "Fingerprint":
+        return Fingerprint.from_json(value)
+    filled = {name: _unpacked(item) for name, item in value.items()}
+    return filled if kind is None else _CLASSES[kind](**filled)

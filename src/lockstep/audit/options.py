@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of ``lockstep audit`` and of ``python -m lockstep.audit``. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE = 2
+FOUND = 65
+
+FailOn = Literal["error", "warning", "never"]
+
+_LATIN = re.compile(r"LS\d{0,3}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for. `nproc` and `fail_on` are None where the user did not say."""
+
+    script: str
+    arguments: list[str]
+    nproc: int | None = None
+    steps: int | None = None
+    json: str | None = None
+    html: str | None = None
+    only: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    fail_on: FailOn | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the audit, and the script with what follows it."""
+    parser.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=_positive,
+        metavar="N",
+        help="start N processes (default 2; 1 if the script starts its own). "
+        "Under another launcher there is nothing to start",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_positive,
+        metavar="K",
+        help="watch the first K optimizer steps; the script runs on unwatched",
+    )
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="write the findings there")
+    parser.add_argument("--html", type=_writable, metavar="FILE", help="write a page there")
+    parser.add_argument(
+        "--only",
+        type=_codes,
+        default=(),
+        metavar="CODES",
+        help="report these only: LS101,LS203 or LS5",
+    )
+    parser.add_argument(
+        "--ignore", type=_codes, default=(), metavar="CODES", help="do not report these"
+    )
+    parser.add_argument(
+        "--fail-on",
+        choices=("error", "warning", "never"),
+        help=f"exit with {FOUND} if there are findings as grave as that (default error; under "
+        "another launcher never)",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the training script, unmodified")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
+    )
+
+
+def parse(arguments: Sequence[str] | None, prog: str) -> Options:
+    """Read a command line; leaves with 2 and a sentence if it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Run a training script on several ranks and name what is silently wrong.",
+    )
+    add_arguments(parser)
+    return from_namespace(parser.parse_args(arguments))
+
+
+def from_namespace(read: argparse.Namespace) -> Options:
+    """The options of what argparse has read."""
+    values: dict[str, Any] = vars(read)
+    names = ("script", "arguments", "steps", "json", "html", "only", "ignore", "fail_on")
+    return Options(nproc=values["nproc_per_node"], **{name: values[name] for name in names})
+
+
+def problem_with(script: str) -> str | None:
+    """Why there is no such script to run, in a sentence; None if there is."""
+    path = Path(script)
+    if path.is_dir():
+        return f"{script} is a directory; name the script in it"
+    if not path.exists():
+        return f"there is no file {script} (looked in {Path.cwd()})"
+    if not os.access(path, os.R_OK):
+        return f"{script} cannot be read"
+    return None
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def _writable(text: str) -> str:
+    folder = Path(text).absolute().parent
+    if Path(text).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    # Absolute: the script may go to another folder.
+    return str(Path(text).absolute())
+
+
+def _codes(text: str) -> tuple[str, ...]:
+    from lockstep.audit.rules import all_codes
+
+    known = all_codes()
+    codes = tuple(part.strip().upper() for part in text.split(",") if part.strip())
+    for code in codes:
+        if not _LATIN.fullmatch(code) or not any(name.startswith(code) for name in known):
+            raise argparse.ArgumentTypeError(
+                f"{code!r} is no code of the audit ({', '.join(sorted(known))})"
+            )
+    return codes

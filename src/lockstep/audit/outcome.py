@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ledgers to what the user sees: the report, the files, the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.finding import is_at_least
+from lockstep.audit.judgement import judge
+from lockstep.audit.options import FOUND
+from lockstep.audit.report.terminal import render
+from lockstep.audit.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Ledger
+    from lockstep.audit.options import FailOn, Options
+
+
+def report(
+    options: Options,
+    ledgers: Sequence[Ledger | None],
+    world_size: int,
+    *,
+    quiet: bool = False,
+) -> list[Finding]:
+    """Judge, print to standard error, and write the files that were asked for.
+
+    Returns:
+        The findings.
+    """
+    findings = judge(ledgers, only=options.only, ignore=options.ignore)
+    world = World(ledgers)
+    summary = summarise(findings, world, world_size)
+    if options.json is not None:
+        write_json(options.json, summary)
+    if options.html is not None:
+        from lockstep.audit.report.page import page
+
+        Path(options.html).write_text(page(findings, world, summary), encoding="utf-8")
+    if not quiet:
+        print(render(findings, world), file=sys.stderr, flush=True)
+    return findings
+
+
+def summarise(findings: Sequence[Finding], world: World, world_size: int) -> dict[str, Any]:
+    """What the JSON file holds."""
+    return {
+        "findings": [finding.as_dict() for finding in findings],
+        "steps": world.steps,
+        "world_size": max(world_size, world.size),
+        "lockstep": _version("lockstep-train"),
+        "torch": _version("torch"),
+    }
+
+
+def write_json(path: str, summary: dict[str, Any]) -> None:
+    """All or nothing; NaN and infinities as null, which JSON has no word for."""
+    text = json.dumps(_plain(summary), indent=2, allow_nan=False)
+    partial = Path(path + ".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
+    """65 if something is as grave as `fail_on`, else 0."""
+    if fail_on == "never":
+        return 0
+    return FOUND if any(is_at_least(f.severity, fail_on) for f in findings) else 0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backwards: where they are called, what their losses weigh, which reducers ran in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.audit.ledger import Backward
+from lockstep.audit.probe import gathers
+from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.loss_graph import terms_of
+from lockstep.audit.probe.optimizers import fingerprint_gradients
+from lockstep.audit.probe.probe import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.audit.probe.probe import Probe
+
+
+def install(probe: Probe) -> None:
+    """Watch ``torch.autograd.backward``, which ``Tensor.backward`` calls, and ``autograd.grad``."""
+    for kind in ("backward", "grad"):
+        probe.patches.wrap(torch.autograd, kind, _watcher(probe, kind))
+
+
+def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if kind == "backward":
+                facts = probe.ledger.facts
+                facts["backwards"] = facts.get("backwards", 0) + 1
+                if probe.delivered is not None:
+                    probe.delivered.training = True
+            if not probe.detailed or probe.in_backward:
+                return original(*args, **kwargs)
+            record = Backward(kind, users_lines())
+            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            if kind == "backward":
+                given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+                _describe(probe, record, roots, given)
+            before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
+            probe.backward, probe.in_backward = record, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                probe.backward, probe.in_backward = None, False
+                probe.following.undo()
+                _note_reducers(probe, record, before)
+                _remember(probe, record)
+
+        return watched
+
+    return around
+
+
+def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
+    root = roots[0] if isinstance(roots, list | tuple) and len(roots) == 1 else roots
+    if not isinstance(root, torch.Tensor) or root.numel() != 1 or root.is_meta:
+        return
+    given = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given
+    weight = float(given) if isinstance(given, torch.Tensor) and given.numel() == 1 else 1.0
+    try:
+        record.loss = float(root.detach())
+        record.terms = terms_of(root, weight)
+        gathers.describe(probe, record, root, weight)
+    except RuntimeError:  # saved tensors are gone: a second backward through the same graph
+        record.terms = []
+
+
+def _note_reducers(probe: Probe, record: Backward, before: dict[str, int]) -> None:
+    for wrapper in probe.wrappers:
+        if wrapper.ref() is None or wrapper.key not in before:
+            continue
+        facts = wrapper.facts(before[wrapper.key])
+        record.wrappers[wrapper.key] = facts
+        if facts["issued"] > 0 or facts["no_sync"]:
+            # Armed again by its next forward. One that issued nothing still waits.
+            wrapper.is_armed = wrapper.was_unsynced = False
+            wrapper.forwards = 0
+
+
+def _remember(probe: Probe, record: Backward) -> None:
+    record.gradients = fingerprint_gradients(probe)
+    for window in probe.each_window():
+        if len(window.backwards) < Window.LIMIT:
+            window.backwards.append(record)

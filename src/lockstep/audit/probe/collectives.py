@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives that Python calls: in which order, on which gradient, at which line.
+
+What DistributedDataParallel issues from C++ does not pass here; its group's sequence number
+tells of it (`lockstep.audit.probe.probe.Wrapper`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from lockstep.audit.ledger import Collective
+from lockstep.audit.probe import gathers
+from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.optimizers import watch_made
+from lockstep.audit.probe.probe import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.audit.probe.probe import Probe
+
+NAMES: Final = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+)
+_SECOND: Final = {"all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"}
+"""Those whose own tensor is the second argument."""
+
+_KEPT: Final = 64
+
+
+def install(probe: Probe) -> None:
+    """Watch the functions of ``torch.distributed``, and the start of process groups."""
+    for module in (dist, dist.distributed_c10d):
+        for name in NAMES:
+            probe.patches.wrap(module, name, functools.partial(_watcher, probe, name))
+        probe.patches.wrap(module, "init_process_group", functools.partial(_starter, probe))
+        probe.patches.wrap(module, "new_group", functools.partial(_grouper, probe))
+
+
+def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        probe.note_group()
+        return result
+
+    return watched
+
+
+def _grouper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        ranks = args[0] if args else kwargs.get("ranks")
+        probe.ledger.facts.setdefault("subgroups", []).append(
+            None if ranks is None else [int(rank) for rank in ranks]
+        )
+        return made
+
+    return watched
+
+
+def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not probe.is_on or probe.inside("collective"):
+            return original(*args, **kwargs)
+        tensor = _own_tensor(name, args, kwargs)
+        call = Collective(name, users_lines(), _ranks(kwargs.get("group")))
+        call.in_backward = probe.in_backward
+        _note_call(probe, call)
+        if name.startswith("all_to_all") and not probe.in_backward:
+            probe.ledger.facts["all_to_all"] = True
+        if probe.detailed and tensor is not None:
+            _before(probe, call, tensor, args, kwargs)
+        waiting, probe.ledger.stuck_in = probe.ledger.stuck_in, call
+        probe.enter("collective")
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            probe.enter("collective", -1)
+        call.finished = True
+        probe.ledger.stuck_in = waiting
+        if probe.detailed and tensor is not None:
+            _after(probe, call, tensor, result, args, kwargs)
+        return result
+
+    return watched
+
+
+def _own_tensor(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+    place = 1 if name in _SECOND else 0
+    tensor = args[place] if len(args) > place else kwargs.get("tensor", kwargs.get("input_tensor"))
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def _ranks(group: Any) -> list[int]:
+    try:
+        return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _note_call(probe: Probe, call: Collective) -> None:
+    ledger = probe.ledger
+    ledger.calls_made += 1
+    ledger.calls.append(call)
+    if len(ledger.calls) > _KEPT:
+        del ledger.calls[0]
+    if probe.detailed:
+        for window in probe.each_window():
+            if len(window.collectives) < Window.LIMIT:
+                window.collectives.append(call)
+
+
+def _before(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
+    call.shape = list(tensor.shape)
+    if call.op in ("all_reduce", "reduce"):
+        op = kwargs.get("op", args[1] if len(args) > 1 and call.op == "all_reduce" else None)
+        call.reduction = _reduction_name(op)
+        call.parameter = _gradient_name(probe, tensor)
+        call.before = _size(tensor)
+
+
+def _after(
+    probe: Probe, call: Collective, tensor: torch.Tensor, result: Any, args: Any, kwargs: Any
+) -> None:
+    if call.before is not None and result is None:
+        call.after = _size(tensor)
+    gathers.note(probe, call, tensor, args, kwargs)
+
+
+def _reduction_name(op: Any) -> str:
+    if op is None:
+        return "SUM"
+    return str(op).rsplit(".", maxsplit=1)[-1].rstrip(">").split(":")[0]
+
+
+def _size(tensor: torch.Tensor) -> float | None:
+    """The value of one number, the norm of more."""
+    with torch.no_grad():
+        if tensor.is_meta or not tensor.numel():
+            return None
+        if tensor.numel() == 1:
+            return float(tensor)
+        return float(tensor.detach().double().norm()) if tensor.is_floating_point() else None
+
+
+def _gradient_name(probe: Probe, tensor: torch.Tensor) -> str | None:
+    """Which parameter's gradient it is, by its memory."""
+    pointer = tensor.data_ptr()
+    names = probe.gradient_names
+    if names.get(pointer) is None:
+        names.clear()
+        watch_made(probe)
+        for watched in probe.optimizers.values():
+            for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+                if param.grad is not None and not hasattr(param, "to_local"):
+                    names[param.grad.data_ptr()] = (described.name, list(param.shape))
+    name, shape = names.get(pointer, (None, None))
+    return name if shape == list(tensor.shape) else None

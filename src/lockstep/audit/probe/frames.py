@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which line of the user's program is running."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from lockstep.audit.finding import Place
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_OURS: Final = str(Path(__file__).resolve().parents[2])
+_TORCH: Final = str(Path(torch.__file__).parent)
+_LIBRARY: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED: Final = ("site-packages", "dist-packages")
+_DEPTH: Final = 4
+
+_known: dict[str, int] = {}
+
+
+def _distance(file: str) -> int:
+    """0: the user's own file. 1: an installed library. 2: torch, Python or ours."""
+    distance = _known.get(file)
+    if distance is None:
+        if file.startswith((_OURS, _TORCH, "<")):
+            distance = 2
+        elif any(folder in file for folder in _INSTALLED):
+            distance = 1
+        else:
+            distance = 2 if file.startswith(_LIBRARY) else 0
+        _known[file] = distance
+    return distance
+
+
+def users_lines(frame: FrameType | None = None, depth: int = _DEPTH) -> list[Place]:
+    """The innermost lines of the user's own files; of a library's if there are none.
+
+    Costs a quarter of a microsecond a frame; the text is read later, by `with_text`.
+    """
+    frame = frame or sys._getframe(1)
+    own: list[Place] = []
+    library: list[Place] = []
+    walked: FrameType | None = frame
+    while walked is not None and len(own) < depth:
+        code = walked.f_code
+        distance = _distance(code.co_filename)
+        if distance < 2:
+            place = Place(code.co_filename, walked.f_lineno, code.co_name, "")
+            (own if distance == 0 else library).append(place)
+        walked = walked.f_back
+    return own or library[:depth]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to gradients where values of other ranks enter a loss.
+
+Three facts of a loss that is built from gathered rows are measured: whether they entered it
+(their memory is saved by an operation in the loss's graph), whether the rows had a gradient when
+they were sent, and whether backward communicates.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.audit.probe.loss_graph import weight_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.audit.ledger import Backward, Collective
+    from lockstep.audit.probe.probe import Probe
+
+_GATHERS: Final = {"all_gather", "all_gather_into_tensor"}
+_PASSING_ON: Final = (
+    (torch, "cat"),
+    (torch, "concat"),
+    (torch, "stack"),
+    (torch, "vstack"),
+    (torch.nn.functional, "normalize"),
+)
+_NODES: Final = 5000
+_FRAMES: Final = 12
+
+
+def follow(probe: Probe) -> None:
+    """Follow gathered rows through the operations that usually come next, until backward.
+
+    Only then: TorchScript knows these functions by their identity.
+    """
+    if not probe.following.is_empty:
+        return
+    for owner, name in _PASSING_ON:
+        probe.following.wrap(owner, name, functools.partial(_follower, probe))
+
+
+def _follower(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if probe.tainted and isinstance(result, torch.Tensor):
+            given = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
+            parts = given if isinstance(given, list | tuple) else [given]
+            for part in parts:
+                origin = _origin(probe, part)
+                if origin is not None:
+                    probe.tainted.append((result, origin))
+                    break
+        return result
+
+    return watched
+
+
+def _origin(probe: Probe, tensor: Any) -> dict[str, Any] | None:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return None
+    pointer = tensor.untyped_storage().data_ptr()
+    for known, origin in probe.tainted:
+        if known.untyped_storage().data_ptr() == pointer:
+            return origin
+    return None
+
+
+def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
+    """A collective has ended: remember what it sent or changed, if it had a gradient."""
+    if len(call.group) < 2 or call.in_backward or not tensor.is_floating_point():
+        return
+    if call.op in _GATHERS:
+        context = _function_context()
+        if context is None and not tensor.requires_grad:
+            return
+        probe.follows = True
+        follow(probe)
+        outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
+        origin = {
+            "op": call.op,
+            "where": call.where,
+            "differentiable": context is not None,
+            "group": len(call.group),
+            "rows": list(tensor.shape),
+        }
+        for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
+            probe.tainted.append((output, origin))
+        if context is not None:
+            probe.gather_nodes.append((context, origin))
+    elif call.op == "all_reduce" and tensor.grad_fn is not None and _function_context() is None:
+        origin = {
+            "op": call.op,
+            "where": call.where,
+            "reduction": call.reduction,
+            "group": len(call.group),
+            "rows": list(tensor.shape),
+        }
+        probe.reduced_in_place.append((tensor, tensor.grad_fn, origin))
+
+
+def _function_context() -> Any:
+    """The context of the autograd Function whose forward is on the stack, or None.
+
+    It is also the node that stands for it in the graph.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            return frame.f_locals.get("ctx")
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) -> None:
+    """Write down which of what was communicated is in the graph of `root`."""
+    if not probe.tainted and not probe.reduced_in_place:
+        return
+    nodes = _graph(root.grad_fn)
+    for _, node, origin in probe.reduced_in_place:
+        if node in nodes:
+            record.gathered.append({**origin, "weight": weight_at(root, node, weight)})
+    pointers = {t.untyped_storage().data_ptr(): origin for t, origin in probe.tainted}
+    found: dict[int, dict[str, Any]] = {
+        id(origin): origin for context, origin in probe.gather_nodes if context in nodes
+    }
+    for node in nodes:
+        for origin in _saved_from(node, pointers):
+            found[id(origin)] = origin
+    record.gathered.extend(found.values())
+
+
+def _graph(node: Any) -> set[Any]:
+    seen: set[Any] = set()
+    waiting = [node]
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(fn for fn, _ in node.next_functions)
+    return seen
+
+
+def _saved_from(node: Any, pointers: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        saved = getattr(node, name, None)
+        for tensor in saved if isinstance(saved, tuple | list) else (saved,):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                origin = pointers.get(tensor.untyped_storage().data_ptr())
+                if origin is not None:
+                    found.append(origin)
+    return found

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much one element counts in a loss, read from the graph that autograd built.
+
+From the loss downwards: a product with a number multiplies the weight, a quotient divides it,
+until the first reduction, where each of n elements has weight w (a mean: 1/n). No second
+backward is run and nothing is guessed: an operation that is not known ends the walk, and its
+part of the loss is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+
+from lockstep.audit.ledger import Term
+
+_MEAN: Final = 1
+_SUM: Final = 2
+_NODES: Final = 64
+_LOSSES: Final = {
+    "NllLossBackward0",
+    "NllLoss2DBackward0",
+    "MseLossBackward0",
+    "SmoothL1LossBackward0",
+    "HuberLossBackward0",
+    "L1LossBackward0",
+    "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0",
+    "SoftMarginLossBackward0",
+}
+_TRANSPARENT: Final = {
+    "ViewBackward0",
+    "ReshapeAliasBackward0",
+    "UnsqueezeBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "CloneBackward0",
+    "ToCopyBackward0",
+    "AliasBackward0",
+    "UnsafeViewBackward0",
+}
+
+
+def terms_of(loss: torch.Tensor, weight: float = 1.0) -> list[Term]:
+    """The reductions that `loss` ends with, each with the weight of one element.
+
+    Args:
+        loss: a scalar with a graph.
+        weight: of the loss itself, e.g. backward's ``gradient=``.
+
+    Returns:
+        One term for each reduction that was understood.
+
+    Gradient:
+        None: it reads the graph.
+    """
+    terms: list[Term] = []
+    waiting: list[tuple[Any, float, float | None]] = [(loss.grad_fn, weight, None)]
+    for _ in range(_NODES):
+        if not waiting:
+            break
+        node, factor, divisor = waiting.pop()
+        if node is None or factor == 0.0:
+            continue
+        term = _reduction(node, factor, divisor)
+        if term is not None:
+            terms.append(term)
+        else:
+            waiting.extend(_operands(node, factor, divisor))
+    return terms
+
+
+def _operands(
+    node: Any, factor: float, divisor: float | None
+) -> list[tuple[Any, float, float | None]]:
+    name = node.name()
+    inputs = [fn for fn, _ in node.next_functions]
+    if name in _TRANSPARENT:
+        return [(inputs[0], factor, divisor)]
+    if name == "NegBackward0":
+        return [(inputs[0], -factor, divisor)]
+    if name == "AddBackward0":
+        alpha = float(getattr(node, "_saved_alpha", 1))
+        second = [(inputs[1], factor * alpha, divisor)] if len(inputs) > 1 else []
+        return [(inputs[0], factor, divisor), *second]
+    if name == "SubBackward0":
+        second = [(inputs[1], -factor, divisor)] if len(inputs) > 1 else []
+        return [(inputs[0], factor, divisor), *second]
+    if name in ("MulBackward0", "MulBackward1"):
+        return _product(node, inputs, factor, divisor)
+    if name in ("DivBackward0", "DivBackward1"):
+        by = _number(getattr(node, "_saved_other", None))
+        if by is not None and by != 0.0 and (len(inputs) < 2 or inputs[1] is None):
+            return [(inputs[0], factor / by, by)]
+    return []
+
+
+def _product(
+    node: Any, inputs: list[Any], factor: float, divisor: float | None
+) -> list[tuple[Any, float, float | None]]:
+    if len(inputs) > 1 and inputs[1] is not None:
+        if inputs[0] is not None:
+            return []  # of two things that both have a gradient: not a weight
+        by = _number(getattr(node, "_saved_self", None))
+        return [] if by is None else [(inputs[1], factor * by, divisor)]
+    other = _number(getattr(node, "_saved_other", None))
+    return [] if other is None else [(inputs[0], factor * other, divisor)]
+
+
+def _reduction(node: Any, factor: float, divisor: float | None) -> Term | None:
+    name = node.name()
+    if name == "MeanBackward0":
+        count = float(node._saved_self_sym_numel)
+        return Term("mean", factor / count, count, "mean")
+    if name == "SumBackward0":
+        count = float(math.prod(node._saved_self_sym_sizes))
+        return _as_divided(Term("sum", factor, count, "sum"), divisor)
+    if name not in _LOSSES:
+        return None
+    reduction = getattr(node, "_saved_reduction", 0)
+    if reduction not in (_MEAN, _SUM):
+        return None
+    elements = _elements(node)
+    # A weighted mean divides by the weights' sum, which differs between any two batches.
+    if elements is None or getattr(node, "_saved_weight", None) is not None:
+        return None
+    op = name.removesuffix("0").removesuffix("Backward")
+    if reduction == _MEAN:
+        return Term("mean", factor / elements, elements, op) if elements else None
+    return _as_divided(Term("sum", factor, elements, op), divisor)
+
+
+def _as_divided(term: Term, divisor: float | None) -> Term:
+    """A sum that was divided by how many there were is a mean, written by hand."""
+    if divisor is None or divisor < 1.0 or divisor != round(divisor) or term.count < divisor:
+        return term
+    return Term("mean", term.weight, divisor, f"{term.op}/{divisor:.0f}")
+
+
+def _elements(node: Any) -> float | None:
+    total = getattr(node, "_saved_total_weight", None)
+    if total is not None and total.numel():
+        if node._saved_reduction == _MEAN:
+            return float(total)
+        ignored = node._saved_ignore_index
+        ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+        return float((node._saved_target != ignored).sum())
+    held = getattr(node, "_saved_self", None)
+    return None if held is None else float(held.numel())
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def weight_at(loss: torch.Tensor, target: Any, weight: float = 1.0) -> float | None:
+    """What the scalar that `target` computed counts in `loss`; None where it is not linear."""
+    total, found = 0.0, False
+    waiting: list[tuple[Any, float, float | None]] = [(loss.grad_fn, weight, None)]
+    for _ in range(_NODES):
+        if not waiting:
+            break
+        node, factor, divisor = waiting.pop()
+        if node is target:
+            total, found = total + factor, True
+        elif node is not None:
+            waiting.extend(_operands(node, factor, divisor))
+    return total if found else None

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user calls a parameter, found without being told which object is the model."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module", "_fsdp_wrapped_module")
+
+
+def living_modules() -> list[torch.nn.Module]:
+    """Every module of this process. Once per new optimizer: it looks at all objects."""
+    found = []
+    for thing in gc.get_objects():
+        # Not isinstance: objects that pretend a class may run code when asked.
+        if issubclass(type(thing), torch.nn.Module) and "_modules" in thing.__dict__:
+            found.append(thing)
+    return found
+
+
+def parameter_names(modules: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """By ``id(parameter)``: its name in the outermost module, wrappers left out."""
+    modules = list(modules)
+    inside = {id(child) for module in modules for child in module._modules.values() if child}
+    roots = [module for module in modules if id(module) not in inside]
+    names: dict[int, str] = {}
+    roots.sort(key=lambda root: -sum(1 for _ in root.modules()))
+    for root in roots:
+        for name, param in root.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), _without_wrappers(root, name))
+    return names
+
+
+def _without_wrappers(root: torch.nn.Module, name: str) -> str:
+    parts = name.split(".")
+    kept = []
+    module: torch.nn.Module | None = root
+    for part in parts:
+        if not (part in _WRAPPED and module is not None and _is_wrapper(module)):
+            kept.append(part)
+        module = module._modules.get(part) if module is not None else None
+    return ".".join(kept)
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    """A module whose only child is what it wraps."""
+    return len(module._modules) == 1 and next(iter(module._modules)) in _WRAPPED

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What optimizers hold, what they consume, and what comes out.
+
+Torch's global hooks run before and after every ``step`` of every ``torch.optim.Optimizer``. Where
+the step is given a closure, the gradients that count are those after the closure ran.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lockstep.audit.fingerprint import take
+from lockstep.audit.ledger import Parameter, Step, Track, is_detailed
+from lockstep.audit.prints import Fingerprint, samples_per_tensor
+from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.gathers import follow
+from lockstep.audit.probe.names import living_modules, parameter_names
+from lockstep.audit.probe.probe import Window
+from lockstep.sync.ownership import is_local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.audit.probe.probe import Probe
+
+CLOSELY: Final = 8
+"""So many steps are looked at more closely: gradients also after each backward, the optimizer's
+state, and norms of parameters."""
+
+
+class Watched:
+    """One optimizer, its track in the ledger and the step that is under way."""
+
+    def __init__(self, optimizer: Optimizer, track: Track) -> None:
+        self.ref = weakref.ref(optimizer)
+        self.track = track
+        self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        self.counts = [p.samples for p in track.parameters]
+        self.step: Step | None = None
+        self.next_is_detailed = True
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Does the optimizer still hold the same parameters?"""
+        held = [p for g in optimizer.param_groups for p in g["params"]]
+        return len(held) == len(self.parameters) and all(
+            a is b for a, b in zip(held, self.parameters, strict=True)
+        )
+
+
+def install(probe: Probe) -> None:
+    """Watch the construction and the steps of optimizers."""
+    probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
+    probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
+    _hook(probe)
+
+
+def _hook(probe: Probe) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        return (
+            None if torch.compiler.is_compiling() else _before_step(probe, optimizer, args, kwargs)
+        )
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _after_step(probe, optimizer, args, kwargs)
+
+    if not probe.ledger.facts.get("fullgraph"):
+        # Called from compiled steps, too: there the graph breaks and goes on after them.
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+    probe.step_hooks = (
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    )
+    for handle in probe.step_hooks:
+        probe.patches.keep(handle)
+
+
+def _compiler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("fullgraph") and not probe.ledger.facts.get("fullgraph"):
+            # A graph that may not break cannot call us. Steps inside it are not seen.
+            probe.ledger.facts["fullgraph"] = True
+            for handle in probe.step_hooks:
+                handle.remove()
+            _hook(probe)
+        return original(*args, **kwargs)
+
+    return watched
+
+
+def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        probe.made.append(weakref.ref(self))
+        probe.made_waiting.append(weakref.ref(self))
+        probe.made_at[id(self)] = users_lines()
+
+    return watched
+
+
+def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if id(optimizer) in probe.stepping:
+        # Its last step raised, and nobody took it off.
+        del probe.stepping[probe.stepping.index(id(optimizer)) :]
+    probe.stepping.append(id(optimizer))
+    if not probe.is_on or len(probe.stepping) > 1:
+        # An optimizer inside an optimizer (ZeRO, wrappers of libraries): the outer one counts.
+        return None
+    watched = _watch(probe, optimizer)
+    if not is_detailed(watched.track.count, probe.first):
+        return None
+    step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
+    watched.step = step
+    closely = step.number < CLOSELY
+    step.entry = take(watched.parameters, watched.counts, norms=closely)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if callable(closure):
+        step.has_closure = True
+        return _with_watched_closure(probe, watched, args, kwargs, closure)
+    _consume(probe, watched, optimizer)
+    return None
+
+
+def _with_watched_closure(
+    probe: Probe, watched: Watched, args: Any, kwargs: Any, closure: Callable[[], Any]
+) -> tuple[Any, Any]:
+    def then_look() -> Any:
+        outer, probe.stepping = probe.stepping, []
+        try:
+            result = closure()
+        finally:
+            probe.stepping = outer
+        optimizer = watched.ref()
+        if probe.is_on and optimizer is not None and watched.step is not None:
+            _consume(probe, watched, optimizer)
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": then_look}
+    return (args[0], then_look, *args[2:]), kwargs
+
+
+def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
+    """The gradients as the optimizer is about to use them, and how they came to be."""
+    step = watched.step
+    assert step is not None
+    if watched.track.sharded:
+        step.gradients = None
+    else:
+        step.gradients = take([p.grad for p in watched.parameters], watched.counts)
+    step.hyper = [_numbers(group) for group in optimizer.param_groups]
+    window = probe.windows.get(optimizer) or probe.recent
+    step.backwards = list(window.backwards)
+    step.collectives = list(window.collectives)
+    step.clips = list(window.clips)
+    step.bypasses = list(window.bypasses)
+    step.scale = probe.scale
+    if step.number == 0:
+        step.unowned = _unowned(probe, watched)
+
+
+def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if id(optimizer) in probe.stepping:
+        del probe.stepping[probe.stepping.index(id(optimizer)) :]
+    watched = probe.optimizers.get(optimizer)
+    if not probe.is_on or probe.stepping or watched is None:
+        return
+    track, step = watched.track, watched.step
+    if step is not None:
+        closely = step.number < CLOSELY
+        step.exit = take(watched.parameters, watched.counts, norms=closely)
+        if closely or step.number % 64 == 0:
+            step.state = _state(optimizer, watched)
+        track.steps.append(step)
+        watched.step = None
+    track.count += 1
+    watched.next_is_detailed = is_detailed(track.count, probe.first)
+    probe.windows[optimizer] = Window()
+    probe.recent = Window()
+    probe.forget_gathered()
+    probe.steps_done = max(probe.steps_done, track.count)
+    probe.detailed = any(w.next_is_detailed for w in probe.optimizers.values())
+    if probe.follows and probe.detailed:
+        # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
+        follow(probe)
+    if probe.limit is not None and probe.steps_done >= probe.limit and probe.when_done:
+        done, probe.when_done = probe.when_done, None
+        done()
+
+
+def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:
+    """Of every optimizer's gradients now, by its track's key; for the first steps only."""
+    found = {}
+    watch_made(probe)
+    for watched in probe.optimizers.values():
+        if watched.track.count < CLOSELY and not watched.track.sharded:
+            gradients = [p.grad for p in watched.parameters]
+            found[watched.track.key] = take(gradients, watched.counts)
+    return found
+
+
+def watch_made(probe: Probe) -> None:
+    """Give a track to optimizers that were made and have not stepped yet."""
+    waiting, probe.made_waiting = probe.made_waiting, []
+    for reference in waiting:
+        optimizer = reference()
+        if optimizer is not None and optimizer not in probe.optimizers and _is_whole(optimizer):
+            _watch(probe, optimizer)
+
+
+def _is_whole(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "param_groups", None))
+
+
+def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
+    watched = probe.optimizers.get(optimizer)
+    if watched is not None and watched.holds(optimizer):
+        return watched
+    probe.note_group()
+    if watched is not None:
+        # More parameters than before (layers unfrozen): the same track, described anew.
+        watched.track.parameters = _describe(probe, optimizer)
+        watched.track.steps.clear()
+        watched.track.count, fresh = watched.track.count, Watched(optimizer, watched.track)
+    else:
+        kind = type(optimizer).__name__
+        same = sum(1 for t in probe.ledger.tracks if t.optimizer == kind)
+        track = Track(
+            f"{kind}#{same}",
+            kind,
+            probe.made_at.get(id(optimizer), []),
+            parameters=_describe(probe, optimizer),
+            sharded=_is_sharded(optimizer),
+        )
+        probe.ledger.tracks.append(track)
+        fresh = Watched(optimizer, track)
+    probe.optimizers[optimizer] = fresh
+    return fresh
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Are its tensors pieces (FSDP's flat parameters)?"""
+    return any(
+        type(p).__name__ == "FlatParameter" or hasattr(p, "_local_shard")
+        for g in optimizer.param_groups
+        for p in g["params"]
+    )
+
+
+def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    probe.living = [weakref.ref(module) for module in living_modules()]
+    names = parameter_names(m for r in probe.living if (m := r()) is not None)
+    counts = samples_per_tensor([_local_size(p) for p in held])
+    described = []
+    for place, (param, count) in enumerate(zip(held, counts, strict=True)):
+        wrapper = probe.wrapper_of(param)
+        ignored = any(id(param) in w.ignored for w in probe.wrappers)
+        described.append(
+            Parameter(
+                names.get(id(param), f"parameter {place}"),
+                list(param.shape),
+                str(param.dtype).removeprefix("torch."),
+                wrapper=wrapper.key if wrapper else None,
+                group=wrapper.ranks if wrapper else None,
+                sharded=_is_piece(param),
+                local=is_local(param) or ignored,
+                in_module=id(param) in names,
+                samples=count,
+            )
+        )
+    return described
+
+
+def _local_size(param: torch.Tensor) -> int:
+    return int(param.to_local().numel()) if hasattr(param, "to_local") else param.numel()
+
+
+def _is_piece(param: torch.Tensor) -> bool:
+    """A DTensor of which each rank holds another piece."""
+    placements = getattr(param, "placements", None)
+    return placements is not None and not all(p.is_replicate() for p in placements)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in group.items():
+        if name == "params" or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float) or (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        ):
+            found[name] = float(value)
+    return found
+
+
+def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
+    tensors, names = [], []
+    for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+        for key, value in sorted(optimizer.state.get(param, {}).items(), key=lambda kv: str(kv[0])):
+            if isinstance(value, torch.Tensor) and not described.sharded:
+                tensors.append(value)
+                names.append(f"{described.name}.{key}")
+    if not tensors or watched.track.sharded:
+        return None
+    watched.track.state_names = names
+    return take(tensors, [0] * len(tensors))
+
+
+def _unowned(probe: Probe, watched: Watched) -> list[str]:
+    """Parameters of living modules that have a gradient and that no optimizer holds."""
+    optimizers = [r() for r in probe.made] + [w.ref() for w in probe.optimizers.values()]
+    held = {id(p) for o in optimizers if o is not None for g in o.param_groups for p in g["params"]}
+    modules = [m for r in probe.living if (m := r()) is not None]
+    names = parameter_names(modules)
+    found = []
+    seen: set[int] = set()
+    for module in modules:
+        for param in module._parameters.values():
+            if param is None or id(param) in seen or id(param) in held:
+                continue
+            seen.add(id(param))
+            if param.requires_grad and param.grad is not None:
+                found.append(f"{names.get(id(param), '?')} {list(param.shape)}")
+    return found

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is hooked into torch, and the state that the hooks share.
+
+One probe per process. Everything it puts into torch is in `Patches` and is taken out by `stop`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.audit.ledger import FIRST_STEPS, FIRST_STEPS_WATCH, Ledger
+from lockstep.audit.probe.patches import Patches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.audit.finding import Place
+    from lockstep.audit.ledger import Backward, Collective, Loading
+    from lockstep.audit.probe.optimizers import Watched
+
+
+_kept: list[Any] = []
+
+
+class Wrapper:
+    """One DistributedDataParallel: what it knows, and whether its reducer is armed."""
+
+    def __init__(self, module: Any, key: str, where: list[Place]) -> None:
+        self.ref = weakref.ref(module)
+        self.key = key
+        self.where = where
+        self.ranks = dist.get_process_group_ranks(module.process_group)
+        self.known = {
+            id(p): name
+            for name, p in module.module.named_parameters(remove_duplicate=False)
+            if p.requires_grad and name not in getattr(module, "parameters_to_ignore", ())
+        }
+        self.ignored = {
+            id(p)
+            for name, p in module.module.named_parameters()
+            if name in getattr(module, "parameters_to_ignore", ())
+        }
+        self.forwards = 0
+        self.is_armed = False
+        self.was_unsynced = False
+        self.joins = False
+
+    def issued(self) -> int:
+        """How many collectives its group has seen, C++'s own included."""
+        # Not kept: a group closes when the last reference to it is gone.
+        module = self.ref()
+        return -1 if module is None else sequence_number(module.process_group)
+
+    def facts(self, issued_before: int) -> dict[str, Any]:
+        """How it took part in a backward."""
+        return {
+            "forwards": self.forwards,
+            "armed": self.is_armed,
+            "no_sync": self.was_unsynced,
+            "issued": self.issued() - issued_before,
+            "group": len(self.ranks),
+        }
+
+
+def sequence_number(group: Any) -> int:
+    """The group's count of collectives; -1 where its backend does not keep one."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return -1
+
+
+class Window:
+    """What happened since an optimizer's last step."""
+
+    def __init__(self) -> None:
+        self.backwards: list[Backward] = []
+        self.collectives: list[Collective] = []
+        self.clips: list[dict[str, Any]] = []
+        self.bypasses: list[list[Place]] = []
+
+    LIMIT = 400
+    """Of each kind: an unbounded window (no optimizer ever steps) must not fill the memory."""
+
+
+class Probe:
+    """The state that hooks share, in one process.
+
+    Args:
+        mode: ``full`` or ``watch``.
+        steps: watch so many optimizer steps, or None for all.
+        when_done: called once when `steps` are in.
+        keeps_groups: process groups live until the process ends. A script's last reference to a
+            group may go with its wrapper, under the interpreter's lock, while a thread of the group
+            waits for that lock to let go of a tensor: torch then hangs, with or without us, and
+            what we do in between makes it more likely.
+    """
+
+    def __init__(
+        self,
+        mode: str = "full",
+        steps: int | None = None,
+        when_done: Callable[[], None] | None = None,
+        keeps_groups: bool = False,
+    ) -> None:
+        self.mode = mode
+        self.first = FIRST_STEPS if mode == "full" else FIRST_STEPS_WATCH
+        self.limit = steps
+        self.when_done = when_done
+        self.keeps_groups = keeps_groups
+        self.patches = Patches()
+        self.following = Patches()
+        self.ledger = Ledger(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+        self.wrappers: list[Wrapper] = []
+        self.owned: dict[int, weakref.ref[Any]] = {}
+        self.windows: weakref.WeakKeyDictionary[Any, Window] = weakref.WeakKeyDictionary()
+        self.recent = Window()
+        self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self.gather_nodes: list[tuple[Any, dict[str, Any]]] = []
+        self.follows = False
+        self.reduced_in_place: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
+        self.depth = threading.local()
+        self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+        self.made: list[weakref.ref[Any]] = []
+        self.made_waiting: list[weakref.ref[Any]] = []
+        self.made_at: dict[int, list[Place]] = {}
+        self.backward: Backward | None = None
+        self.in_backward = False
+        self.scale: float | None = None
+        self.living: list[weakref.ref[torch.nn.Module]] = []
+        self.step_hooks: tuple[Any, ...] = ()
+        self.gradient_names: dict[int, tuple[str | None, list[int] | None]] = {}
+        self.loader_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
+        self.delivered: Loading | None = None
+        self.stepping: list[int] = []
+        self.steps_done = 0
+        self.detailed = True
+        self.is_on = False
+        self.store: Any = None
+
+    def inside(self, name: str) -> int:
+        """How many calls of that kind are on this thread's stack."""
+        return int(getattr(self.depth, name, 0))
+
+    def enter(self, name: str, by: int = 1) -> None:
+        """Count one in, or with ``by=-1`` one out."""
+        setattr(self.depth, name, self.inside(name) + by)
+
+    def each_window(self) -> list[Window]:
+        """The windows of all optimizers, and the one that a new optimizer will begin with."""
+        return [self.recent, *self.windows.values()]
+
+    def wrapper_of(self, param: torch.Tensor) -> Wrapper | None:
+        """The wrapper that reduces this parameter."""
+        for wrapper in self.wrappers:
+            if id(param) in wrapper.known and wrapper.ref() is not None:
+                return wrapper
+        return None
+
+    def sync_of_lockstep(self) -> bool:
+        """Does one of lockstep's own GradientSyncs weigh the gradients of this process?"""
+        guard = sys.modules.get("lockstep.sync.guard")
+        return guard is not None and len(guard._registry._owners) > 0
+
+    def forget_gathered(self) -> None:
+        """A step was taken: what was gathered for it is no longer of interest."""
+        self.following.undo()
+        self.tainted.clear()
+        self.gather_nodes.clear()
+        self.reduced_in_place.clear()
+
+    def keep_group(self, group: Any) -> None:
+        """Let no wrapper be the last to hold `group`; see `keeps_groups`."""
+        if self.keeps_groups and not any(group is known for known in _kept):
+            _kept.append(group)
+
+    def note_group(self) -> None:
+        """A default process group exists: its rank is the one that counts."""
+        if dist.is_initialized():
+            self.ledger.started_group = True
+            self.ledger.rank = dist.get_rank()
+            self.ledger.world_size = dist.get_world_size()
+            self.keep_group(dist.group.WORLD)
+            if self.store is None:
+                self.store = dist.distributed_c10d._get_default_store()
+
+    def start(self) -> None:
+        """Hook everything in."""
+        from lockstep.audit.probe import (
+            backwards,
+            clipping,
+            collectives,
+            loaders,
+            optimizers,
+            wrappers,
+        )
+
+        assert not self.is_on
+        self.is_on = True
+        self.note_group()
+        for part in (
+            wrappers,
+            backwards,
+            collectives,
+            loaders,
+            clipping,
+            optimizers,
+        ):
+            part.install(self)
+
+    def stop(self) -> Ledger:
+        """Take everything out. The second call changes nothing."""
+        self.is_on = False
+        self.patches.undo()
+        self.windows.clear()
+        self.optimizers.clear()
+        self.forget_gathered()
+        return self.ledger

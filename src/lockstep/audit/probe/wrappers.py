@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which wrapper knows which parameters, and which forwards went round it.
+
+The hook on module calls is torch's global one. It says *where* a forward went round a wrapper;
+that it did, and that it mattered, the gradients say: a call of ``ddp.module`` is no evidence.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.audit.fingerprint import take
+from lockstep.audit.prints import samples_per_tensor
+from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.probe import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.audit.probe.probe import Probe
+
+_EVALUATIONS = 200
+_LINES_PER_WINDOW = 8
+
+
+def install(probe: Probe) -> None:
+    """Watch the construction of wrappers, and module calls."""
+    probe.patches.wrap(DistributedDataParallel, "__init__", lambda f: _constructor(probe, f))
+    probe.patches.keep(register_module_forward_pre_hook(_module_hook(probe)))
+    # It says that global hooks may fire twice for a compiled module, which is no harm here.
+    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global")
+    probe.patches.keep(_Filter(warnings.filters[0]))
+
+
+class _Filter:
+    """The filter for one warning, which goes when the hooks go."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def remove(self) -> None:
+        if self._entry in warnings.filters:
+            warnings.filters.remove(self._entry)  # type: ignore[attr-defined]
+
+
+def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        probe.note_group()
+        probe.keep_group(self.process_group)
+        wrapper = Wrapper(self, f"ddp{len(probe.wrappers)}", users_lines())
+        probe.wrappers.append(wrapper)
+        for module in self.module.modules():
+            probe.owned[id(module)] = weakref.ref(module)
+
+    return watched
+
+
+def _module_hook(probe: Probe) -> Callable[..., None]:
+    def before_forward(module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not probe.is_on:
+            return
+        if not torch.is_grad_enabled():
+            if not module.training and probe.ledger.started_group:
+                _note_evaluation(probe, module)
+            return
+        if isinstance(module, DistributedDataParallel):
+            _arm(probe, module)
+        elif DistributedDataParallel._active_ddp_module is None and probe.detailed:
+            known = probe.owned.get(id(module))
+            if known is not None and known() is module:
+                _note_bypass(probe)
+
+    return before_forward
+
+
+def _arm(probe: Probe, module: Any) -> None:
+    for wrapper in probe.wrappers:
+        held: Any = wrapper.ref()
+        if held is module:
+            wrapper.forwards += 1
+            wrapper.is_armed = bool(module.require_backward_grad_sync)
+            wrapper.was_unsynced = not wrapper.is_armed
+            wrapper.joins |= bool(module._join_config.enable)
+
+
+def _note_bypass(probe: Probe) -> None:
+    lines = users_lines()
+    for window in probe.each_window():
+        if len(window.bypasses) < _LINES_PER_WINDOW and lines not in window.bypasses:
+            window.bypasses.append(lines)
+
+
+def _note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
+    """The buffers with which a whole model is evaluated; once between two optimizer steps."""
+    evaluations = probe.ledger.evaluations
+    if isinstance(module, DistributedDataParallel) or len(evaluations) >= _EVALUATIONS:
+        return
+    last = evaluations[-1] if evaluations else None
+    if last is not None and last["step"] == probe.steps_done:
+        return
+    buffers = {
+        name: b
+        for name, b in module.named_buffers()
+        if b.is_floating_point() and not getattr(b, "_lockstep_local", False)
+    }
+    if not buffers:
+        return
+    counts = samples_per_tensor([b.numel() for b in buffers.values()])
+    evaluations.append(
+        {
+            "step": probe.steps_done,
+            "module": type(module).__name__,
+            "names": list(buffers),
+            "counts": counts,
+            "buffers": take(list(buffers.values()), counts),
+            "where": users_lines(),
+        }
+    )

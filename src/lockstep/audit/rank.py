@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of an audited run: the script, the probe, and where the ledger goes.
+
+Under our own launcher the ledger is a file in its folder, which the launcher judges when all ranks
+have ended; nothing is exchanged. Under another launcher it goes through the store that the process
+group was made with, and rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.importing import when_imported
+from lockstep.audit.script import describe_failure, run_script
+
+if TYPE_CHECKING:
+    from lockstep.audit.finding import Place
+    from lockstep.audit.ledger import Ledger
+    from lockstep.audit.options import Options
+    from lockstep.audit.probe.probe import Probe
+
+FOLDER = "LOCKSTEP_AUDIT_FOLDER"
+PIPE = "LOCKSTEP_AUDIT_PIPE"
+
+DUMP = b"d"
+_TRIES = 5
+
+
+class Rank:
+    """This process's part of the run."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.folder = os.environ.get(FOLDER)
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.probe: Probe | None = None
+        self._pid = os.getpid()
+        self._writing = threading.Lock()
+
+    def run(self) -> int:
+        """Run the script to its end, and hand in the ledger. Returns the exit code."""
+        if self.folder is not None:
+            self._listen()
+            self._write_before_leaving_at_once()
+        else:
+            self._report_when_terminated()
+        when_imported("torch", self._start)
+        code = run_script(self.options.script, self.options.arguments, self._note_failure)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        return self._hand_in(code)
+
+    def _start(self) -> None:
+        from lockstep.audit.probe.probe import Probe
+        from lockstep.audit.spawned import watch_children
+
+        self.probe = Probe(steps=self.options.steps, when_done=self._enough, keeps_groups=True)
+        self.probe.start()
+        if self.folder is not None:
+            watch_children(self.probe, self.folder, self.options.steps)
+
+    def _note_failure(self, error: BaseException, where: list[Place]) -> None:
+        if self.probe is not None:
+            self.probe.ledger.failure = describe_failure(error)
+            self.probe.ledger.failed_at = time.time()
+            self.probe.ledger.stack = where
+
+    def _enough(self) -> None:
+        """The steps that were asked for are in: the launcher can judge, the script goes on."""
+        if self.probe is not None:
+            self.probe.is_on = False
+            if self.folder is not None:
+                self.write(self.probe.ledger)
+
+    def _hand_in(self, code: int) -> int:
+        ledger = self._ledger()
+        if ledger is None:
+            return code
+        ledger.exit_code = code
+        if self.folder is not None:
+            self.write(ledger)
+            return code
+        return self._report(ledger, code)
+
+    def _ledger(self) -> Ledger | None:
+        """None if torch was never imported: then there is nothing to tell."""
+        if self.probe is None:
+            return None
+        from lockstep.audit.session import finish
+
+        return finish(self.probe)
+
+    def write(self, ledger: Ledger) -> None:
+        """As a file, all or nothing. The program may change the ledger meanwhile."""
+        assert self.folder is not None
+        path = Path(self.folder) / f"rank{self.rank}.json"
+        with self._writing:
+            for left in reversed(range(_TRIES)):
+                try:
+                    data = ledger.to_bytes()
+                except RuntimeError:  # something was added while it was read
+                    if not left:
+                        return
+                    continue
+                partial = path.with_suffix(".partial")
+                partial.write_bytes(data)
+                partial.replace(path)
+                return
+
+    # -- our own launcher ---------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Write when the launcher asks; end with it, so that no rank is orphaned."""
+        pipe = os.environ.pop(PIPE, None)
+        if pipe is not None:
+            threading.Thread(
+                target=self._obey, args=(int(pipe),), name="lockstep.audit", daemon=True
+            ).start()
+
+    def _obey(self, pipe: int) -> None:
+        while os.read(pipe, 1) == DUMP:
+            self._write_where_it_stands()
+        os.killpg(0, signal.SIGKILL)
+
+    def _write_where_it_stands(self) -> None:
+        if self.probe is None:
+            return
+        from lockstep.audit.session import stack_of_main_thread
+
+        ledger = self.probe.ledger
+        if ledger.failure is None:
+            ledger.stack = stack_of_main_thread()
+        self.write(ledger)
+
+    def _write_before_leaving_at_once(self) -> None:
+        leave = os._exit
+
+        def watched(status: int) -> Any:
+            if os.getpid() == self._pid and self.probe is not None:
+                with contextlib.suppress(Exception):
+                    self.probe.ledger.exit_code = status
+                    self.write(self.probe.ledger)
+            leave(status)
+
+        os._exit = watched
+
+    # -- another launcher ---------------------------------------------------------------------
+
+    def _report(self, ledger: Ledger, code: int) -> int:
+        from lockstep.audit.outcome import exit_code_of, report
+        from lockstep.audit.session import exchange_by_store
+
+        store = self.probe.store if self.probe is not None else None
+        wait_s = 10.0 if code else 60.0
+        everyone = exchange_by_store(ledger.to_bytes(), store, self.rank, self.world_size, wait_s)
+        if self.rank == 0:
+            findings = report(self.options, self._read(everyone), self.world_size)
+        else:
+            from lockstep.audit.judgement import judge
+
+            findings = judge(
+                self._read(everyone), only=self.options.only, ignore=self.options.ignore
+            )
+        return code or exit_code_of(findings, self.options.fail_on or "never")
+
+    def _read(self, everyone: list[bytes | None]) -> list[Ledger | None]:
+        from lockstep.audit.ledger import Ledger
+
+        return [None if data is None else Ledger.from_bytes(data) for data in everyone]
+
+    def _report_when_terminated(self) -> None:
+        """Launchers terminate the others when one rank fails: rank 0 writes what it knows first.
+
+        A handler in Python waits for the main thread, which may wait for its peers for ever; so
+        a thread is woken by the signal itself.
+        """
+        if self.rank != 0 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+        def wait() -> None:
+            while os.read(reading, 1) != bytes([signal.SIGTERM]):
+                pass
+            if signal.getsignal(signal.SIGTERM) is not None and self.probe is not None:
+                from lockstep.audit.outcome import report
+                from lockstep.audit.session import stack_of_main_thread
+
+                ledger = self.probe.ledger
+                ledger.stack = stack_of_main_thread()
+                with contextlib.suppress(Exception):
+                    others: list[Ledger | None] = [None] * (self.world_size - 1)
+                    report(self.options, [ledger, *others], self.world_size)
+            os._exit(128 + signal.SIGTERM)
+
+        threading.Thread(target=wait, name="lockstep.audit", daemon=True).start()

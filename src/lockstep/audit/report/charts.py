@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's curves and its rank by parameter map, as SVG without a script."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.audit.world import SharedTrack, World
+
+_WIDTH, _HEIGHT, _MARGIN = 560, 170, 42
+_COLOURS = 4
+_ROWS = 60
+_CELL = 16
+
+
+def curves(evidence: dict[str, Any]) -> str:
+    """Gradient per rank and drift, where a finding has them."""
+    found = ""
+    gradients = evidence.get("gradients") or []
+    if gradients:
+        ranks = sorted({rank for row in gradients for rank in row["values"]}, key=int)
+        lines = {
+            f"rank {rank}": [(row["step"], row["values"].get(rank)) for row in gradients]
+            for rank in ranks[:_COLOURS]
+        }
+        found += _chart(f"Gradient of {gradients[0]['parameter']}[0], by rank", lines)
+    drift = evidence.get("drift") or []
+    if drift:
+        points = {"drift": [(row["step"], row["drift"]) for row in drift]}
+        found += _chart("Largest difference between replicas after the step", points)
+    return found
+
+
+def _chart(title: str, lines: dict[str, list[tuple[int, float | None]]]) -> str:
+    values = [
+        v for points in lines.values() for _, v in points if v is not None and math.isfinite(v)
+    ]
+    steps = [s for points in lines.values() for s, _ in points]
+    if not values:
+        return ""
+    low, high = min(0.0, *values), max(0.0, *values)
+    high = high if high > low else low + 1.0
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+
+    def x(step: float) -> float:
+        return _MARGIN + (step - first) / (last - first) * (_WIDTH - _MARGIN - 10)
+
+    def y(value: float) -> float:
+        return 10 + (high - value) / (high - low) * (_HEIGHT - 35)
+
+    drawn = "".join(
+        f'<polyline class="rank{place}" points="'
+        + " ".join(
+            f"{x(s):.1f},{y(v):.1f}" for s, v in points if v is not None and math.isfinite(v)
+        )
+        + '"/>'
+        for place, points in enumerate(lines.values())
+    )
+    legend = "".join(
+        f"<span><i class=rank{place}></i>{html.escape(name)}</span>"
+        for place, name in enumerate(lines)
+    )
+    return (
+        f"<p class=soft>{html.escape(title)}</p><div class=legend>{legend}</div><div class=chart>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img aria-label="{html.escape(title)}">'
+        f'<line class=axis x1={_MARGIN} x2={_WIDTH} y1="{y(0.0):.1f}" y2="{y(0.0):.1f}"/>'
+        f'<text x=0 y="{y(high) + 4:.1f}">{high:.3g}</text>'
+        f'<text x=0 y="{y(low) + 4:.1f}">{low:.3g}</text>'
+        f"<text x={_MARGIN} y={_HEIGHT - 6}>step {first}</text>"
+        f'<text x="{_WIDTH - 60}" y={_HEIGHT - 6}>step {max(steps)}</text>{drawn}</svg></div>'
+    )
+
+
+def differences_map(world: World) -> str:
+    """Which parameter differed on which rank in any step, one square each."""
+    blocks = [_track_map(track) for track in world.tracks if len(track.ranks) > 1]
+    blocks = [block for block in blocks if block]
+    if not blocks:
+        return ""
+    return (
+        "<section><h2>Rank by parameter</h2><p class=soft>green: replicas agreed after every step "
+        "that was looked at; red: they did not; grey: not compared</p>" + "".join(blocks)
+    ) + "</section>"
+
+
+def _track_map(track: SharedTrack) -> str:
+    differing: dict[str, set[int]] = {}
+    for number in track.numbers:
+        for difference in track.differences("exit", number):
+            differing.setdefault(difference.name, set()).update(difference.ranks)
+    compared = {p.name: p for p in track.parameters}
+    names = list(dict.fromkeys(p.name for t in track.tracks.values() for p in t.parameters))
+    names.sort(key=lambda name: name not in differing)
+    rows = [
+        _row(place, name, track.ranks, differing.get(name, set()), name in compared)
+        for place, name in enumerate(names[:_ROWS])
+    ]
+    more = f"<p class=soft>and {len(names) - _ROWS} more</p>" if len(names) > _ROWS else ""
+    width = 24 + _CELL * len(track.ranks) + 320
+    height = _CELL * len(rows) + 4
+    return (
+        f"<p class=soft>{html.escape(track.key)}</p><div class=chart>"
+        f'<svg viewBox="0 0 {width} {height}" width={width} role=img '
+        f'aria-label="differences by rank and parameter">{"".join(rows)}</svg></div>{more}'
+    )
+
+
+def _row(place: int, name: str, ranks: Sequence[int], differs: set[int], compared: bool) -> str:
+    y = place * _CELL
+    cells = "".join(
+        f'<rect class="cell-{_state(rank, differs, compared)}" x={column * _CELL} y={y} '
+        f"width={_CELL - 2} height={_CELL - 2} rx=2><title>rank {rank}</title></rect>"
+        for column, rank in enumerate(ranks)
+    )
+    at = len(ranks) * _CELL + 8
+    return f"{cells}<text x={at} y={y + 11}>{html.escape(name)}</text>"
+
+
+def _state(rank: int, differs: set[int], compared: bool) -> int:
+    if not compared:
+        return 2
+    return 1 if rank in differs else 0

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as one page: a single file, without network, light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import html
+import linecache
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.report.charts import curves, differences_map
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.audit.finding import Finding, Place
+    from lockstep.audit.world import World
+
+_AROUND = 3
+_FINDINGS = 40
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --soft: #5f6670; --ground: #ffffff;
+  --panel: #f4f5f7; --line: #d9dce1; --error: #b42318; --warning: #9a6700; --notice: #175cd3;
+  --good: #067647; --mark: #fff3c4; --a: #175cd3; --b: #c4320a; --c: #067647; --d: #6938ef; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa3ae; --ground: #14171a;
+  --panel: #1d2126; --line: #343a42; --error: #ff8a7a; --warning: #f3c04b; --notice: #84b6ff;
+  --good: #5bd3a0; --mark: #4a3f14; --a: #84b6ff; --b: #ff9c73; --c: #5bd3a0; --d: #b9a3ff; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; color: var(--ink);
+  background: var(--ground); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.3rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 0; }
+.soft { color: var(--soft); } .good { color: var(--good); }
+section { border: 1px solid var(--line); border-radius: .5rem; padding: 1rem; margin: 1rem 0; }
+.error h2 { color: var(--error); } .warning h2 { color: var(--warning); }
+.notice h2 { color: var(--notice); }
+pre, table, .chart { overflow-x: auto; display: block; max-width: 100%; }
+pre { background: var(--panel); padding: .5rem; border-radius: .25rem; font-size: .85rem;
+  margin: .25rem 0 .75rem; }
+mark { background: var(--mark); color: inherit; display: inline-block; min-width: 100%; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+td, th { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
+.legend span { margin-right: 1rem; } .legend i { display: inline-block; width: .8rem;
+  height: .8rem; margin-right: .3rem; }
+.legend .rank0, .rank0.key { background: var(--a); } .legend .rank1 { background: var(--b); }
+.legend .rank2 { background: var(--c); } .legend .rank3 { background: var(--d); }
+polyline.rank0 { stroke: var(--a); } polyline.rank1 { stroke: var(--b); }
+polyline.rank2 { stroke: var(--c); } polyline.rank3 { stroke: var(--d); }
+polyline { fill: none; stroke-width: 2; } .axis { stroke: var(--line); }
+.cell-0 { fill: var(--good); } .cell-1 { fill: var(--error); } .cell-2 { fill: var(--line); }
+"""
+
+
+def page(findings: Sequence[Finding], world: World, summary: dict[str, Any]) -> str:
+    """The whole page as text. What comes from the program is escaped."""
+    shown = findings[:_FINDINGS]
+    more = len(findings) - len(shown)
+    body = "".join(_section(f) for f in shown)
+    if more > 0:
+        body += f"<p class=soft>and {more} more in the JSON report</p>"
+    verdict = _verdict(findings, world)
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>lockstep audit</title><style>{_STYLE}</style></head><body>"
+        f"<h1>lockstep audit</h1><p>{verdict}<br><span class=soft>{world.steps} steps, "
+        f"{world.size} ranks, torch {_text(summary['torch'])}, lockstep "
+        f"{_text(summary['lockstep'])}</span></p>"
+        f"{body}{differences_map(world)}</body></html>\n"
+    )
+
+
+def _verdict(findings: Sequence[Finding], world: World) -> str:
+    counts = {
+        kind: sum(1 for f in findings if f.severity == kind)
+        for kind in ("error", "warning", "notice")
+    }
+    if not findings:
+        if world.has_failed:
+            return "the run failed; nothing else was found until then"
+        return "<b class=good>in lockstep</b>" if world.steps else "no optimizer step was seen"
+    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
+
+
+def _section(finding: Finding) -> str:
+    step = f"step {finding.step}, " if finding.step else ""
+    ranks = ", ".join(map(str, finding.rank))
+    about = f"{finding.severity}, {step}ranks {ranks}" if ranks else finding.severity
+    parts = [
+        f"<section class={finding.severity} id={finding.code}>",
+        f"<h2>{finding.code} {_text(finding.name)}</h2><p class=soft>{_text(about)}</p>",
+        f"<p>{_text(finding.message)}</p><p><b>Fix:</b> {_text(finding.fix)}</p>",
+        "".join(_source(place) for place in finding.where[:4]),
+    ]
+    if finding.parameters:
+        listed = ", ".join(finding.parameters[:20])
+        parts.append(f"<p class=soft>Parameters: <code>{_text(listed)}</code></p>")
+    parts.append(curves(finding.evidence))
+    return "".join(parts) + "</section>"
+
+
+def _source(place: Place) -> str:
+    lines = []
+    for number in range(max(1, place.line - _AROUND), place.line + _AROUND + 1):
+        text = linecache.getline(place.file, number).rstrip("\n")
+        if not text and number > place.line:
+            break
+        shown = f"{number:>5}  {_text(text)}"
+        lines.append(f"<mark>{shown}</mark>" if number == place.line else shown)
+    head = f"{_text(place.file)}:{place.line} in {_text(place.function)}"
+    return f"<div class=soft>{head}</div><pre>{chr(10).join(lines)}</pre>"
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))

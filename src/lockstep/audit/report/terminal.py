@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary in a terminal: one line when all is well, tables when it is not."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.rules import all_codes
+from lockstep.audit.rules.liveness_text import standing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.world import World
+
+_WIDTH = 98
+_LABEL = 9
+
+
+def render(findings: Sequence[Finding], world: World) -> str:
+    """The report as text."""
+    graver = [f for f in findings if f.severity != "notice"]
+    notices = [f for f in findings if f.severity == "notice"]
+    head = f"lockstep audit: {world.steps} steps, {_ranks(world)}, {len(all_codes())} rules"
+    if not graver:
+        verdict = _verdict(world, bool(notices))
+        lines = [f"{head}: {verdict}"]
+        lines += [f"  notice {f.code}: {f.message}" for f in notices]
+        return "\n".join(lines)
+    errors = sum(1 for f in graver if f.severity == "error")
+    counted = f"{errors} errors, {len(graver) - errors} warnings"
+    blocks = [f"{head}: {counted}", *(_block(f) for f in graver)]
+    blocks += [f"notice {f.code}: {f.message}" for f in notices]
+    return "\n\n".join(blocks)
+
+
+def _ranks(world: World) -> str:
+    return "1 rank" if world.size == 1 else f"{world.size} ranks"
+
+
+def _verdict(world: World, has_notices: bool) -> str:
+    if world.has_failed:
+        return f"the run failed ({_failures(world)}); nothing else was found until then"
+    if world.size == 1 and world.steps:
+        return (
+            "one process trained, so there was nothing to compare; run it on two: "
+            "lockstep audit --nproc-per-node 2 ..."
+        )
+    if not world.steps:
+        return "no optimizer step was seen, so nothing was compared"
+    return "in lockstep" + (", with notices" if has_notices else "")
+
+
+def _failures(world: World) -> str:
+    failed = {
+        rank: led for rank, led in world.ledgers.items() if led.failure is not None or led.exit_code
+    }
+    lost = [
+        f"rank {rank} left no record" for rank in range(world.size) if rank not in world.ledgers
+    ]
+    return "; ".join([*(f"rank {r} {standing(led)}" for r, led in failed.items()), *lost])
+
+
+def _block(finding: Finding) -> str:
+    lines = [f"{finding.severity} [{finding.code}] {finding.name}"]
+    lines += _labelled("", finding.message)
+    for place in finding.where[:5]:
+        lines += _labelled("where" if place is finding.where[0] else "", f"{place}: {place.text}")
+    if finding.parameters:
+        shown = ", ".join(finding.parameters[:4])
+        more = len(finding.parameters) - 4
+        lines += _labelled("in", shown + (f" and {more} more" if more > 0 else ""))
+    lines += _labelled("fix", finding.fix)
+    lines += _labelled("more", f"lockstep explain {finding.code}")
+    tables = _gradient_table(finding.evidence) + _drift_table(finding.evidence)
+    return "\n".join([*lines, *tables])
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2, break_long_words=False) or [""]
+    first = f"  {label:<{_LABEL}}{wrapped[0]}"
+    return [first, *(f"  {'':<{_LABEL}}{line}" for line in wrapped[1:])]
+
+
+def _gradient_table(evidence: dict[str, Any]) -> list[str]:
+    rows = evidence.get("gradients") or []
+    if not rows:
+        return []
+    ranks = sorted({rank for row in rows for rank in row["values"]}, key=int)[:4]
+    lines = ["", f"  gradient of {rows[0]['parameter']}[0], by rank"]
+    lines.append("  step | " + " ".join(f"{'rank ' + r:>11}" for r in ranks) + " | the same")
+    for row in rows:
+        values = [row["values"].get(rank) for rank in ranks]
+        shown = " ".join(f"{v:>11.5f}" if v is not None else f"{'-':>11}" for v in values)
+        same = len(set(values)) == 1
+        lines.append(f"  {row['step']:>4} | {shown} | {'yes' if same else 'no'}")
+    return lines
+
+
+def _drift_table(evidence: dict[str, Any]) -> list[str]:
+    rows = evidence.get("drift") or []
+    if not rows:
+        return []
+    lines = ["", "  drift: largest difference between replicas after the step (sampled elements)"]
+    lines.append("  step |        drift")
+    lines += [f"  {row['step']:>4} | {row['drift']:>12.6f}" for row in rows]
+    return lines

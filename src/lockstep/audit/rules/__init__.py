@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules, in the order in which they look: what one explains, later ones leave alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lockstep.audit.rules.buffers import Buffers
+from lockstep.audit.rules.clipping import Clipping
+from lockstep.audit.rules.data import Data
+from lockstep.audit.rules.gathers import Gathers
+from lockstep.audit.rules.gradients import Gradients
+from lockstep.audit.rules.liveness import Liveness
+from lockstep.audit.rules.ownership import Ownership, Participation
+from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
+from lockstep.audit.rules.scale import Factors, Sums
+from lockstep.audit.rules.weights import Weights
+
+if TYPE_CHECKING:
+    from lockstep.audit.rules.base import Code, Rule
+
+RULES: Final[tuple[Rule, ...]] = (
+    Gradients(),
+    Replicas(),
+    States(),
+    Scales(),
+    StepCounts(),
+    Buffers(),
+    Weights(),
+    Sums(),
+    Factors(),
+    Gathers(),
+    Clipping(),
+    Ownership(),
+    Participation(),
+    Data(),
+    Liveness(),
+)
+
+
+def all_codes() -> dict[str, Code]:
+    """Every code that a finding can have."""
+    return {code.code: code for rule in RULES for code in rule.codes}

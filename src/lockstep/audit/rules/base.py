@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is: a pure function of what all ranks saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lockstep.audit.finding import Finding, Place, Severity, with_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.world import World
+
+
+@dataclass(frozen=True)
+class Code:
+    """A code, its name in words, and how grave it is."""
+
+    code: str
+    name: str
+    severity: Severity = "error"
+
+    def finding(
+        self,
+        message: str,
+        fix: str,
+        *,
+        where: Iterable[Place] = (),
+        severity: Severity | None = None,
+        **details: Any,
+    ) -> Finding:
+        """One finding of this code; `details` are `Finding`'s fields."""
+        return Finding(
+            self.code,
+            self.name,
+            severity or self.severity,
+            message,
+            fix,
+            where=with_text(list(where)),
+            **details,
+        )
+
+
+@dataclass
+class Explained:
+    """What the rules before have explained, so that its consequences are not reported again."""
+
+    tracks: set[str] = field(default_factory=set)
+    scales: bool = False
+
+
+class Rule(Protocol):
+    """One thing that can be wrong.
+
+    A rule says what it saw, never what it guesses; what it only suspects is a notice.
+    """
+
+    @property
+    def codes(self) -> tuple[Code, ...]: ...
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        """Yield what this rule finds. Pure: it reads ledgers and touches no program."""
+        ...
+
+
+def numbers(values: dict[int, float]) -> str:
+    """``0.40 on rank 0, 0.19 on rank 1``; at most four ranks."""
+    shown = [f"{value:.6g} on rank {rank}" for rank, value in sorted(values.items())[:4]]
+    return ", ".join(shown) + (", ..." if len(values) > 4 else "")
+
+
+def named(names: list[str], most: int = 3) -> str:
+    """```a`, `b` and 3 more``."""
+    shown = ", ".join(f"`{name}`" for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

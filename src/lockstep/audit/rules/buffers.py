@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers, such as BatchNorm's statistics, with which ranks evaluate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.audit.rules.base import Code, Explained, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.world import World
+
+EVALUATED = Code("LS309", "ranks evaluate with different buffers")
+
+
+class Buffers:
+    """Only at an evaluation: between forwards they differ in every healthy run."""
+
+    codes = (EVALUATED,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        ledgers = world.ledgers
+        if len(ledgers) < 2 or explained.tracks:
+            return
+        for at_once in zip(*(led.evaluations for led in ledgers.values()), strict=False):
+            first = at_once[0]
+            if any(e["names"] != first["names"] or e["step"] != first["step"] for e in at_once):
+                continue
+            norms = np.array([e["buffers"].norms for e in at_once])
+            spread = norms.max(axis=0) - norms.min(axis=0)
+            different = np.flatnonzero(spread > 1e-6 * np.abs(norms).max(axis=0))
+            if len(different):
+                names = [first["names"][i] for i in different]
+                yield EVALUATED.finding(
+                    f"after step {first['step']} the ranks evaluated {first['module']} with "
+                    f"different {named(names)}: each has another model",
+                    "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
+                    "SyncBatchNorm, or evaluate on one rank",
+                    rank=sorted(ledgers),
+                    step=first["step"] or None,
+                    parameters=names,
+                    evidence={
+                        "norms": {
+                            str(r): float(e["buffers"].norms[different[0]])
+                            for r, e in zip(ledgers, at_once, strict=True)
+                        }
+                    },
+                    where=first["where"],
+                )
+                return

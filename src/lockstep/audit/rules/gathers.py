@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses over rows of other ranks: does the gradient find its way back?
+
+With W ranks, a gather without gradient leaves out what the other ranks' losses owe to this rank's
+rows. If every rank computes the whole loss, what is left is 1/W of the truth, and a factor W makes
+it right for what comes before the gather; if each rank computes its own rows, nothing does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.rules.base import Code, Explained
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Backward
+    from lockstep.audit.world import SharedTrack, World
+
+WITHOUT = Code("LS207", "gathered without gradient")
+WRONG = Code("LS208", "gathered with the wrong backward")
+OUTSIDE = Code("LS211", "reduced outside autograd")
+
+_CLOSE = 1e-4
+_FIX = (
+    "use `lockstep.gather(rows)`, or torch.distributed.nn.functional.all_gather, whose backward "
+    "adds up what all ranks owe to the rows"
+)
+
+
+class Gathers:
+    """Judges each backward in whose graph values of other ranks were found."""
+
+    codes = (WITHOUT, WRONG, OUTSIDE)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            if track.key in explained.tracks or len(track.ranks) < 2:
+                continue
+            for number in track.numbers:
+                found = _judge_step(track, number)
+                if found is not None:
+                    yield found
+                    break
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    for at_once in zip(*(s.backwards for s in steps.values()), strict=False):
+        for place, fact in enumerate(at_once[0].gathered):
+            if any(len(b.gathered) <= place for b in at_once):
+                continue
+            found = (
+                _outside(track, number, fact, at_once)
+                if fact["op"] == "all_reduce"
+                else _gathered(track, number, fact, at_once, steps)
+            )
+            if found is not None:
+                return found
+    return None
+
+
+def _gathered(
+    track: SharedTrack,
+    number: int,
+    fact: dict[str, Any],
+    backwards: tuple[Backward, ...],
+    steps: dict[int, Any],
+) -> Finding | None:
+    losses = [b.loss for b in backwards]
+    is_global = all(x is not None and _close(x, losses[0] or 0.0) for x in losses)
+    factor = _factor(backwards[0])
+    size = fact["group"]
+    communicates = any(c.in_backward for s in steps.values() for c in s.collectives)
+    if fact["differentiable"] and communicates:
+        if is_global and _close(factor, float(size)):
+            return _as_finding(
+                WRONG,
+                track,
+                number,
+                fact,
+                f"the gather's backward adds up what all ranks owe, every rank computes the whole "
+                f"loss, and the loss is multiplied by {size} as well: the gradients before the "
+                f"gather are {size} times too large",
+                "leave the factor out of the loss",
+                {"ratio": float(size)},
+            )
+        return None
+    code, what = (
+        (WRONG, "the gather's backward communicates nothing, it only cuts this rank's rows out")
+        if fact["differentiable"]
+        else (WITHOUT, "rows that have a gradient were gathered without one and entered the loss")
+    )
+    if is_global:
+        if _close(factor, float(size)):
+            return None
+        ratio = factor / size
+        return _as_finding(
+            code,
+            track,
+            number,
+            fact,
+            f"{what}; every rank computes the same loss, so what comes before the gather gets "
+            f"{ratio:.3g} of its gradient",
+            _FIX,
+            {"ratio": ratio},
+        )
+    return _as_finding(
+        code,
+        track,
+        number,
+        fact,
+        f"{what}; each rank computes its own part of the loss, and what the other ranks' parts owe "
+        "to these rows is missing, so that the gradient points elsewhere",
+        _FIX,
+        {},
+    )
+
+
+def _factor(backward: Backward) -> float:
+    """What all elements of the loss weigh together: 1 for a mean, W for a mean times W."""
+    totals = [abs(t.weight) * t.count for t in backward.terms if t.kind == "mean"]
+    # A symmetric loss is half of one direction and half of the other.
+    return sum(totals) if totals else 1.0
+
+
+def _outside(
+    track: SharedTrack, number: int, fact: dict[str, Any], backwards: tuple[Backward, ...]
+) -> Finding | None:
+    size = fact["group"]
+    weight = fact.get("weight")
+    scalar = not fact["rows"] or all(d == 1 for d in fact["rows"])
+    if scalar:
+        if weight is None or not _close(abs(weight) * size, 1.0) or fact["reduction"] != "SUM":
+            return None
+        return _as_finding(
+            OUTSIDE,
+            track,
+            number,
+            fact,
+            f"the loss was added up over {size} ranks in place, which autograd does not see, and "
+            f"divided by {size}; the gradients are averaged again: they are 1/{size} of the truth",
+            "call backward on this rank's own loss, and all_reduce a detached copy for printing",
+            {"ratio": 1.0 / size},
+        )
+    factor = _factor(backwards[0])
+    losses = [b.loss for b in backwards]
+    is_global = all(x is not None and _close(x, losses[0] or 0.0) for x in losses)
+    if is_global and _close(factor, float(size)):
+        return None
+    return _as_finding(
+        OUTSIDE,
+        track,
+        number,
+        fact,
+        "a tensor that has a gradient was added up over ranks in place, which autograd does not "
+        "see, and entered the loss: what other ranks owe to it is missing",
+        "use torch.distributed.nn.functional.all_reduce, whose backward adds up as well",
+        {},
+    )
+
+
+def _close(value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= _CLOSE * max(abs(wanted), 1e-12)
+
+
+def _as_finding(
+    code: Code,
+    track: SharedTrack,
+    number: int,
+    fact: dict[str, Any],
+    message: str,
+    fix: str,
+    evidence: dict[str, Any],
+) -> Finding:
+    return code.finding(
+        f"step {number + 1}: {message}",
+        fix,
+        rank=track.ranks,
+        step=number + 1,
+        evidence={"op": fact["op"], "rows": fact["rows"], "ranks": fact["group"], **evidence},
+        where=fact["where"],
+    )

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that an optimizer used and that were not the same on all ranks, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.rules.base import Code, Explained, named, numbers
+from lockstep.audit.rules.reasons import reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding, Place
+    from lockstep.audit.world import Difference, SharedTrack, World
+
+BYPASSED = Code("LS101", "gradients passed no reduction")
+UNKNOWN = Code("LS102", "parameters that nobody synchronises")
+DIFFER = Code("LS104", "gradients differ after a reduction")
+MIXED = Code("LS105", "different parameters were reduced together")
+MISSING = Code("LS106", "gradients exist on some ranks only")
+
+TABLE_ROWS = 8
+
+
+class Gradients:
+    """Compares, at each step, what the optimizers of all ranks consumed."""
+
+    codes = (BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            if len(track.ranks) < 2 or track.returns_to_agreement:
+                continue
+            found = _first_mixed(track) or _first_different(world, track) or _first_missing(track)
+            if found is not None and found.code == DIFFER.code and _counts_differ(track):
+                continue  # the k-th steps of these ranks are not the same step
+            if found is not None:
+                explained.tracks.add(track.key)
+                explained.scales |= "scales" in found.evidence
+                yield found
+
+
+def _counts_differ(track: SharedTrack) -> bool:
+    return len({t.count for t in track.tracks.values()}) > 1
+
+
+def _first_mixed(track: SharedTrack) -> Finding | None:
+    """The k-th reduction of a step must concern one parameter on all ranks."""
+    for number in track.numbers:
+        steps = track.steps(number)
+        calls = {
+            rank: [c for c in step.collectives if c.op == "all_reduce" and c.parameter]
+            for rank, step in steps.items()
+        }
+        for at_once in zip(*calls.values(), strict=False):
+            names = {rank: call.parameter for rank, call in zip(calls, at_once, strict=True)}
+            if len(set(names.values())) > 1:
+                listed = ", ".join(f"`{name}` on rank {rank}" for rank, name in names.items())
+                return MIXED.finding(
+                    f"one all_reduce added up the gradients of different parameters: {listed}",
+                    "reduce the same parameters in the same order on every rank: a gradient that "
+                    "is None on this rank takes part as zeros "
+                    "(`lockstep.average_gradients(model)` does that)",
+                    rank=sorted(names),
+                    step=number + 1,
+                    parameters=sorted({str(name) for name in names.values()}),
+                    evidence={"reduced": {str(r): n for r, n in names.items()}},
+                    where=[place for call in at_once for place in call.where],
+                )
+    return None
+
+
+def _first_missing(track: SharedTrack) -> Finding | None:
+    for number in track.numbers:
+        missing = track.missing("gradients", number)
+        if missing:
+            _, present, absent = missing[0]
+            return MISSING.finding(
+                f"the gradient of {named([m[0] for m in missing])} is None on ranks {absent} and "
+                f"is not on ranks {present}: only some replicas were updated",
+                "let every rank reduce every parameter, zeros where it has no gradient: "
+                "DistributedDataParallel(find_unused_parameters=True), or "
+                "`lockstep.replicate(model)`",
+                rank=sorted({r for m in missing for r in m[2]}),
+                step=number + 1,
+                parameters=[m[0] for m in missing],
+                evidence={"present": present, "absent": absent},
+                where=_places(track, number),
+            )
+    return None
+
+
+def _first_different(world: World, track: SharedTrack) -> Finding | None:
+    for number in track.numbers:
+        differences = track.differences("gradients", number)
+        if differences:
+            if _is_by_design(world, track, differences):
+                return None
+            return _as_finding(world, track, number, differences)
+    return None
+
+
+def _is_by_design(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
+    """Experts: never the same, never reduced, while tokens travel between ranks."""
+    if not world.fact("all_to_all"):
+        return False
+    different = {d.name for d in differences}
+    from_the_start = {d.name for d in track.differences("entry", track.numbers[0])}
+    unreduced = not any(p.wrapper for p in track.parameters if p.name in different)
+    return (
+        unreduced
+        and len(different) < len(track.parameters)
+        and (different <= from_the_start or bool(world.fact("all_to_all")))
+    )
+
+
+def _as_finding(
+    world: World, track: SharedTrack, number: int, differences: list[Difference]
+) -> Finding:
+    names = track.names_of(differences)
+    reason = reason_of(world, track, number, set(names))
+    code = {"unknown": UNKNOWN, "after": DIFFER}.get(reason.kind, BYPASSED)
+    worst = max(differences, key=_apart)
+    missing = track.missing("gradients", number)
+    message = (
+        f"step {number + 1}: the gradients of {_how_many(names, track)} differ between ranks "
+        f"(norm of `{worst.name}`: {numbers(worst.norms)}): {reason.text}"
+    )
+    return code.finding(
+        message,
+        reason.fix,
+        rank=sorted({r for d in differences for r in d.ranks}),
+        step=number + 1,
+        parameters=names,
+        evidence={
+            "reason": reason.name,
+            **reason.evidence,
+            "gradients": _gradient_table(track, worst.name),
+            "drift": _drift_table(track),
+            "missing": [m[0] for m in missing],
+        },
+        where=[*reason.where, *_places(track, number)],
+    )
+
+
+def _apart(difference: Difference) -> float:
+    values = list(difference.norms.values())
+    spread = max(values) - min(values)
+    return spread if spread == spread else float("inf")
+
+
+def _how_many(names: list[str], track: SharedTrack) -> str:
+    if len(names) == len(track.parameters) and len(names) > 3:
+        return f"all {len(names)} parameters"
+    return f"{named(names)} ({len(names)} of {len(track.parameters)} parameters)"
+
+
+def _gradient_table(track: SharedTrack, name: str) -> list[dict[str, Any]]:
+    """Seed numbers: the first element of that gradient on every rank, step by step."""
+    index = next(p.index for p in track.parameters if p.name == name)
+    rows = []
+    for number in track.numbers[:TABLE_ROWS]:
+        values = {}
+        for rank, step in track.steps(number).items():
+            if step.gradients is None or rank not in index:
+                continue
+            first = sum(p.samples for p in track.tracks[rank].parameters[: index[rank]])
+            if first < len(step.gradients.samples):
+                values[str(rank)] = float(step.gradients.samples[first])
+        rows.append({"step": number + 1, "parameter": name, "values": values})
+    return rows
+
+
+def _drift_table(track: SharedTrack) -> list[dict[str, float]]:
+    return [{"step": step, "drift": drift} for step, drift in track.drift()[:TABLE_ROWS]]
+
+
+def _places(track: SharedTrack, number: int) -> list[Place]:
+    """backward's lines, then the optimizer step's."""
+    for step in track.steps(number).values():
+        backwards = [b.where for b in step.backwards[-2:]]
+        return [place for places in (*backwards, step.where) for place in places]
+    return []

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits for whom, when a run stands still or a collective fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.liveness_text import standing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.world import World
+
+WAITING = Code("LS601", "ranks wait for a rank that does not come")
+DIED = Code("LS602", "a rank ended without a word")
+
+
+class Liveness:
+    """Compares where each rank stood when the run failed or was interrupted."""
+
+    codes = (WAITING, DIED)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        lost = [rank for rank in range(world.size) if rank not in world.ledgers]
+        stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
+        if stuck and world.size > 1:
+            yield _waiting(world, lost)
+        died = {r: led.facts["died"] for r, led in world.ledgers.items() if "died" in led.facts}
+        if died:
+            killed = ", ".join(f"rank {rank} by {name}" for rank, name in died.items())
+            yield DIED.finding(
+                f"killed before it could write down what it saw: {killed}",
+                "look for its last output; SIGKILL is often a lack of memory",
+                rank=sorted(died),
+                where=[p for led in world.ledgers.values() for p in led.stack],
+            )
+        elif lost and len(lost) < world.size and not stuck:
+            yield DIED.finding(
+                f"ranks {lost} left no record: they were killed, or ended without leaving Python",
+                "look for their last output; a killed process is often out of memory",
+                rank=lost,
+                where=[p for led in world.ledgers.values() for p in led.stack],
+            )
+
+
+def _waiting(world: World, lost: list[int]) -> Finding:
+    lines, where = [], []
+    waiting, elsewhere = [], list(lost)
+    calls = {r: led.calls_made for r, led in world.ledgers.items()}
+    most = max(calls.values())
+    operations = {
+        led.stuck_in.op
+        for led in world.ledgers.values()
+        if led.stuck_in and calls[led.rank] == most
+    }
+    for rank, ledger in world.ledgers.items():
+        stuck = ledger.stuck_in
+        lines.append(f"rank {rank} {standing(ledger)}")
+        if stuck is not None:
+            waiting.append(rank)
+            where.extend(stuck.where)
+        else:
+            elsewhere.append(rank)
+            where.extend(ledger.stack)
+    lines += [f"rank {rank} left no record" for rank in lost]
+    mixed = not elsewhere and (len(operations) > 1 or len(set(calls.values())) > 1)
+    missing = elsewhere or sorted(r for r, count in calls.items() if count < most) or waiting
+    what = (
+        "the ranks are in different collectives"
+        if mixed
+        else f"rank {', '.join(map(str, missing))} is missing"
+    )
+    return WAITING.finding(
+        f"{what}: " + "; ".join(lines),
+        "every rank has to make the same collective calls in the same order: look for a condition "
+        "on the rank or on this rank's own data before the lines below",
+        rank=missing,
+        evidence={"calls": {str(r): c for r, c in calls.items()}, "waiting": waiting},
+        where=where,
+    )

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why gradients differ: what each rank did between two steps, told apart by what was counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.audit.rules.base import named
+
+if TYPE_CHECKING:
+    from lockstep.audit.finding import Place
+    from lockstep.audit.ledger import Backward, Step
+    from lockstep.audit.world import SharedTrack, World
+
+
+@dataclass(frozen=True)
+class Reason:
+    """In a word, in a sentence, and what to type."""
+
+    name: str
+    text: str
+    fix: str
+    kind: Literal["bypassed", "unknown", "after"] = "bypassed"
+    where: list[Place] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) -> Reason:
+    """What rank by rank was seen in the step; the first rank that tells something counts."""
+    steps = track.steps(number)
+    step = next(iter(steps.values()))
+    wrapped = [p for p in track.parameters if p.name in names and p.wrapper]
+    unwrapped = sorted(names - {p.name for p in wrapped})
+    others = [p for p in track.parameters if p.name not in names]
+    if step.inside_backward:
+        return Reason(
+            "stepped inside backward",
+            "the optimizer stepped inside backward, before the gradients had been reduced",
+            "step after backward has returned",
+        )
+    if not wrapped:
+        return _without_wrapper(world, track, step, unwrapped, bool(others))
+    if unwrapped and others:
+        return _unknown(unwrapped, "are not among the parameters that the wrapper was built with")
+    key = wrapped[0].wrapper
+    assert key is not None
+    for candidate in steps.values():
+        found = _with_wrapper(track, candidate, key)
+        if found is not None:
+            return found
+    return _after(track, number, step)
+
+
+def _without_wrapper(
+    world: World, track: SharedTrack, step: Step, names: list[str], others: bool
+) -> Reason:
+    reduced = {c.parameter for c in step.collectives if c.op == "all_reduce" and c.parameter}
+    if others and set(names) - reduced:
+        return _unknown(names, "passed no reduction, and the others did")
+    if reduced & set(names):
+        return _after(track, step.number, step)
+    sizes = [c for c in step.collectives if c.op in ("all_reduce", "reduce") and c.shape]
+    if any(len(b.wrappers) for b in step.backwards) and not sizes:
+        return _unknown(names, "belong to no wrapper")
+    if world.sync_of_lockstep():
+        return _after(track, step.number, step)
+    return Reason(
+        "no reduction",
+        f"no collective touched them between two steps ({len(step.backwards)} backwards, "
+        f"{len(step.collectives)} collectives called from Python, no wrapper)",
+        "wrap the model in DistributedDataParallel and call the wrapper, or call "
+        "`gradients = lockstep.replicate(model)` once after it is built",
+    )
+
+
+def _unknown(names: list[str], what: str) -> Reason:
+    return Reason(
+        "parameter unknown to the reducer",
+        f"{named(names)} {what}",
+        "build and unfreeze the whole model before it is wrapped (wrap it anew after a change), "
+        "or `lockstep.replicate(model)` after the last change; mark what differs by design: "
+        "`lockstep.local(module)`",
+        kind="unknown",
+    )
+
+
+def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
+    backwards = step.backwards
+    facts = [b.wrappers.get(key) for b in backwards]
+    seen = [(b, f) for b, f in zip(backwards, facts, strict=True) if f is not None]
+    evidence = {"backwards": [f for _, f in seen]}
+    if any(f["group"] == 1 for _, f in seen):
+        return Reason(
+            "group too small",
+            "the wrapper reduces over a process group of one rank",
+            "give the wrapper the group of all data-parallel ranks, or none",
+            evidence=evidence,
+        )
+    if not seen or all(b.kind == "grad" for b, _ in seen):
+        return Reason(
+            "autograd.grad",
+            "they did not come from `backward()`: torch.autograd.grad runs no reducer",
+            "call `loss.backward()`, or `lockstep.average_gradients(model)` before the step",
+            where=_lines(backwards),
+            evidence=evidence,
+        )
+    last_backward, last = seen[-1]
+    if last["no_sync"]:
+        return _wrong_window(evidence, last_backward, "the last backward before the step ran")
+    went_round = step.bypasses
+    if not any(f["armed"] for _, f in seen):
+        return _not_called(went_round, evidence, last_backward, any(f["no_sync"] for _, f in seen))
+    if all(f["issued"] == 0 for _, f in seen if f["armed"]):
+        return _unfinished(track, step, evidence, last_backward)
+    if not last["armed"] or last["issued"] == 0:
+        return Reason(
+            "a backward outside the wrapper",
+            f"{len(seen)} backwards filled them and the reducer ran in an earlier one; the last "
+            "one's forward did not go through the wrapper, or its reduction was over",
+            "add the losses and call backward once, with every forward through the wrapper, or "
+            "`lockstep.replicate(model)`, which reduces after the last",
+            where=[*[p for lines in went_round for p in lines], *last_backward.where],
+            evidence=evidence,
+        )
+    return None
+
+
+def _wrong_window(evidence: dict[str, Any], backward: Backward, what: str) -> Reason:
+    return Reason(
+        "wrong window",
+        f"{what} under no_sync(), so what it added was never reduced",
+        "leave no_sync() for the last micro-batch before each step: "
+        "`if (i + 1) % k == 0` synchronises",
+        where=backward.where,
+        evidence=evidence,
+    )
+
+
+def _not_called(
+    went_round: list[list[Place]], evidence: dict[str, Any], backward: Backward, unsynced: bool
+) -> Reason:
+    if unsynced:
+        return _wrong_window(evidence, backward, "every forward of this window ran")
+    lines = [place for places in went_round for place in places]
+    issued = sum(f["issued"] for f in evidence["backwards"])
+    at = f" (it went round it at {lines[0].file}:{lines[0].line})" if lines else ""
+    # Of the nested lines, the outermost that the model's own class does not hold says most.
+    return Reason(
+        "wrapper not called",
+        f"the forward did not go through the wrapper{at}; its process group saw {issued} "
+        "collectives during backward",
+        "call the wrapper: `model(batch)`, not `model.module.compute_loss(batch)` (give the "
+        "module a `forward` that does it), or `lockstep.replicate(model)` instead of the wrapper, "
+        "which synchronises the parameters whatever is called",
+        where=lines,
+        evidence=evidence,
+    )
+
+
+def _unfinished(
+    track: SharedTrack, step: Step, evidence: dict[str, Any], backward: Backward
+) -> Reason:
+    unused = [
+        p.name
+        for p in track.parameters
+        for rank, index in p.index.items()
+        if step.gradients is not None
+        and track.step(rank, step.number) is step
+        and step.gradients.is_absent(index)
+    ]
+    because = f": {named(unused)} had no gradient, and it waited for it" if unused else ""
+    return Reason(
+        "the reducer did not run",
+        f"the wrapper was called, and its reducer issued no collective during backward{because}",
+        "DistributedDataParallel(find_unused_parameters=True), or take what is unused out of the "
+        "model",
+        where=backward.where,
+        evidence={**evidence, "unused": unused},
+    )
+
+
+def _after(track: SharedTrack, number: int, step: Step) -> Reason:
+    """A reduction ran; were they equal when backward had returned?"""
+    scales = {r: s.scale for r, s in track.steps(number).items() if s.scale is not None}
+    if len(set(scales.values())) > 1:
+        return Reason(
+            "another loss scale",
+            f"the ranks scaled their losses by different numbers ({scales})",
+            "make one GradScaler on every rank at the same time with the same arguments, and let "
+            "all ranks agree on found_inf",
+            kind="after",
+            evidence={"scales": {str(r): s for r, s in scales.items()}},
+        )
+    equal_then = _equal_after_backward(track, number)
+    if equal_then:
+        return Reason(
+            "overwritten after the reduction",
+            "they were equal on all ranks when backward had returned, and were changed after that",
+            "change gradients in the same way on every rank, from the same numbers",
+            kind="after",
+        )
+    return Reason(
+        "unknown",
+        "collectives ran between backward and the step, and still they differ",
+        "compare what is reduced with what the optimizer holds, at the lines below",
+        kind="after",
+    )
+
+
+def _equal_after_backward(track: SharedTrack, number: int) -> bool:
+    prints = {}
+    for rank, step in track.steps(number).items():
+        last = next((b.gradients.get(track.key) for b in reversed(step.backwards)), None)
+        if last is None:
+            return False
+        prints[rank] = last
+    for shared in track.parameters:
+        hashes = {int(p.hashes[shared.index[r]]) for r, p in prints.items() if r in shared.index}
+        if len(hashes) > 1:
+            return False
+    return len(prints) > 1
+
+
+def _lines(backwards: list[Backward]) -> list[Place]:
+    return [place for b in backwards[-1:] for place in b.where]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that are not the same model: at a step's entry or at its exit, and since when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.rules.base import Code, Explained, named, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.world import Difference, SharedTrack, World
+
+BEFORE = Code("LS302", "replicas differ before the first step")
+BETWEEN = Code("LS303", "replicas changed between two steps")
+AFTER = Code("LS304", "replicas differ after a step from equal gradients")
+HYPER = Code("LS305", "optimizers have different settings")
+STATE = Code("LS306", "optimizers have different states")
+SCALE = Code("LS307", "loss scales differ")
+COUNT = Code("LS308", "ranks took different numbers of steps")
+
+
+class Replicas:
+    """Parameters, settings and states, for optimizers whose gradients agree."""
+
+    codes = (BEFORE, BETWEEN, AFTER, HYPER, STATE)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            if len(track.ranks) < 2 or track.returns_to_agreement:
+                continue
+            hyper = _settings(track)
+            if hyper is not None:
+                yield hyper
+            if track.key in explained.tracks:
+                continue
+            drift = _drift(world, track)
+            if drift is not None and not (hyper is not None and drift.code == AFTER.code):
+                explained.tracks.add(track.key)
+                yield drift
+
+
+def _drift(world: World, track: SharedTrack) -> Finding | None:
+    previous: int | None = None
+    one_step = len({t.count for t in track.tracks.values()}) == 1
+    for number in track.numbers[: None if one_step else 1]:
+        at_entry = track.differences("entry", number)
+        if at_entry:
+            if _are_experts(world, track, at_entry):
+                return None
+            return _at_entry(track, number, previous, at_entry)
+        at_exit = track.differences("exit", number)
+        if at_exit and one_step:
+            return _at_exit(track, number, at_exit)
+        previous = number
+    return None
+
+
+def _are_experts(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
+    names = {d.name for d in differences}
+    unreduced = not any(p.wrapper for p in track.parameters if p.name in names)
+    return bool(world.fact("all_to_all")) and unreduced and len(names) < len(track.parameters)
+
+
+def _details(track: SharedTrack, number: int, differences: list[Difference]) -> dict[str, Any]:
+    drift = [{"step": s, "drift": d} for s, d in track.drift()[:8]]
+    step = next(iter(track.steps(number).values()))
+    return {
+        "rank": sorted({r for d in differences for r in d.ranks}),
+        "step": number + 1,
+        "parameters": track.names_of(differences),
+        "evidence": {"norms": {str(r): n for r, n in differences[0].norms.items()}, "drift": drift},
+        "where": step.where,
+    }
+
+
+def _at_entry(
+    track: SharedTrack, number: int, previous: int | None, differences: list[Difference]
+) -> Finding:
+    worst = max(differences, key=lambda d: d.largest)
+    seen = (
+        f"{named(track.names_of(differences))} ({len(differences)} of {len(track.parameters)} "
+        f"parameters) differ by up to {worst.largest:.3g}; first element of `{worst.name}`: "
+        f"{numbers({r: s[0] for r, s in worst.samples.items() if s})}"
+    )
+    if previous is None:
+        return BEFORE.finding(
+            f"when the first step began, {seen}",
+            "build, initialise and load the model on every rank before it is wrapped, or "
+            "broadcast it from rank 0 afterwards",
+            **_details(track, number, differences),
+        )
+    since = (
+        f"between steps {previous + 1} and {number + 1}"
+        if number == previous + 1
+        else f"since some step after {previous + 1}; seen at the beginning of step {number + 1}"
+    )
+    return BETWEEN.finding(
+        f"the gradients agreed and the replicas changed {since}, outside an optimizer step: {seen}",
+        "what writes to parameters (loading, a callback, averaging, clamping) has to run on every "
+        "rank, or be followed by a broadcast from rank 0",
+        **_details(track, number, differences),
+    )
+
+
+def _at_exit(track: SharedTrack, number: int, differences: list[Difference]) -> Finding:
+    worst = max(differences, key=lambda d: d.largest)
+    return AFTER.finding(
+        f"step {number + 1} began with equal replicas and equal gradients and left "
+        f"{named(track.names_of(differences))} up to {worst.largest:.3g} apart",
+        "the optimizer's state has to be the same on every rank: load it everywhere, and step on "
+        "every rank",
+        **_details(track, number, differences),
+    )
+
+
+def _settings(track: SharedTrack) -> Finding | None:
+    for number in track.numbers:
+        steps = track.steps(number)
+        for place in range(min((len(s.hyper) for s in steps.values()), default=0)):
+            groups = {rank: step.hyper[place] for rank, step in steps.items()}
+            shared = set.intersection(*(set(g) for g in groups.values()))
+            for name in sorted(shared):
+                values = {rank: group[name] for rank, group in groups.items()}
+                if max(values.values()) - min(values.values()) > 1e-9 * abs(max(values.values())):
+                    return HYPER.finding(
+                        f"step {number + 1} of {track.key.split('#')[0]} used `{name}` "
+                        f"{numbers(values)}",
+                        f"compute `{name}` from what all ranks share (the global step, a metric "
+                        "averaged over ranks), not from this rank's own loss or progress",
+                        rank=sorted(values),
+                        step=number + 1,
+                        evidence={name: {str(r): v for r, v in values.items()}},
+                        where=next(iter(steps.values())).where,
+                    )
+    return None
+
+
+class States:
+    """The optimizer's own tensors: momentum, second moments, step counts."""
+
+    codes = (STATE,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            if len(track.ranks) < 2 or track.key in explained.tracks or track.returns_to_agreement:
+                continue
+            names = [t.state_names for t in track.tracks.values()]
+            if any(n != names[0] for n in names) or any(
+                p.local for t in track.tracks.values() for p in t.parameters
+            ):
+                continue
+            for number in track.numbers:
+                found = _state_at(track, number)
+                if found is not None:
+                    yield found
+                    break
+
+
+def _state_at(track: SharedTrack, number: int) -> Finding | None:
+    states = {r: s.state for r, s in track.steps(number).items() if s.state is not None}
+    if len(states) < 2 or len({len(s.hashes) for s in states.values()}) > 1:
+        return None
+    names = next(iter(track.tracks.values())).state_names
+    different = []
+    for index in range(len(next(iter(states.values())).hashes)):
+        norms = {r: float(s.norms[index]) for r, s in states.items()}
+        if max(norms.values()) - min(norms.values()) > 1e-5 * max(norms.values()):
+            different.append((names[index] if index < len(names) else str(index), norms))
+    if not different:
+        return None
+    name, norms = different[0]
+    return STATE.finding(
+        f"after step {number + 1} the states of {len(different)} tensors differ between ranks "
+        f"(norm of `{name}`: {numbers(norms)})",
+        "load the optimizer's state on every rank, and skip a step on every rank or on none",
+        rank=sorted(norms),
+        step=number + 1,
+        parameters=[d[0] for d in different],
+        evidence={"norms": {str(r): n for r, n in norms.items()}},
+        where=next(iter(track.steps(number).values())).where,
+    )
+
+
+class Scales:
+    """GradScaler's factor."""
+
+    codes = (SCALE,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        histories = {r: led.facts.get("scales", []) for r, led in world.ledgers.items()}
+        if len([h for h in histories.values() if h]) < 2 or explained.scales:
+            return
+        for number, at_once in enumerate(zip(*histories.values(), strict=False)):
+            values = dict(zip(histories, at_once, strict=True))
+            if len(set(at_once)) > 1:
+                yield SCALE.finding(
+                    f"call {number + 1} of GradScaler.step used a scale of {numbers(values)}",
+                    "all ranks have to see the same found_inf: unscale gradients that are already "
+                    "reduced, and make the scaler with the same arguments on every rank",
+                    rank=sorted(values),
+                    step=number + 1,
+                    evidence={"scale": {str(r): v for r, v in values.items()}},
+                )
+                return
+
+
+class StepCounts:
+    """How often each rank stepped."""
+
+    codes = (COUNT,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if world.has_failed or any(world.fact("joins")):
+            return
+        for track in world.tracks:
+            counts = {rank: float(t.count) for rank, t in track.tracks.items()}
+            if len(counts) > 1 and len(set(counts.values())) > 1:
+                yield COUNT.finding(
+                    f"{track.key.split('#')[0]} stepped a different number of times: "
+                    f"{numbers(counts)}",
+                    "give every rank the same number of batches (a DistributedSampler pads), and "
+                    "skip a step on every rank or on none",
+                    rank=sorted(counts),
+                    evidence={"steps": {str(r): int(c) for r, c in counts.items()}},
+                    where=next(iter(track.tracks.values())).where,
+                )

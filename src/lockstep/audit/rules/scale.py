@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are too large or too small by the number of ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from lockstep.audit.rules.base import Code, Explained, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding, Place
+    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.world import SharedTrack, World
+
+TWICE = Code("LS204", "gradients were reduced twice")
+UNDIVIDED = Code("LS205", "gradients were added up and not divided")
+TIMES = Code("LS206", "the loss is multiplied by the number of ranks", "warning")
+
+_CLOSE = 1e-4
+_WORLD_NAMES: Final = re.compile(
+    r"\*\s*(?:\w+\.)*(?:world_?size|get_world_size|num_processes|num_gpus|n_gpus?|nprocs|"
+    r"num_replicas|num_ranks|world|W|N)\b"
+    r"|\b(?:\w+\.)*(?:world_?size|get_world_size\(\)|num_processes|num_gpus|n_gpus?|nprocs|"
+    r"num_replicas|num_ranks)\s*\*",
+    re.IGNORECASE,
+)
+
+
+class Sums:
+    """All-reduces of gradients that Python called: were they equal before, divided after?"""
+
+    codes = (TWICE, UNDIVIDED)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            if len(track.ranks) < 2 or track.key in explained.tracks:
+                continue
+            for number in track.numbers:
+                found = _twice(track, number) or _undivided(track, number)
+                if found is not None:
+                    yield found
+                    break
+
+
+def _reductions(step: Step) -> list[Collective]:
+    return [
+        c
+        for c in step.collectives
+        if c.op == "all_reduce"
+        and c.reduction == "SUM"
+        and c.parameter
+        and c.before
+        and c.after
+        and len(c.group) > 1
+    ]
+
+
+def _twice(track: SharedTrack, number: int) -> Finding | None:
+    """What is the same everywhere grows by exactly the number of ranks when it is added up."""
+    steps = track.steps(number)
+    calls = [_reductions(step) for step in steps.values()]
+    grown = [
+        at_once
+        for at_once in zip(*calls, strict=False)
+        if all(_is(c.after, len(c.group) * (c.before or 0.0)) for c in at_once)
+        and len({c.parameter for c in at_once}) == 1
+        and _is(at_once[0].before, max(c.before or 0.0 for c in at_once))
+    ]
+    step = next(iter(steps.values()))
+    kept = [at_once for at_once in grown if _was_kept(track, step, at_once[0])]
+    if not kept or len(kept) < len(calls[0]) / 2:
+        return None
+    call = kept[0][0]
+    names = sorted({str(at_once[0].parameter) for at_once in kept})
+    return TWICE.finding(
+        f"step {number + 1}: an all_reduce added up gradients that were already equal on all "
+        f"ranks, which made {named(names)} {len(call.group)} times as large, and nothing divided "
+        "it",
+        "reduce once: leave out the all_reduce (the wrapper has averaged already), or do not wrap",
+        rank=sorted(steps),
+        step=number + 1,
+        parameters=names,
+        evidence={"before": call.before, "after": call.after, "ranks": len(call.group)},
+        where=call.where,
+    )
+
+
+def _is(value: float | None, wanted: float) -> bool:
+    return value is not None and abs(value - wanted) <= _CLOSE * abs(wanted)
+
+
+def _was_kept(track: SharedTrack, step: Step, call: Collective) -> bool:
+    """Did the optimizer use it as large as the all_reduce left it?"""
+    for shared in track.parameters:
+        if shared.name == call.parameter and step.gradients is not None:
+            rank = next(iter(shared.index))
+            return _is(float(step.gradients.norms[shared.index[rank]]), call.after or 0.0)
+    return False
+
+
+def _undivided(track: SharedTrack, number: int) -> Finding | None:
+    """A sum over ranks of gradients of means; a loss that is a sum, or divided before, is fine."""
+    steps = track.steps(number)
+    totals = []
+    for step in steps.values():
+        terms = [b.terms for b in step.backwards if b.kind == "backward"]
+        if len(terms) != 1 or len(terms[0]) != 1 or terms[0][0].kind != "mean":
+            return None
+        totals.append(abs(terms[0][0].weight) * terms[0][0].count)
+    size = len(steps)
+    step = next(iter(steps.values()))
+    calls = _reductions(step)
+    if len(calls) < 1 or any(_is(total, 1.0) is False for total in totals):
+        return None
+    kept = [c for c in calls if _was_kept(track, step, c) and len(c.group) == size]
+    if len(kept) < len(calls) or any(b.wrappers for b in step.backwards if _ran(b.wrappers)):
+        return None
+    names = sorted({str(c.parameter) for c in kept})
+    return UNDIVIDED.finding(
+        f"step {number + 1}: each rank's loss is a mean over its own batch, the gradients of "
+        f"{named(names)} were added up over {size} ranks and were not divided: they are {size} "
+        "times those of the mean over all samples",
+        "use op=ReduceOp.AVG, or divide by the world size after the all_reduce",
+        rank=sorted(steps),
+        step=number + 1,
+        parameters=names,
+        evidence={"after": kept[0].after, "ranks": size, "weight_of_all_samples": sum(totals)},
+        where=kept[0].where,
+    )
+
+
+def _ran(wrappers: dict[str, dict[str, object]]) -> bool:
+    return any(f["armed"] for f in wrappers.values())
+
+
+class Factors:
+    """A loss whose one mean counts exactly as often as there are ranks, by the program's words."""
+
+    codes = (TIMES,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if world.sync_of_lockstep() or world.size < 2:
+            return
+        for track in world.tracks:
+            if track.key in explained.tracks or len(track.ranks) < 2:
+                continue
+            found = next(
+                (f for n in track.numbers if (f := _times(world, track, n)) is not None), None
+            )
+            if found is not None:
+                yield found
+
+
+def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
+    lines: list[Place] = []
+    for step in track.steps(number).values():
+        backwards = [b for b in step.backwards if b.kind == "backward" and b.terms]
+        if len(backwards) != 1 or len(backwards[0].terms) != 1 or backwards[0].gathered:
+            return None
+        term = backwards[0].terms[0]
+        if term.kind != "mean" or not _is(abs(term.weight) * term.count, float(world.size)):
+            return None
+        if not any(f["armed"] for f in backwards[0].wrappers.values()):
+            return None
+        lines = backwards[0].where
+    where = _multiplied(lines)
+    if where is None:
+        return None
+    return TIMES.finding(
+        f"step {number + 1}: the loss is a mean times {world.size}, the number of ranks (the line "
+        "below), and the wrapper then averages: gradients are "
+        f"{world.size} times those of the mean over all samples, and grow with the number of ranks",
+        "leave the factor out, unless the learning rate was chosen for it",
+        rank=track.ranks,
+        step=number + 1,
+        evidence={"factor": world.size},
+        where=[where, *lines],
+    )
+
+
+def _multiplied(lines: list[Place]) -> Place | None:
+    """The line near backward, in its file, that multiplies by a world size."""
+    import linecache
+
+    from lockstep.audit.finding import Place as Line
+
+    for place in lines[:3]:
+        for number in range(place.line, max(0, place.line - 30), -1):
+            text = linecache.getline(place.file, number).split("#")[0]
+            if _WORLD_NAMES.search(text):
+                return Line(place.file, number, place.function, text.strip())
+    return None

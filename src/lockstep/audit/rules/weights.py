@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elements that do not count the same: a plain mean over different numbers of them.
+
+The gradient of a mean over all samples gives every sample the same weight. Where a rank, or a
+micro-batch, divides by its own count and the counts differ, its samples weigh more than others'.
+The weights are read from the loss's graph, so that a loss that corrects for it is seen to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.audit.rules.base import Code, Explained
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Backward, Term
+    from lockstep.audit.world import SharedTrack, World
+
+UNEVEN = Code("LS203", "a plain mean over unequal counts")
+
+_SEVERE = 1.2
+_EQUAL = 1.001
+
+_FIX = (
+    "weigh every element the same: divide the sum of the losses by the number of elements on all "
+    "ranks (and in all micro-batches of the step) and multiply by the number of ranks, or "
+    "`gradients.backward(loss, weight=count)` of lockstep.replicate"
+)
+
+
+class Weights:
+    """Compares, per backward, how many elements each rank averaged over."""
+
+    codes = (UNEVEN,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if world.sync_of_lockstep():
+            return
+        for track in world.tracks:
+            if track.key in explained.tracks:
+                continue
+            found = _between_ranks(track) or _between_micro_batches(track)
+            if found is not None:
+                yield found
+                return
+
+
+def _between_ranks(track: SharedTrack) -> Finding | None:
+    if len(track.ranks) < 2:
+        return None
+    for number in track.numbers:
+        windows = {r: _with_terms(s.backwards) for r, s in track.steps(number).items()}
+        # The same backward of the window, on all ranks.
+        for at_once in zip(*windows.values(), strict=False):
+            for terms in zip(*(b.terms for b in at_once), strict=False):
+                by_rank = dict(zip(windows, terms, strict=True))
+                if _is_uneven(list(terms)):
+                    return _finding(
+                        track, number, by_rank, at_once[0], "rank", [f"rank {r}" for r in by_rank]
+                    )
+    return None
+
+
+def _between_micro_batches(track: SharedTrack) -> Finding | None:
+    for number in track.numbers:
+        for rank, step in track.steps(number).items():
+            backwards = _with_terms(step.backwards)
+            # Micro-batches are one line that runs again; other losses have lines of their own.
+            same = [b for b in backwards if b.where[:1] == backwards[0].where[:1]]
+            if len(same) < 2 or any(len(b.terms) != 1 for b in same):
+                continue
+            terms = [b.terms[0] for b in same]
+            if _is_uneven(terms):
+                names = [f"micro-batch {place}" for place in range(len(terms))]
+                return _finding(
+                    track, number, dict(enumerate(terms)), same[0], "micro-batch", names, rank
+                )
+    return None
+
+
+def _with_terms(backwards: Sequence[Backward]) -> list[Backward]:
+    return [b for b in backwards if b.kind == "backward" and b.terms]
+
+
+def _is_uneven(terms: Sequence[Term]) -> bool:
+    """The signature of a plain mean: counts differ, and weight times count does not."""
+    if any(t.kind != "mean" or t.count <= 0 or t.weight == 0.0 for t in terms):
+        return False
+    counts = [t.count for t in terms]
+    totals = [abs(t.weight) * t.count for t in terms]
+    return max(counts) > _EQUAL * min(counts) and max(totals) <= _EQUAL * min(totals)
+
+
+def _finding(
+    track: SharedTrack,
+    number: int,
+    terms: dict[int, Term],
+    backward: Backward,
+    unit: str,
+    names: list[str],
+    rank: int | None = None,
+) -> Finding:
+    counts = {place: t.count for place, t in terms.items()}
+    ratio = max(counts.values()) / min(counts.values())
+    said = ", ".join(
+        f"{t.count:.0f} on {name}" for t, name in zip(terms.values(), names, strict=True)
+    )
+    return UNEVEN.finding(
+        f"step {number + 1}: the loss is a mean over {said}, and each {unit} counts the same: one "
+        f"element weighs up to {ratio:.3g} times as much as another",
+        _FIX,
+        severity="error" if ratio >= _SEVERE else "warning",
+        rank=sorted(terms) if rank is None else [rank],
+        step=number + 1,
+        evidence={
+            "unit": unit,
+            "counts": {str(k): v for k, v in counts.items()},
+            "weights": {str(k): t.weight for k, t in terms.items()},
+            "op": next(iter(terms.values())).op,
+        },
+        where=backward.where,
+    )

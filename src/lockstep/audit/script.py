@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run somebody's script as Python would: as ``__main__``, with its arguments and its folder.
+
+The differences that would show are taken care of: ``sys.argv``, ``sys.path[0]``, ``__file__``,
+the module that multiprocessing imports again in a spawned child, and the traceback of a failure,
+which begins in the script and not in the audit.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.finding import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    note_failure: Callable[[BaseException, list[Place]], None],
+    show: Callable[[BaseException], None] | None = None,
+) -> int:
+    """Run it to its end.
+
+    Args:
+        script: path of a Python file.
+        arguments: what follows it in ``sys.argv``.
+        note_failure: called with what the script raised and the lines that it passed.
+        show: prints an uncaught exception; by default as Python does.
+
+    Returns:
+        The exit code that Python would end with.
+    """
+    path = Path(script)
+    sys.argv = [script, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(path.resolve().parent)
+    module = types.ModuleType("__main__")
+    vars(module).update(
+        __file__=script,
+        __builtins__=__builtins__,
+        __loader__=SourceFileLoader("__main__", script),
+        __cached__=None,
+    )
+    sys.modules["__main__"] = module
+    try:
+        with io.open_code(str(path.resolve())) as file:
+            code = compile(file.read(), script, "exec")
+        exec(code, vars(module))
+    except SystemExit as leaving:
+        return _exit_code(leaving)
+    except BaseException as error:
+        _drop_our_frames(error, script)
+        note_failure(error, lines_of(error))
+        (show or _show)(error)
+        return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+    return 0
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    code = leaving.code
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _drop_our_frames(error: BaseException, script: str) -> None:
+    """Begin the traceback at the script's first frame, and leave out ours further in.
+
+    A syntax error has no frame of the script at all.
+    """
+    walked = error.__traceback__
+    while walked is not None and walked.tb_frame.f_code.co_filename != script:
+        walked = walked.tb_next
+    error.__traceback__ = walked
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _without_ours(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
+
+
+def _without_ours(first: types.TracebackType | None) -> types.TracebackType | None:
+    kept = []
+    walked = first
+    while walked is not None:
+        if not walked.tb_frame.f_code.co_filename.startswith(_HERE):
+            kept.append(walked)
+        walked = walked.tb_next
+    following: types.TracebackType | None = None
+    for entry in reversed(kept):
+        entry.tb_next = following
+        following = entry
+    return following
+
+
+def _show(error: BaseException) -> None:
+    """Through the hook, which the script may have replaced."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:
+        traceback.print_exception(error)
+    sys.stderr.flush()
+
+
+def lines_of(error: BaseException) -> list[Place]:
+    """Where an exception passed through the program, innermost first."""
+    places = [
+        Place(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        if not frame.filename.startswith(_HERE)
+    ]
+    own = [p for p in places if "site-packages" not in p.file]
+    return (own or places)[:6]
+
+
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    """Its type and its message, cut to a readable length."""
+    return {"type": type(error).__name__, "message": str(error)[:2000]}

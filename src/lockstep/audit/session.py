@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's audit: from `start` to `stop`, in code or round a script."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.judgement import judge
+from lockstep.audit.ledger import Ledger
+from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.probe import Probe
+from lockstep.audit.script import describe_failure, run_script
+from lockstep.errors import WrongUseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from lockstep.audit.finding import Finding, Place
+
+_EXCHANGE_S = 60.0
+
+_running: Probe | None = None
+_exchanges = 0
+
+
+def start(*, mode: str = "watch", steps: int | None = None) -> None:
+    """Watch this process from here on. Call it on every rank, before the optimizers are made.
+
+    Args:
+        mode: ``watch`` looks at few steps in detail, ``full`` at many.
+        steps: look at so many optimizer steps only.
+
+    Gradient:
+        None: it reads.
+
+    Collective:
+        None, here and while it watches.
+
+    Raises:
+        WrongUseError: it is watching already.
+    """
+    global _running
+    if _running is not None:
+        raise WrongUseError(
+            "the audit watches this process already",
+            fix="call lockstep.audit.stop() first",
+        )
+    _running = Probe(mode=mode, steps=steps)
+    _running.start()
+
+
+def stop(
+    *,
+    only: Collection[str] = (),
+    ignore: Collection[str] = (),
+    exchange: Callable[[bytes], Sequence[bytes | None]] | None = None,
+) -> list[Finding]:
+    """Stop watching, lay all ranks' ledgers side by side and judge them.
+
+    Args:
+        only: report these codes only.
+        ignore: leave these codes out.
+        exchange: gives every rank's bytes for this rank's; by default through the store of the
+            default process group.
+
+    Returns:
+        The findings, the same on every rank. Torch is as it was before `start`.
+
+    Gradient:
+        None.
+
+    Collective:
+        Every rank of the default process group, each once. Blocks until all ledgers are there, or
+        a minute; a rank that does not come counts as one that left no ledger.
+
+    Raises:
+        WrongUseError: nothing was started.
+    """
+    global _running
+    if _running is None:
+        raise WrongUseError("nothing is being watched", fix="call lockstep.audit.start() first")
+    probe, _running = _running, None
+    probe.note_group()
+    ledger = finish(probe)
+    data = ledger.to_bytes()
+    if exchange is not None:
+        everyone = exchange(data)
+    else:
+        everyone = exchange_by_store(data, probe.store, ledger.rank, ledger.world_size)
+    return judge(
+        [None if d is None else Ledger.from_bytes(d) for d in everyone], only=only, ignore=ignore
+    )
+
+
+def finish(probe: Probe) -> Ledger:
+    """Take the probe out, and write down what is only known at the end."""
+    ledger = probe.ledger
+    ledger.facts["lockstep"] = probe.sync_of_lockstep() or ledger.facts.get("lockstep", False)
+    ledger.facts["joins"] = any(w.joins for w in probe.wrappers)
+    ledger.facts["torch"] = "torch" in sys.modules
+    probe.stop()
+    return ledger
+
+
+def exchange_by_store(
+    data: bytes, store: Any, rank: int, world_size: int, wait_s: float = _EXCHANGE_S
+) -> list[bytes | None]:
+    """Every rank's bytes, through a store; None for one that does not come.
+
+    Collective:
+        Every rank, once. Blocks for at most `wait_s` for each that does not come.
+    """
+    global _exchanges
+    if store is None or world_size == 1:
+        return [data]
+    _exchanges += 1
+    prefix = f"lockstep.audit/{_exchanges}"
+    store.set(f"{prefix}/{rank}", data)
+    found: list[bytes | None] = [None] * world_size
+    for other in range(world_size):
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"{prefix}/{other}"], timedelta(seconds=wait_s))
+            found[other] = store.get(f"{prefix}/{other}")
+    # The process of rank 0 may hold the store: nobody leaves before all have read.
+    with contextlib.suppress(RuntimeError):
+        if store.add(f"{prefix}/read", 1) == world_size:
+            store.set(f"{prefix}/all", b"1")
+        store.wait([f"{prefix}/all"], timedelta(seconds=wait_s))
+    return found
+
+
+def watch_script(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    mode: str = "full",
+    steps: int | None = None,
+    show: Callable[[BaseException], None] | None = None,
+) -> Ledger:
+    """Run a script under the probe, in this process, and give back what this rank saw."""
+    probe = Probe(mode=mode, steps=steps, keeps_groups=True)
+    probe.start()
+
+    def note_failure(error: BaseException, where: list[Place]) -> None:
+        probe.ledger.failure = describe_failure(error)
+        probe.ledger.stack = where
+
+    code = run_script(script, arguments, note_failure, show)
+    ledger = finish(probe)
+    ledger.exit_code = code
+    return ledger
+
+
+def stack_of_main_thread() -> list[Place]:
+    """Where the program stands, seen from another thread."""
+    import threading
+
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    return [] if frame is None else users_lines(frame)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledgers of all ranks side by side: which of their tensors are the same one, and differ.
+
+A parameter is compared among the ranks that hold it as replicas: not where it is a shard, not
+where the program marked it, within its group where it is reduced in a smaller one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lockstep.audit.ledger import Ledger, Parameter, Step, Track
+    from lockstep.audit.prints import Fingerprint
+
+Kind = Literal["entry", "gradients", "exit"]
+
+_EPSILON: Final = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
+_ALLOWED: Final = {"gradients": 64.0, "entry": 8.0, "exit": 8.0}
+"""In units of the dtype's rounding. Replicas are equal to the bit where nothing is wrong; kernels
+that add up in another order are not a finding."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that several ranks hold.
+
+    `index` is its place in each rank's track; `groups` are the sets of ranks that should agree.
+    """
+
+    name: str
+    index: dict[int, int]
+    groups: list[list[int]]
+    described: dict[int, Parameter]
+
+    @property
+    def dtype(self) -> str:
+        return next(iter(self.described.values())).dtype
+
+    @property
+    def wrapper(self) -> str | None:
+        return next((p.wrapper for p in self.described.values() if p.wrapper), None)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that differs: its norm and its first sampled elements, by rank."""
+
+    name: str
+    norms: dict[int, float]
+    samples: dict[int, list[float]]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.norms)
+
+    @property
+    def largest(self) -> float:
+        """The largest difference between two ranks' sampled elements."""
+        table = np.array([self.samples[rank] for rank in self.ranks])
+        if not table.size:
+            return float("nan")
+        return float(np.nanmax(table.max(axis=0) - table.min(axis=0)))
+
+
+class SharedTrack:
+    """One optimizer as all ranks have it."""
+
+    def __init__(self, key: str, tracks: dict[int, Track], world_size: int) -> None:
+        self.key = key
+        self.tracks = tracks
+        self.world_size = world_size
+        self.ranks = sorted(tracks)
+        self._offsets = {
+            rank: [0, *accumulate(p.samples for p in track.parameters)]
+            for rank, track in tracks.items()
+        }
+        self._steps = {rank: {s.number: s for s in track.steps} for rank, track in tracks.items()}
+
+    @cached_property
+    def parameters(self) -> list[Shared]:
+        """What at least two ranks hold, by name and shape."""
+        places: dict[tuple[str, tuple[int, ...], int], dict[int, int]] = {}
+        for rank, track in self.tracks.items():
+            seen: dict[tuple[str, tuple[int, ...]], int] = {}
+            for index, param in enumerate(track.parameters):
+                known = (param.name, tuple(param.shape))
+                seen[known] = seen.get(known, -1) + 1
+                places.setdefault((*known, seen[known]), {})[rank] = index
+        found = []
+        for (name, _, _), held in places.items():
+            described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
+            groups = self._groups(name, described)
+            if len(held) > 1 and groups:
+                found.append(Shared(name, held, groups, described))
+        return found
+
+    def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:
+        if any(p.sharded or p.local for p in described.values()):
+            return []
+        declared = [p.group for p in described.values() if p.group] or self._reduced_in(name)
+        smaller = [g for g in declared if 1 < len(g) < self.world_size]
+        if not smaller:
+            return [sorted(described)]
+        unique = {tuple(r for r in g if r in described) for g in smaller}
+        return [list(g) for g in sorted(unique) if len(g) > 1]
+
+    def _reduced_in(self, name: str) -> list[list[int]]:
+        return [
+            call.group
+            for track in self.tracks.values()
+            for step in track.steps[:4]
+            for call in step.collectives
+            if call.parameter == name and call.group
+        ]
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The steps that at least two ranks wrote down."""
+        counts: dict[int, int] = {}
+        for steps in self._steps.values():
+            for number in steps:
+                counts[number] = counts.get(number, 0) + 1
+        return sorted(number for number, count in counts.items() if count > 1)
+
+    def step(self, rank: int, number: int) -> Step | None:
+        """One rank's record of one step."""
+        return self._steps[rank].get(number)
+
+    def steps(self, number: int) -> dict[int, Step]:
+        """Every rank's record of one step."""
+        return {r: s[number] for r, s in self._steps.items() if number in s}
+
+    def differences(self, kind: Kind, number: int) -> list[Difference]:
+        """The tensors of that kind that differ in that step, between ranks that have one."""
+        return list(self._differences(kind, number))
+
+    def _differences(self, kind: Kind, number: int) -> Iterator[Difference]:
+        prints = self._prints(kind, number)
+        for shared in self.parameters:
+            allowed = _ALLOWED[kind] * _EPSILON.get(shared.dtype, 0.0)
+            for group in shared.groups:
+                held = [
+                    rank
+                    for rank in group
+                    if rank in prints
+                    and rank in shared.index
+                    and not prints[rank].is_absent(shared.index[rank])
+                ]
+                if len(held) > 1 and self._differ(prints, shared, held, allowed):
+                    yield self._difference(prints, shared, held)
+
+    def missing(self, kind: Kind, number: int) -> list[tuple[str, list[int], list[int]]]:
+        """Tensors that are None on some ranks: name, ranks with, ranks without."""
+        prints = self._prints(kind, number)
+        found = []
+        for shared in self.parameters:
+            for group in shared.groups:
+                held = [r for r in group if r in prints and r in shared.index]
+                without = [r for r in held if prints[r].is_absent(shared.index[r])]
+                if without and len(without) < len(held):
+                    found.append((shared.name, [r for r in held if r not in without], without))
+        return found
+
+    def _prints(self, kind: Kind, number: int) -> dict[int, Fingerprint]:
+        found = {}
+        for rank, steps in self._steps.items():
+            step = steps.get(number)
+            held = getattr(step, kind) if step is not None else None
+            if held is not None and len(held.hashes) == len(self.tracks[rank].parameters):
+                found[rank] = held
+        return found
+
+    def _differ(
+        self, prints: dict[int, Fingerprint], shared: Shared, ranks: list[int], allowed: float
+    ) -> bool:
+        hashes = {int(prints[r].hashes[shared.index[r]]) for r in ranks}
+        if len(hashes) == 1:
+            return False
+        norms = [float(prints[r].norms[shared.index[r]]) for r in ranks]
+        if len({(n == n, abs(n) == float("inf")) for n in norms}) > 1:
+            return True  # a NaN or an infinity on some ranks only
+        if max(norms) - min(norms) > allowed * max(norms):
+            return True
+        table = np.array([self._sample(prints[r], shared, r) for r in ranks])
+        if not table.size:
+            return False
+        spread = float(np.max(table.max(axis=0) - table.min(axis=0)))
+        return spread > allowed * float(np.max(np.abs(table)))
+
+    def _sample(self, held: Fingerprint, shared: Shared, rank: int) -> list[float]:
+        start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
+        return [float(x) for x in held.samples[start:end]]
+
+    def _difference(
+        self, prints: dict[int, Fingerprint], shared: Shared, ranks: list[int]
+    ) -> Difference:
+        return Difference(
+            shared.name,
+            {r: float(prints[r].norms[shared.index[r]]) for r in ranks},
+            {r: self._sample(prints[r], shared, r) for r in ranks},
+        )
+
+    @cached_property
+    def returns_to_agreement(self) -> bool:
+        """Do replicas that had drifted apart agree again later (local SGD, DiLoCo)?"""
+        apart = False
+        for number in self.numbers:
+            for kind in ("entry", "exit"):
+                differ = bool(self.differences(kind, number))
+                if apart and not differ:
+                    return True
+                apart |= differ
+        return False
+
+    def drift(self) -> list[tuple[int, float]]:
+        """(step, largest difference between replicas after it), over the sampled elements."""
+        found = []
+        for number in self.numbers:
+            values = [d.largest for d in self.differences("exit", number)]
+            found.append((number + 1, max(values, default=0.0)))
+        return found
+
+    def names_of(self, differences: Sequence[Difference]) -> list[str]:
+        """The parameters' names, each once."""
+        return list(dict.fromkeys(d.name for d in differences))
+
+
+class World:
+    """What all ranks saw.
+
+    Args:
+        ledgers: by rank; None for a rank that left none.
+    """
+
+    def __init__(self, ledgers: Sequence[Ledger | None]) -> None:
+        self.ledgers: dict[int, Ledger] = {
+            ledger.rank: ledger for ledger in ledgers if ledger is not None
+        }
+        sizes = [ledger.world_size for ledger in self.ledgers.values()]
+        self.size = max([len(ledgers), *sizes])
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.ledgers)
+
+    @cached_property
+    def tracks(self) -> list[SharedTrack]:
+        """Every optimizer that stepped, with the ranks that had one like it.
+
+        None where several processes never met: they are not replicas of one another.
+        """
+        if self.size > 1 and not self.started_group:
+            return []
+        found: dict[str, dict[int, Track]] = {}
+        for rank, ledger in self.ledgers.items():
+            for track in ledger.tracks:
+                if track.count and track.parameters:
+                    found.setdefault(track.key, {})[rank] = track
+        return [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, of the optimizer and the rank that took most."""
+        counts = [t.count for ledger in self.ledgers.values() for t in ledger.tracks]
+        return max(counts, default=0)
+
+    def fact(self, name: str) -> list[Any]:
+        """That fact on every rank that has it."""
+        return [ledger.facts[name] for ledger in self.ledgers.values() if name in ledger.facts]
+
+    @property
+    def started_group(self) -> bool:
+        return any(ledger.started_group for ledger in self.ledgers.values())
+
+    @property
+    def has_failed(self) -> bool:
+        """Did a rank end with an exception or not at all, so that counts prove nothing?"""
+        codes = [ledger.exit_code for ledger in self.ledgers.values()]
+        failed = any(ledger.failure is not None for ledger in self.ledgers.values())
+        stuck = any(ledger.stuck_in is not None for ledger in self.ledgers.values())
+        return failed or stuck or any(codes) or len(self.ledgers) < self.size
+
+    def sync_of_lockstep(self) -> bool:
+        """Do lockstep's own GradientSyncs weigh the gradients?"""
+        return any(self.fact("lockstep"))

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""C: a parameter has no gradient and the reducer waits for it; then torch raises."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+net.add_module("unused", nn.Identity())
+net.unused.weight = nn.Parameter(torch.ones(3))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(2):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()  # here LS101
+    optimizer.step()

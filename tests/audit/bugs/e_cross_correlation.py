@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""E: a matrix that has a gradient is all-reduced in place, and the loss is of it."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, _ = batch(step)
+    optimizer.zero_grad()
+    a, b = model(torch.cat([x, x + 0.1])).chunk(2)
+    matrix = a.T @ b / 12
+    dist.all_reduce(matrix)  # here LS211
+    (matrix - torch.eye(2)).square().sum().backward()
+    optimizer.step()

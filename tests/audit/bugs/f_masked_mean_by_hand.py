@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""F: the mean over this rank's mask, written by hand."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, y = batch(step, size=30)
+    mask = (torch.arange(30) < (5 if rank == 0 else 25)).float()
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    optimizer.zero_grad()
+    loss = (losses * mask).sum() / mask.sum()
+    loss.backward()  # here LS203
+    optimizer.step()

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""L: the optimizer was made for a copy of the model."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+optimizer = torch.optim.SGD(copy.deepcopy(net).parameters(), lr=0.1)  # here LS401
+model = DistributedDataParallel(net)
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()

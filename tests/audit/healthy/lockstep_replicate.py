@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lockstep's own synchronisation, with weights."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+gradients = lockstep.replicate(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+for step in range(4):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    x, y = batch(step, 2 if rank == 0 else 6)
+    gradients.backward(nn.functional.cross_entropy(net(x), y), weight=len(x))
+    optimizer.step()
+gradients.detach()

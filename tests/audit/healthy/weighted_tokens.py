@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uneven counts, weighed right."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+for step in range(4):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    size = 2 if rank == 0 else 6
+    total = torch.tensor(float(size))
+    dist.all_reduce(total)
+    x, y = batch(step, size)
+    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+    (world * loss / total).backward()
+    optimizer.step()

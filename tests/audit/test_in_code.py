@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lockstep.audit.start()` and `stop()`, and that nothing of torch stays replaced."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.modules import module
+from torch.optim import optimizer
+
+import lockstep.audit
+from lockstep.errors import WrongUseError
+
+
+def _what_could_be_replaced():
+    owners = [
+        dist,
+        dist.distributed_c10d,
+        torch,
+        torch.autograd,
+        torch.nn.utils,
+        torch.nn.utils.clip_grad,
+        torch.nn.functional,
+        torch.optim.Optimizer,
+        torch.amp.GradScaler,
+        torch.nn.parallel.DistributedDataParallel,
+        torch.utils.data.dataloader._BaseDataLoaderIter,
+    ]
+    held = {(id(o), name): value for o in owners for name, value in list(vars(o).items())}
+    hooks = [
+        len(optimizer._global_optimizer_pre_hooks),
+        len(optimizer._global_optimizer_post_hooks),
+        len(module._global_forward_pre_hooks),
+    ]
+    return held, hooks
+
+
+def _train(steps=3):
+    source = torch.Generator().manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    made = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        made.zero_grad()
+        net(torch.randn(5, 4, generator=source)).square().mean().backward()
+        made.step()
+
+
+def test_one_process_that_trains_is_fine_and_torch_is_as_before():
+    # Optimizers replace `step` of their own class when the first of it is made; and torch.optim
+    # imports its compiler.
+    _train()
+    held, hooks = _what_could_be_replaced()
+    lockstep.audit.start(mode="full")
+    assert _what_could_be_replaced()[1] != hooks
+    _train()
+    assert lockstep.audit.stop() == []
+    after, hooks_after = _what_could_be_replaced()
+    assert hooks_after == hooks
+    assert [key for key, value in held.items() if after.get(key) is not value] == []
+
+
+def test_an_exchange_of_ones_own_gives_findings():
+    lockstep.audit.start()
+    _train()
+    findings = lockstep.audit.stop(exchange=lambda mine: [mine, None])
+    assert "LS602" in {f.code for f in findings}
+
+
+def test_starting_twice_and_stopping_what_never_started_is_refused():
+    with pytest.raises(WrongUseError):
+        lockstep.audit.stop()
+    lockstep.audit.start()
+    try:
+        with pytest.raises(WrongUseError):
+            lockstep.audit.start()
+    finally:
+        lockstep.audit.stop()

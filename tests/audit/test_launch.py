@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lockstep audit SCRIPT`: the script runs as without us, and the exit code says what was found."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "scripts"
+BYPASS = HERE / "bugs" / "a_method_of_module.py"
+
+
+def audit(*arguments, **options):
+    """Run the command and wait for it."""
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep.cli", "audit", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        **options,
+    )
+
+
+def codes(path):
+    return {f["code"] for f in json.loads(path.read_text())["findings"]}
+
+
+def test_a_bypass_is_reported_with_tables_and_files(tmp_path):
+    report, page = tmp_path / "report.json", tmp_path / "report.html"
+    done = audit("--json", report, "--html", page, BYPASS)
+    assert done.returncode == 65, done.stderr
+    assert "LS101" in done.stderr
+    assert "gradient of" in done.stderr
+    assert "drift" in done.stderr
+    held = json.loads(report.read_text())
+    assert held["steps"] == 3
+    assert held["world_size"] == 2
+    (finding,) = [f for f in held["findings"] if f["severity"] == "error"]
+    assert finding.keys() >= {"code", "name", "severity", "rank", "step", "parameters"}
+    assert finding.keys() >= {"evidence", "where", "message", "fix"}
+    assert finding["where"][0].keys() == {"file", "line", "function", "text"}
+    text = page.read_text()
+    assert "LS101" in text
+    assert len(text) < 1_000_000
+    assert not any(mark in text for mark in ("<script", "http:", "https:", "url("))
+
+
+def test_the_script_is_what_it_is_without_us(tmp_path):
+    script = SCRIPTS / "leaves_with_7.py"
+    report = tmp_path / "report.json"
+    done = audit("--json", report, script, "--json", "mine", cwd=tmp_path)
+    assert done.returncode == 7
+    said = f"{[str(script), '--json', 'mine']} __main__ {script} {tmp_path} {SCRIPTS}"
+    assert done.stdout.splitlines() == [said, said]
+    assert codes(report) == set()
+
+
+def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert main(["audit", "--json", str(report), str(tmp_path / "none.py")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert codes(report) == set()
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("def f(:\n    pass\n")
+    assert main(["audit", str(wrong)]) == 1
+    shown = capsys.readouterr().err
+    assert "SyntaxError" in shown
+    assert "lockstep" not in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--nproc-per-node", "0", "x.py"],
+        ["--steps", "many", "x.py"],
+        ["--only", "LS999", "x.py"],
+        ["--fail-on", "sometimes", "x.py"],
+        ["--json", "no/such/folder/x.json", "x.py"],
+        ["--unknown", "x.py"],
+    ],
+)
+def test_wrong_usage_is_2(arguments, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["audit", *arguments])
+    assert leaving.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_first_failing_ranks_code_and_traceback_are_the_scripts_own(tmp_path):
+    report = tmp_path / "report.json"
+    done = audit("--json", report, SCRIPTS / "one_rank_dies.py")
+    assert done.returncode == 1
+    assert "KeyError: 'only rank 1'" in done.stderr
+    assert str(HERE.parents[1] / "src" / "lockstep") not in done.stderr
+    assert codes(report) == {"LS601"}
+
+
+@pytest.mark.slow
+def test_severities_can_be_chosen():
+    assert audit("--fail-on", "never", BYPASS).returncode == 0
+    assert audit("--ignore", "LS1", BYPASS).returncode == 0
+    assert audit("--only", "LS2", BYPASS).returncode == 0
+
+
+@pytest.mark.slow
+def test_steps_ends_the_watch_and_not_the_script(tmp_path):
+    report = tmp_path / "report.json"
+    done = audit("--steps", "2", "--json", report, BYPASS)
+    assert done.returncode == 65
+    assert json.loads(report.read_text())["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "code", "found", "said"),
+    [
+        ("trains_alone.py", 0, {"LS404"}, "none started a process group"),
+        ("own_optimizer.py", 0, {"LS405"}, "cannot be watched"),
+        ("compiled.py", 0, {"LS503"}, "in lockstep"),
+        ("sets_the_environment_first.py", 0, {"LS405"}, "no optimizer step was seen"),
+    ],
+)
+def test_scripts_of_other_kinds(tmp_path, script, code, found, said):
+    report = tmp_path / "report.json"
+    done = audit("--json", report, SCRIPTS / script)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert codes(report) <= found
+
+
+@pytest.mark.slow
+def test_ranks_that_the_script_starts_itself_are_watched(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    report = tmp_path / "report.json"
+    done = audit("--json", report, SCRIPTS / "spawns.py", port)
+    assert done.returncode == 65, done.stderr
+    assert codes(report) == {"LS101"}
+    assert json.loads(report.read_text())["world_size"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_a_hang_says_who_waits_for_whom(tmp_path, number):
+    report, started = tmp_path / "report.json", tmp_path / "started"
+    script = SCRIPTS / "waits_for_ever.py"
+    command = [sys.executable, "-m", "lockstep.cli", "audit", "--json", report, script, started]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = next(
+        n for n, text in enumerate(script.read_text().splitlines(), 1) if "all_reduce" in text
+    )
+    while not started.exists():
+        assert running.poll() is None
+        os.sched_yield()
+    running.send_signal(number)
+    _, said = running.communicate(timeout=50)
+    assert running.returncode == 128 + number
+    (finding,) = json.loads(report.read_text())["findings"]
+    assert finding["code"] == "LS601"
+    assert finding["rank"] == [1]
+    assert line in [place["line"] for place in finding["where"]]
+    assert "rank 1 is missing" in " ".join(said.split())
+
+
+@pytest.mark.slow
+def test_under_torchrun_rank_0_reports(tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["-m", "lockstep.audit", "--json", report, BYPASS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("[LS101]") == 1
+    assert codes(report) == {"LS101"}

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank writes down: fingerprints, the weights in a loss, and the ledger as bytes."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lockstep.audit.finding import Place
+from lockstep.audit.fingerprint import take
+from lockstep.audit.ledger import Backward, Ledger, Step, Term, Track, is_detailed
+from lockstep.audit.prints import samples_per_tensor
+from lockstep.audit.probe.loss_graph import terms_of, weight_at
+
+
+def _numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def test_equal_bits_have_equal_hashes_whatever_the_layout():
+    x = _numbers(6, 5)
+    turned = x.t().contiguous().t()
+    a, b = (take([t], [4]) for t in (x, turned))
+    assert a.hashes[0] == b.hashes[0]
+    changed = x.clone()
+    changed[3, 2] = torch.nextafter(changed[3, 2], torch.tensor(9.0))
+    assert take([changed], [4]).hashes[0] != a.hashes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8])
+@pytest.mark.parametrize("size", [0, 1, 3, 8, 9])
+def test_every_dtype_and_size_has_a_fingerprint(dtype, size):
+    x = _numbers(size).to(dtype)
+    held = take([x, None], [min(size, 2), 0])
+    assert not held.is_absent(0)
+    assert held.is_absent(1)
+    assert held.norms[0] == pytest.approx(float(x.double().norm()), rel=1e-2)
+
+
+def test_small_models_are_sampled_whole_and_large_ones_thinly():
+    assert samples_per_tensor([4, 8]) == [4, 8]
+    assert sum(samples_per_tensor([10_000] * 3)) <= 256
+    assert sum(samples_per_tensor([10] * 10_000)) <= 256
+
+
+def test_a_ledger_survives_as_bytes():
+    held = take([_numbers(3), None], [3, 0])
+    place = Place("train.py", 3, "step", "loss.backward()")
+    step = Step(0, [place], gradients=held, backwards=[Backward("backward", [place])])
+    step.backwards[0].terms = [Term("mean", 0.5, 2.0, "mean")]
+    step.backwards[0].gradients = {"SGD#0": held}
+    ledger = Ledger(rank=1, tracks=[Track("SGD#0", "SGD", [place], steps=[step], count=1)])
+    again = Ledger.from_bytes(ledger.to_bytes())
+    assert again.rank == 1
+    kept = again.tracks[0].steps[0]
+    assert kept.where == [place]
+    assert np.array_equal(kept.gradients.hashes, held.hashes)
+    assert np.array_equal(kept.gradients.norms, held.norms, equal_nan=True)
+    assert kept.backwards[0].terms == step.backwards[0].terms
+
+
+def test_fewer_and_fewer_steps_are_kept_and_the_same_ones_by_everyone():
+    kept = [step for step in range(100_000) if is_detailed(step, 64)]
+    assert kept[:64] == list(range(64))
+    assert len(kept) < 500
+    gaps = [b - a for a, b in itertools.pairwise(kept)]
+    assert all(gap <= max(1, step // 16) for gap, step in zip(gaps, kept, strict=False))
+
+
+X, TARGET = _numbers(6, 3).requires_grad_(), torch.tensor([0, 1, 2, 0, -100, 1])
+WEIGHTS = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda: F.cross_entropy(X, TARGET), ("mean", 1 / 5, 5)),
+        (lambda: F.cross_entropy(X, TARGET) * 2 / 8, ("mean", 1 / 20, 5)),
+        (lambda: F.cross_entropy(X, TARGET, reduction="sum"), ("sum", 1.0, 5)),
+        (lambda: F.cross_entropy(X, TARGET, reduction="sum") / 5, ("mean", 1 / 5, 5)),
+        (lambda: -(X * 2).mean(), ("mean", -1 / 18, 18)),
+        (lambda: (X.sum(1) * WEIGHTS).sum() / WEIGHTS.sum(), ("mean", 1 / 3, 3)),
+        (lambda: F.mse_loss(X, torch.zeros(6, 3)), ("mean", 1 / 18, 18)),
+        (lambda: F.binary_cross_entropy_with_logits(X, torch.ones(6, 3)), ("mean", 1 / 18, 18)),
+    ],
+)
+def test_the_weight_of_one_element_is_read_from_the_graph(loss, expected):
+    (term,) = terms_of(loss())
+    assert (term.kind, term.count) == (expected[0], expected[2])
+    assert term.weight == pytest.approx(expected[1])
+
+
+def test_what_is_not_understood_is_left_out():
+    assert terms_of(X.norm()) == []
+    assert terms_of(F.cross_entropy(X, TARGET, weight=torch.tensor([1.0, 2.0, 3.0]))) == []
+    assert len(terms_of(X.mean() + X.norm())) == 1
+
+
+def test_the_weight_of_a_scalar_inside_a_loss():
+    inner = X.mean()
+    assert weight_at(inner / 4 + X.norm(), inner.grad_fn) == pytest.approx(0.25)
+    assert weight_at(inner * X.norm(), inner.grad_fn) is None
