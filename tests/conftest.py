@@ -31,7 +31,12 @@ _SET_BY_THE_RUNNER = frozenset(
 )
 
 
-_TOGETHER = {"tests/ray": "ray", "tests/procs": "processes", "tests/faults": "processes"}
+_TOGETHER = {
+    "tests/ray": "ray",
+    "tests/procs": "processes",
+    "tests/faults": "processes",
+    "tests/audit": "audit",
+}
 """Folders whose tests share what is dear to start, so that one process runs them all."""
 
 
