@@ -17,6 +17,9 @@ from harness import assert_equal_on_all_ranks, assert_same
 
 RANKS = 3
 
+# Starting its ranks takes long; `test_sharded_table.py` has the quick choice.
+pytestmark = pytest.mark.slow
+
 
 def results_of(folder: Path, speed: str) -> list[dict]:
     """The results of all cases, by rank: three processes, started once."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 import ray
 
 CONNECTS = """
@@ -16,6 +18,7 @@ print(connect(), connect(), ray.get_runtime_context().gcs_address)
 """
 
 
+@pytest.mark.slow
 def test_another_programs_private_ray_is_left_alone():
     """The session's Ray runs beside it, and was offered to nobody."""
     # Short: Ray puts sockets below it, whose paths may not exceed about 100 characters.

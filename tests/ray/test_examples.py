@@ -5,6 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
 import sklearn.datasets  # noqa: F401  # sets variables when it is first imported
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -17,6 +18,7 @@ def program(name):
     return module
 
 
+@pytest.mark.slow
 def test_contrastive(capsys):
     program("contrastive").main(["--num-workers", "2", "--epochs", "10"])
     accuracy = re.search(r"found among 297: ([\d.]+)%", capsys.readouterr().out)

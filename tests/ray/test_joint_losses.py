@@ -131,7 +131,7 @@ def trained(operator, num_workers):
         return trainer.get_model(), losses, validated
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "operator",
     [

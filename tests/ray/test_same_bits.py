@@ -51,6 +51,7 @@ def weights(num_workers: int, optimizer: str, **arguments) -> str:
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
 
 
+@pytest.mark.slow
 def test_adam_accumulation_clipping_dropout_and_batch_norm():
     arguments = {"reproducible": True, "accumulate": 3, "clip_grad_norm": 0.5}
     digests = {weights(size, "adam", **arguments) for size in (1, 3, 4)}

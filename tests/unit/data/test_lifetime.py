@@ -3,6 +3,7 @@
 
 import gc
 import multiprocessing
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,21 @@ from sharing import plain
 PLACEMENT = Placement(2, range(2), 0)
 
 
+_BEFORE: set[Any] = set()
+"""Processes that other tests share."""
+
+
+def _started() -> set[Any]:
+    return set(multiprocessing.active_children()) - _BEFORE
+
+
 @pytest.fixture(autouse=True)
 def _no_process_stays_behind() -> object:
-    assert not multiprocessing.active_children()
+    _BEFORE.clear()
+    _BEFORE.update(multiprocessing.active_children())
     yield
     gc.collect()
-    assert not multiprocessing.active_children()
+    assert not _started()
 
 
 def _sharded(**kwargs: object) -> ShardedLoader:
@@ -35,15 +45,15 @@ def _rows(steps: object) -> list[list[int]]:
 def test_an_iteration_left_early_ends_its_workers() -> None:
     steps = _sharded().batches(0)
     next(steps)
-    assert len(multiprocessing.active_children()) == 1
+    assert len(_started()) == 1
     steps.close()
-    assert not multiprocessing.active_children()
+    assert not _started()
 
 
 def test_a_finished_iteration_ends_its_workers() -> None:
     steps = _sharded().batches(0)
     assert len(_rows(steps)) == 10
-    assert not multiprocessing.active_children()
+    assert not _started()
 
 
 def test_a_broken_dataset_ends_its_workers_and_says_what_broke() -> None:
@@ -63,7 +73,7 @@ def test_a_broken_dataset_ends_its_workers_and_says_what_broke() -> None:
         with pytest.raises(ValueError, match="sample 5 is broken"):
             list(sharded.batches(0))
         assert torch.equal(torch.get_rng_state(), state)
-        assert not multiprocessing.active_children()
+        assert not _started()
 
 
 def test_iterations_may_overlap() -> None:
@@ -80,16 +90,16 @@ def test_persistent_workers_serve_epoch_after_epoch() -> None:
     fresh = _sharded()
     expected = [_rows(fresh.batches(epoch)) for epoch in range(3)]
     assert _rows(sharded.batches(0)) == expected[0]
-    (worker,) = multiprocessing.active_children()
+    (worker,) = _started()
     left_early = sharded.batches(1)
     next(left_early)
     assert _rows(sharded.batches(1)) == expected[1]
     assert _rows(sharded.batches(2)) == expected[2]
-    assert multiprocessing.active_children() == [worker]
+    assert _started() == {worker}
     with pytest.raises(ConfigurationError, match="persistent_workers=False"):
         next(left_early)
     sharded.close()
-    assert not multiprocessing.active_children()
+    assert not _started()
     assert _rows(sharded.batches(0)) == expected[0]
     sharded.close()
 
@@ -109,7 +119,7 @@ def test_a_loader_that_is_forgotten_takes_its_workers_along() -> None:
     sharded = _sharded(persistent_workers=True)
     next(sharded.batches(0))
     del sharded  # no cycle keeps it: its processes end here, not at some collection
-    assert not multiprocessing.active_children()
+    assert not _started()
 
 
 def test_a_worker_that_never_has_samples_starts_no_processes() -> None:
@@ -117,4 +127,4 @@ def test_a_worker_that_never_has_samples_starts_no_processes() -> None:
     sharded = ShardedLoader(loader, Placement(2, range(1, 2), 0), joint=False, borrow=False)
     (step,) = sharded.batches(0)
     assert step.parts == []
-    assert not multiprocessing.active_children()
+    assert not _started()
