@@ -323,3 +323,34 @@ def test_mixed_dtypes_are_reduced_each_in_its_own_bucket():
                 rtol=tolerance,
                 atol=0,
             )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_long_gradients_are_scaled_once_also_where_some_are_missing(weighted):
+    """They are scaled while they are copied, and a None among them is found halfway."""
+
+    def build():
+        return nn.ModuleList(nn.Linear(256, 256, dtype=torch.float64) for _ in range(3))
+
+    def loss(layers, x, rank):
+        used = [0, 2] if rank == 0 else [0, 1, 2]
+        return sum(layers[number](x).square().mean() for number in used)
+
+    replicas = models(2, build)
+    x = rows(6, 256, seed=3)
+    cuts = cut(6, [4, 2])
+
+    def body(group):
+        layers, part = replicas[group.rank], x[cuts[group.rank]]
+        sync = replicate(layers, group=group)
+        own = loss(layers, part, group.rank)
+        sync.backward(own, weight=len(part)) if weighted else own.backward()
+        sync.detach()
+        return gradients(layers)
+
+    (true,) = models(1, build)
+    shares = [4 / 6, 2 / 6] if weighted else [1 / 2, 1 / 2]
+    for rank, share in enumerate(shares):
+        (loss(true, x[cuts[rank]], rank) * share).backward()
+    for got in run_ranks(2, body):
+        assert_same(got, gradients(true))
