@@ -383,3 +383,12 @@ def test_unknown_words(arguments):
         lockstep.gather(leaf(4, 3), group=group, **arguments)
 
     refused_everywhere(2, body, ConfigurationError, '" or "')
+
+
+def test_a_mean_over_rows_that_hold_no_number_is_refused_on_every_rank():
+    def body(group):
+        with pytest.raises(ConfigurationError, match="rows that hold no number"):
+            lockstep.global_mean(torch.zeros(3, 0, requires_grad=True), group=group)
+        return True
+
+    assert run_ranks(2, body) == [True, True]

@@ -10,6 +10,7 @@ import torch
 from lockstep.collectives.agreement import agree_on_rows, brings_nothing, ranks_of, refuse_sums
 from lockstep.collectives.crossing import CrossingBackward, note_global_mean
 from lockstep.collectives.eager import outside_graphs
+from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lockstep.group import Group
@@ -38,7 +39,8 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
         all-reduce of a number. Backward: one roll call.
 
     Raises:
-        As `gather`; ConfigurationError in an operator with ``loss_reduction="sum"``.
+        As `gather`; ConfigurationError in an operator with ``loss_reduction="sum"``, and for
+        rows that hold no number.
     """
     name = "lockstep.global_mean(per_row_loss)"
     ranks = ranks_of(name, group)
@@ -46,6 +48,13 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
     agreed = agree_on_rows(ranks, name, [per_row_loss])
     mine = per_row_loss[:0] if brings_nothing() else per_row_loss
     elements = agreed.total * per_row_loss.shape[1:].numel()
+    if elements == 0:  # on every rank: they have agreed on the shape of a row
+        raise ConfigurationError(
+            f"{name} was given rows that hold no number",
+            got=f"shape {tuple(per_row_loss.shape)}",
+            cause="a loss over nothing is NaN",
+            fix="give one number for each row",
+        )
     needs = per_row_loss.requires_grad and torch.is_grad_enabled()
     crossing = CrossingBackward(name, ranks, agreed) if needs else None
     apply: Any = _GlobalMean.apply
