@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import PeerLostError
-from lockstep.sync import OwnerServer
+from lockstep.sync import OwnerAddress, OwnerServer
 from lockstep.sync.wire import Message, call_owner, pack, unpack
 from ranks.served import server
 
@@ -109,6 +109,26 @@ def test_nobody_there():
     listening.close()
     with pytest.raises(PeerLostError, match="parameter server"):
         call_owner(listening.address, 0)
+
+
+def test_a_server_that_ends_during_the_welcome_leaves_no_socket_behind(monkeypatch):
+    opened = []
+    connect = socket.create_connection
+
+    def remembered(*place, **options):
+        opened.append(connect(*place, **options))
+        return opened[0]
+
+    monkeypatch.setattr(socket, "create_connection", remembered)
+    # More than fits on the way, so that the end is met while the secret is being sent.
+    secret = b"x" * (64 << 20)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ending = threading.Thread(target=lambda: listener.accept()[0].close())
+        ending.start()
+        with pytest.raises(PeerLostError):
+            call_owner(OwnerAddress(*listener.getsockname(), secret, 20.0), 0)
+        ending.join()
+    assert [connection.fileno() for connection in opened] == [-1]
 
 
 def test_every_kind_of_tensor_travels():

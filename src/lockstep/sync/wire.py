@@ -11,7 +11,7 @@ import hmac
 import pickle
 import socket
 import struct
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -177,16 +177,21 @@ def call_owner(address: OwnerAddress, rank: int) -> RemoteOwner:
         PeerLostError: nobody answers there.
     """
     place = f"rank {rank}"
-    try:
-        connection = socket.create_connection(
-            (address.host, address.port), timeout=min(address.timeout_s, _NOBODY_IS_SLOWER_S)
-        )
-        line = Line(connection, address.timeout_s)
-        connection.sendall(address.secret)
-        line.send(Message("here", rank))
-        return RemoteOwner(line, place)
-    except (OSError, LineClosedError) as error:
-        raise _lost(place, error) from error
+    with ExitStack() as until_welcome:
+        try:
+            connection = until_welcome.enter_context(
+                socket.create_connection(
+                    (address.host, address.port),
+                    timeout=min(address.timeout_s, _NOBODY_IS_SLOWER_S),
+                )
+            )
+            line = Line(connection, address.timeout_s)
+            connection.sendall(address.secret)
+            line.send(Message("here", rank))
+        except (OSError, LineClosedError) as error:
+            raise _lost(place, error) from error
+        until_welcome.pop_all()
+    return RemoteOwner(line, place)
 
 
 def shows(secret: bytes, connection: socket.socket) -> bool:
