@@ -23,7 +23,7 @@ from lockstep.data.layout import Window, describe
 from lockstep.data.structure import leading_length
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
     from lockstep.data.placement import Placement
     from lockstep.group import Group
@@ -156,6 +156,19 @@ class ShardedLoader:
         Draws the first items of the epoch's stream; reads samples only from streams.
         """
         return plan_fingerprint(self._layout, self.placement, epoch)
+
+    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
+        """The items (indices, mostly) that `shards` hold in a step; nothing is read.
+
+        An empty list where items are the data itself.
+        """
+        if self._layout.kind in (ItemKind.SAMPLE, ItemKind.READY_BATCH):
+            return []
+        windows = self._layout.windows(self.placement.seed, epoch, step * self._layout.per_step)
+        window = next(windows, None)
+        if window is None:
+            return []
+        return [item for shard in shards for item in self._segment(window, shard).items]
 
     def agree(self, group: Group, epoch: int) -> None:
         """Make sure that all workers will read `epoch` by the same plan.

@@ -2,16 +2,24 @@
 """One worker's life: process group, shards, the commit of a step."""
 
 from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
+from lockstep.worker.passes import Progress
 from lockstep.worker.process_group import Rendezvous, arrival_key
+from lockstep.worker.regroup import Formation, Standing
+from lockstep.worker.report import Report
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.trial import Trial
-from lockstep.worker.worker import Report, Worker
+from lockstep.worker.where import Whereabouts
+from lockstep.worker.worker import Worker
 
 __all__ = [
+    "Formation",
     "Outcome",
+    "Progress",
     "Rendezvous",
     "Report",
+    "Standing",
     "Trial",
+    "Whereabouts",
     "Worker",
     "WorkerSpec",
     "add_rank",
