@@ -157,6 +157,23 @@ class ShardedLoader:
         """
         return plan_fingerprint(self._layout, self.placement, epoch)
 
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
+
+        None where only the batches themselves can tell.
+        """
+        length, in_epoch = self._layout.length, self.steps_per_epoch
+        if not self._layout.kind.counts_samples or length is None or not in_epoch:
+            return None
+        total = 0
+        for step in range(first_step, first_step + steps):
+            start = (step % in_epoch) * self._layout.per_step
+            size = min(self._layout.per_step, length - start)
+            for shard in shards:
+                begin, end = share_bounds(size, self.placement.num_shards, shard)
+                total += end - begin
+        return total
+
     def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
         """The items (indices, mostly) that `shards` hold in a step; nothing is read.
 

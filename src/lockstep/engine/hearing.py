@@ -43,6 +43,7 @@ class Hearing:
         values: what ranks answered.
         deaths: the ranks whose process died.
         lost_peers: the ranks that only say that another one went away.
+        failed_at: when the first failure was heard (`time.monotonic`).
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Hearing:
         self.values: dict[int, Any] = {}
         self.deaths: dict[int, WorkerDiedError] = {}
         self.lost_peers: dict[int, BaseException] = {}
+        self.failed_at: float | None = None
         self._causes: list[BaseException] = []
 
     @property
@@ -83,6 +85,7 @@ class Hearing:
             self.failed(rank, error, peer_lost=outcome.peer_lost)
 
     def failed(self, rank: int, error: BaseException, *, peer_lost: bool) -> None:
+        self.failed_at = self.failed_at or time.monotonic()
         if peer_lost:
             self.lost_peers[rank] = error
         else:
@@ -136,6 +139,7 @@ class Hearing:
                 " trainer and load the last checkpoint",
             )
             died.__cause__ = error
+            self.failed_at = self.failed_at or time.monotonic()
             self.deaths[rank] = died
 
     def _servers(self) -> list[Any]:

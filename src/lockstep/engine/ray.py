@@ -25,6 +25,7 @@ from lockstep.engine.inline import every
 from lockstep.engine.member import Member, kill, this_node
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.server import ServerProcess
+from lockstep.engine.spares import Readiness, look_at
 from lockstep.engine.travel import pickled, pickled_spec
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.worker import Rendezvous, Worker, add_rank, is_peer_lost
@@ -77,6 +78,7 @@ class RayEngine:
             self._open_server(self._crew)
             rendezvous = self.rendezvous(0) if spec.num_workers > 1 else None
             self.started = self.call("start", rendezvous)
+            self._await_spares()
         except BaseException as error:
             self.ended = self.ended or error
             self.close(force=True)
@@ -97,6 +99,11 @@ class RayEngine:
         self._hired = len(found)
         self.members = found[: self.spec.num_workers]
         self.spares = [(member, _stands_by(member)) for member in found[self.spec.num_workers :]]
+
+    def _await_spares(self) -> None:
+        """They started with the others; what is wrong with one is wrong now, and not in need."""
+        while any(_is_starting(member, ref) for member, ref in self.spares):
+            self.pause(_STOP_S)
 
     def _open_server(self, crew: Crew) -> None:
         if self.spec.options.sync == "parameter_server" and self.spec.num_workers > 1:
@@ -319,6 +326,14 @@ class RayEngine:
             pids.append(server.pid)
         wait_until_gone(pids, _STOP_S)
         self.call_off()
+
+
+def _is_starting(member: Member, starting: Any) -> bool:
+    state, error = look_at(member, starting)
+    if error is not None:
+        error.add_note(f"raised by {member}, a spare, which knows its rank only when it is needed")
+        raise error
+    return state is Readiness.STARTING
 
 
 def _stands_by(member: Member) -> Any:

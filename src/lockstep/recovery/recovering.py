@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.data import shards_of
 from lockstep.errors import PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
+from lockstep.recovery.lost_counts import LostCounts
 from lockstep.recovery.poison import Deaths
 from lockstep.recovery.regrouping import Loss, Regrouping
 from lockstep.recovery.watchdog import Watchdog
@@ -105,18 +106,18 @@ class RecoveringEngine:
         retries: int,
     ) -> list[Any]:
         self._muster(method)
-        attempt, lost_reports = args, list[Any]()
+        attempt, lost = args, LostCounts(self._engine, method)
         while True:
             ranks = range(len(self._engine.members)) if rank is None else [rank]
             hearing = self._hear(method, attempt, ranks, watch)
             if not hearing.has_failed:
-                return [*self._engine.conclude(hearing), *lost_reports]
+                return [*self._engine.conclude(hearing), *lost.reports]
             # Who was asked to leave for a newcomer has not failed.
             retries -= 0 if self._has_dismissed and not hearing.dead else 1
             if not hearing.is_recoverable or retries < 0:
                 return self._engine.conclude(hearing)
             regrouped = self._recover(hearing)
-            lost_reports += regrouped.lost_reports
+            lost.note(regrouped)
             if method in RESUMED and regrouped.progress is not None:
                 attempt = (*args, regrouped.progress)
             elif method not in REPEATED and method not in RESUMED:
@@ -152,30 +153,35 @@ class RecoveringEngine:
     # ------------------------------------------------------------------------- recovering
 
     def _recover(self, hearing: Hearing) -> Regrouped:
-        began = time.monotonic()
+        began = hearing.failed_at or time.monotonic()
         try:
             losses = self._losses(hearing)
             regrouped = self._regrouping.run(hearing.method, losses)
         except BaseException as error:
             self._engine.end(error)
             raise
-        self._note(hearing, losses, regrouped, time.monotonic() - began)
-        self._stop_poison(hearing, losses, regrouped)
-        self._regrouping.hire_for(losses)
+        regrouped.losses[:0] = losses
+        self._note(hearing, regrouped, time.monotonic() - began)
+        self._stop_poison(hearing, regrouped)
+        self._regrouping.hire_for(regrouped.losses)
         return regrouped
 
     def _losses(self, hearing: Hearing) -> list[Loss]:
         members, size = list(self._engine.members), len(self._engine.members)
         num_shards = self._engine.spec.num_shards
         return [
-            Loss(members[rank], rank, shards_of(rank, size, num_shards), died)
+            Loss(
+                members[rank],
+                rank,
+                shards_of(rank, size, num_shards),
+                died,
+                self._watchdog.last_seen(members[rank]),
+            )
             for rank, died in hearing.deaths.items()
         ]
 
-    def _note(
-        self, hearing: Hearing, losses: Sequence[Loss], regrouped: Regrouped, seconds: float
-    ) -> None:
-        losses = [*losses, *regrouped.further_losses]
+    def _note(self, hearing: Hearing, regrouped: Regrouped, seconds: float) -> None:
+        losses = regrouped.losses
         if not losses and self._has_dismissed:
             _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
             return
@@ -199,13 +205,13 @@ class RecoveringEngine:
         return self._watchdog.verdicts.get(loss.member) or loss.died.details["cause"] or "died"
 
     def _during(self, method: str, losses: Sequence[Loss]) -> str:
-        seen = [doing for loss in losses if (doing := self._watchdog.doing(loss.member))]
+        seen = [found.phase for loss in losses if (found := loss.last_seen) is not None]
         return f"{method} ({', '.join(seen)})" if seen else method
 
-    def _stop_poison(self, hearing: Hearing, losses: Sequence[Loss], regrouped: Regrouped) -> None:
+    def _stop_poison(self, hearing: Hearing, regrouped: Regrouped) -> None:
         if hearing.method not in RESUMED:
             return
-        for loss in losses:
+        for loss in regrouped.losses:
             fatal = self._deaths.note((hearing.method, *regrouped.point), loss.shards)
             if fatal:
                 error = self._poisoned(hearing.method, fatal, regrouped, loss)

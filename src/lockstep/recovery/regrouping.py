@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lockstep.engine.placement import start_timeout_s
 from lockstep.engine.spares import Readiness, look_at
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.engine.member import Member
     from lockstep.engine.ray import RayEngine
     from lockstep.recovery.watchdog import Watchdog
-    from lockstep.worker import Standing
+    from lockstep.worker import Standing, Whereabouts
 
 _log = logging.getLogger("lockstep.recovery")
 
@@ -40,12 +40,13 @@ _LOOK_S: Final = 0.1
 
 @dataclass(frozen=True)
 class Loss:
-    """A worker that is gone, with the place it had."""
+    """A worker that is gone, with the place it had, and what it was seen doing last."""
 
     member: Member
     rank: int
     shards: range
     died: WorkerDiedError
+    last_seen: Whereabouts | None = None
 
 
 @dataclass
@@ -58,8 +59,7 @@ class Regrouped:
         point: steps of the run, and the epoch.
         replayed: steps that have to be computed again.
         progress: of the call that was interrupted.
-        lost_reports: what the lost workers had counted in it.
-        further_losses: workers that were lost while the group was formed.
+        losses: the workers that are gone.
     """
 
     generation: int
@@ -67,8 +67,7 @@ class Regrouped:
     point: tuple[int, int]
     replayed: int
     progress: Progress | None
-    lost_reports: list[Any] = field(default_factory=list)
-    further_losses: list[Loss] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
 
 
 class Regrouping:
@@ -278,7 +277,7 @@ class Regrouping:
             point=best.point,
             replayed=1 if best.progress is not None and not best.progress.is_over else 0,
             progress=best.progress,
-            further_losses=further,
+            losses=further,
         )
 
 

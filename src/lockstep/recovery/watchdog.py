@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.engine.member import Member
     from lockstep.engine.outlook import Sighting
     from lockstep.engine.ray import RayEngine
+    from lockstep.worker import Whereabouts
 
 _log = logging.getLogger("lockstep.recovery")
 
@@ -50,10 +51,9 @@ class Watchdog:
         """Another call begins."""
         self._outlook.forget()
 
-    def doing(self, member: Member) -> str:
-        """What `member` was seen doing last; "" if it was not seen."""
-        seen = self._outlook.last_seen(member)
-        return "" if seen is None else seen.phase
+    def last_seen(self, member: Member) -> Whereabouts | None:
+        """What `member` was seen doing last."""
+        return self._outlook.last_seen(member)
 
     def look(self, hearing: Hearing) -> None:
         """Ask everybody where they are, and end who hangs."""

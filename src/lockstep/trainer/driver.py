@@ -283,7 +283,10 @@ class TorchTrainer(KeepsState):
         """What the call returns; callbacks hear of the reduced results in either case."""
         reduced = results.merged(reports)
         self._tell(event, reduced)
-        return reduced if reduce_results else [results.merged([report]) for report in reports]
+        if reduce_results:
+            return reduced
+        living = [report for report in reports if not report.is_of_a_lost_worker]
+        return [results.merged([report]) for report in living]
 
     @contextlib.contextmanager
     def _bar(

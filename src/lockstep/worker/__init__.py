@@ -5,13 +5,14 @@ from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, sh
 from lockstep.worker.passes import Progress
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.regroup import Formation, Standing
-from lockstep.worker.report import Report
+from lockstep.worker.report import Counted, Report, lost_report
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.trial import Trial
 from lockstep.worker.where import Whereabouts
 from lockstep.worker.worker import Worker
 
 __all__ = [
+    "Counted",
     "Formation",
     "Outcome",
     "Progress",
@@ -26,5 +27,6 @@ __all__ = [
     "arrival_key",
     "failure",
     "is_peer_lost",
+    "lost_report",
     "shown_error",
 ]

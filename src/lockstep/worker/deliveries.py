@@ -51,6 +51,12 @@ class StepSource(Protocol):
             Every rank of `group`; one small exchange.
         """
 
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
+
+        None where nobody can tell.
+        """
+
     def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
         """The items that `shards` hold in a step; an empty list where nobody can tell."""
 

@@ -7,8 +7,9 @@ on from there with the peers that are left.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
 from lockstep.operator.joint import reduction_of
@@ -17,7 +18,7 @@ from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
 from lockstep.reduction import activate
 from lockstep.worker.deliveries import Deliveries, Tally
-from lockstep.worker.report import Report
+from lockstep.worker.report import Counted, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.worker.deliveries import Cursor
     from lockstep.worker.rollback import Rollback
+
+_COUNT_EVERY_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Underway:
         cursor: the position in the data.
         tally: what was delivered and committed so far.
         is_over: all that was asked for has happened.
+        counted: what was counted a moment ago.
     """
 
     def __init__(
@@ -105,8 +109,11 @@ class Underway:
         self.tally = Tally(on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step
         self.is_over = False
+        self._counted_at = time.monotonic()
+        self.counted: Counted | None = None
         if progress is not None:
-            self.catch_up(progress)
+            # A newcomer: the steps before were those of somebody who is gone.
+            self._take_over(progress)
         self._metrics: list[dict[str, Any]] = []
         self._summaries: list[dict[str, Any] | None] = []
         self._samples_by_pass: list[int] = []
@@ -120,9 +127,24 @@ class Underway:
         return Progress(self.first_epoch, self.first_step, self.tally.steps, self.is_over)
 
     def catch_up(self, progress: Progress) -> None:
-        """Count what the others have committed as this worker's steps, too."""
+        """Count a step that the others have committed, and this worker has taken part in."""
+        shards = self._operator._lockstep.setting.placement.shards
+        first, missed = self.first_step + self.tally.steps, progress.steps - self.tally.steps
+        self.tally.samples += self.cursor.source.samples_of(shards, first, missed) or 0
+        self._take_over(progress)
+
+    def _take_over(self, progress: Progress) -> None:
         self.first_epoch, self.first_step = progress.epoch, progress.step
         self.tally.steps, self.is_over = progress.steps, progress.is_over
+
+    def note_counts(self) -> None:
+        """Now and then, for who asks from another thread; the meters are not to be read there."""
+        now = time.monotonic()
+        if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
+            return  # reading a number would make the host wait for the device
+        self._counted_at = now
+        sums = self._operator._lockstep.meters.state()
+        self.counted = Counted(self.tally.samples, sums)
 
     def rewind(self) -> None:
         """Back to the position at which the call began."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.metrics import AverageMeterCollection
+
 
 @dataclass(frozen=True)
 class Report:
@@ -21,6 +23,7 @@ class Report:
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
         weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
+        is_of_a_lost_worker: it is what was known of a worker that did not live to report.
     """
 
     metrics: list[dict[str, Any]]
@@ -32,3 +35,36 @@ class Report:
     epoch: int | None
     timers: dict[str, float] | None
     weighed_by: str | None = None
+    is_of_a_lost_worker: bool = False
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a worker had counted when it was last asked.
+
+    Attributes:
+        samples: delivered and committed in the call.
+        sums: as `Report.sums`.
+    """
+
+    samples: int
+    sums: dict[str, Any]
+
+
+def lost_report(samples: int, counted: Counted | None) -> Report:
+    """What is known of a worker that is gone: its samples, and the metrics that were heard of.
+
+    The steps that it had counted are in everybody's weights; only what it would have said of
+    the latest ones is missing from the means.
+    """
+    return Report(
+        metrics=[],
+        summaries=[],
+        sums=AverageMeterCollection().state() if counted is None else counted.sums,
+        samples_by_pass=[],
+        samples=samples,
+        steps=0,
+        epoch=None,
+        timers=None,
+        is_of_a_lost_worker=True,
+    )

@@ -39,6 +39,9 @@ class OwnSource:
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
         return self._loader.batches(epoch, start_step, num_steps=self._steps)
 
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        return None
+
     def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
         return []  # only the user's own loader knows
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from lockstep.worker.report import Counted
+
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES: Final = (f"{os.sep}torch{os.sep}", f"{os.sep}ray{os.sep}", f"{os.sep}threading.py")
 
@@ -44,12 +46,14 @@ class Whereabouts:
         phase: in a word or two.
         line: the innermost line of the user's code, or "".
         stack: the whole stack, as Python prints it.
+        counted: what it has counted so far, or a moment ago; None where that is not known.
     """
 
     steps: int
     phase: str
     line: str
     stack: str
+    counted: Counted | None = None
 
     @property
     def waits(self) -> bool:
@@ -57,13 +61,13 @@ class Whereabouts:
         return self.phase == WAITING
 
 
-def whereabouts(thread_id: int, steps: int) -> Whereabouts:
+def whereabouts(thread_id: int, steps: int, counted: Counted | None) -> Whereabouts:
     """Where the thread `thread_id` of this process is."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
-        return Whereabouts(steps, "idle", "", "")
+        return Whereabouts(steps, "idle", "", "", counted)
     stack = "".join(traceback.format_stack(frame))
-    return Whereabouts(steps, _phase(frame), _users_line(frame), stack)
+    return Whereabouts(steps, _phase(frame), _users_line(frame), stack, counted)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -211,7 +211,10 @@ class Worker:
         """Leave the call that runs before its next batch, so that the group can be formed anew."""
         self._is_dismissed = True
 
-    def _refuse_if_dismissed(self) -> None:
+    def _look_up(self) -> None:
+        """Between two batches."""
+        if self.underway is not None:
+            self.underway.note_counts()
         if self._is_dismissed:
             raise PeerLostError(
                 "this rank left the group between two steps",
@@ -328,7 +331,8 @@ class Worker:
             rollback=self._rollback if training else None,
             progress=interrupted,
         )
-        call.tally.at_boundary = self._refuse_if_dismissed
+        if self._rollback is not None:
+            call.tally.at_boundary = self._look_up
         return call
 
     def _arithmetic(self) -> AbstractContextManager[None]:
@@ -353,6 +357,16 @@ class Worker:
         cursor = self.cursors[purpose]
         return cursor.source.items_of(cursor.epoch, cursor.step, shards)
 
+    def samples_of(self, purpose: str, segments: list[tuple[range, int, int]]) -> int | None:
+        """Samples that shards held in steps of an epoch; None where nobody can tell.
+
+        Args:
+            segments: (shards, first step, number of steps); steps go on into the next epoch.
+        """
+        source = self.cursors[purpose].source
+        counts = [source.samples_of(*segment) for segment in segments]
+        return None if None in counts else sum(count or 0 for count in counts)
+
     def position(self) -> tuple[int, int]:
         """The epoch of the training data, and the steps of the run."""
         epoch = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
@@ -361,7 +375,9 @@ class Worker:
     def where(self, thread_id: int) -> Whereabouts:
         """What the thread that trains is doing, seen from another one."""
         call = self.underway
-        return whereabouts(thread_id, 0 if call is None else call.tally.steps)
+        if call is None:
+            return whereabouts(thread_id, 0, None)
+        return whereabouts(thread_id, call.tally.steps, call.counted)
 
     def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
         """Global batches that the next call will make; None if the data has no length."""
