@@ -84,7 +84,7 @@ def test_loops_of_ones_own_are_computed_again(operator_cls):
 
 
 def test_a_worker_that_is_stopped_is_replaced():
-    strikes = [Strike("stop", rank=1, step=4, phase="forward")]
+    strikes = [Strike("stop", rank=1, step=12, phase="forward")]
     _, bits = undisturbed(Classifier)
     with trainer_of(Classifier, strikes, spare_workers=1, hang_timeout_s=1) as trainer:
         _, got = run(trainer)

@@ -182,7 +182,7 @@ class RecoveringEngine:
 
     def _note(self, hearing: Hearing, regrouped: Regrouped, seconds: float) -> None:
         losses = regrouped.losses
-        if not losses and self._has_dismissed:
+        if not losses and (self._has_dismissed or not hearing.has_failed):
             _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
             return
         spec = self._engine.spec

@@ -64,20 +64,31 @@ class Watchdog:
         for member, seen in sightings.items():
             if member in self.verdicts:
                 continue
-            if hearing.has_failed and _waits(seen) and seen.stands_for(now) > self._broken_s:
+            if (
+                hearing.has_failed
+                and self._waits(seen, now)
+                and seen.stands_for(now) > self._broken_s
+            ):
                 self._end(member, seen, now, "stayed in a collective of a group that has broken")
                 continue
-            waiting = [each for each, sight in sightings.items() if _waits(sight)]
+            waiting = [each for each, one in sightings.items() if self._waits(one, now)]
             is_waited_for = others_answered or any(each is not member for each in waiting)
-            if is_waited_for and not _waits(seen) and self._is_overdue(seen, now):
+            if is_waited_for and not self._waits(seen, now) and self._is_overdue(seen, now):
                 self._end(member, seen, now, self._complaint(member, seen, now))
+
+    def _waits(self, seen: Sighting, now: float) -> bool:
+        """It answers, and stands in a collective."""
+        return seen.latest is not None and seen.latest.waits and not self._is_silent(seen, now)
+
+    def _is_silent(self, seen: Sighting, now: float) -> bool:
+        return seen.silent_for(now) > min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S) / 2
 
     @property
     def _broken_s(self) -> float:
         return min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S)
 
     def _is_overdue(self, seen: Sighting, now: float) -> bool:
-        is_first = seen.latest is None or seen.latest.steps == 0
+        is_first = seen.latest is None or not seen.latest.is_warm
         limit_s = self._limit_s * (_FIRST_STEP_FACTOR if is_first else 1.0)
         return seen.stands_for(now) > limit_s
 
@@ -87,7 +98,7 @@ class Watchdog:
         if found is not None and found.line:
             place += f" at {found.line}"
         for_s = f"{seen.stands_for(now):.0f} s"
-        if seen.silent_for(now) < min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S) / 2:
+        if not self._is_silent(seen, now):
             return f"made no step for {for_s}{place}, while others waited"
         if process_state(member) in ("T", "t"):
             return f"was stopped (by a signal or a debugger) and made no step for {for_s}{place}"
@@ -101,8 +112,3 @@ class Watchdog:
         stack = "" if seen.latest is None else f"; its stack:\n{seen.latest.stack}"
         _log.error("%s %s: it is ended%s", member, complaint, stack)
         kill(member, self._engine.members)
-
-
-def _waits(seen: Sighting) -> bool:
-    """It answers, and stands in a collective."""
-    return seen.asked_at is None and seen.latest is not None and seen.latest.waits

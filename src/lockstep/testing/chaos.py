@@ -18,7 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from lockstep.errors import ConfigurationError
 
@@ -92,7 +92,7 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
 
     class Struck(operator_cls):  # type: ignore[valid-type,misc]
         def setup(self, config: Any) -> None:
-            super().setup(config)
+            cast("Any", super()).setup(config)
             _arm(
                 self, [_Armed(strike, Path(directory, str(i))) for i, strike in enumerate(strikes)]
             )
@@ -123,7 +123,7 @@ class _Armed:
 
 
 class _Trigger:
-    """Called where a phase is reached. A copy of the model, which may travel, does nothing there."""
+    """Called where a phase is reached. In a copy of the model, which travels, it does nothing."""
 
     def __init__(self, operator: Any, armed: Sequence[_Armed], phase: str) -> None:
         self._operator = operator
@@ -161,15 +161,18 @@ def _arm(operator: Any, armed: Sequence[_Armed]) -> None:
     run = operator._lockstep.registered
     model = run.models[0]
     model.register_forward_pre_hook(_ByMode(reach("forward"), reach("validation")))
-    # Any: torch has no annotation for it.
-    on_state_dict: Any = model.register_state_dict_pre_hook
-    on_state_dict(reach("save"))
+    _untyped(model).register_state_dict_pre_hook(reach("save"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained[-1].register_hook(reach("backward"))
     trained[0].register_hook(reach("buckets"))
     run.optimizers[0].register_step_pre_hook(reach("optimizer"))
     run.optimizers[0].register_step_post_hook(reach("applied"))
     operator._read = reach("data")
+
+
+def _untyped(module: nn.Module) -> Any:
+    """For what torch has no annotation for."""
+    return module
 
 
 class _Watched:

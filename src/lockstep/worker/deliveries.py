@@ -169,6 +169,7 @@ class Deliveries:
         limit: global batches to deliver at most; None for the rest of the epoch.
         purpose: "train" or "validation", part of every seed.
         rollback: remembers what a step changes until it is committed; None for validation.
+        first_index: the number of the first batch in its pass; 0 unless the pass was interrupted.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Deliveries:
         limit: int | None,
         purpose: str,
         rollback: Rollback | None = None,
+        first_index: int = 0,
     ) -> None:
         self._operator = operator
         self._cursor = cursor
@@ -187,6 +189,7 @@ class Deliveries:
         self._limit = limit
         self._purpose = purpose
         self._rollback = rollback
+        self.first_index = first_index
         self._open: int | None = None
         self._unused: list[int] = []
         self._rounds = 0

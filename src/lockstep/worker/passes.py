@@ -56,12 +56,14 @@ class Progress:
         epoch: the one in which the call began.
         step: the step in that epoch with which it began.
         steps: global batches that it has committed.
+        pass_began: how many it had committed when the pass over the data began that it is in.
         is_over: nothing is left to do.
     """
 
     epoch: int
     step: int
     steps: int
+    pass_began: int
     is_over: bool
 
 
@@ -109,6 +111,7 @@ class Underway:
         self.tally = Tally(on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step
         self.is_over = False
+        self._pass_began = 0
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
         if progress is not None:
@@ -124,18 +127,23 @@ class Underway:
 
     @property
     def progress(self) -> Progress:
-        return Progress(self.first_epoch, self.first_step, self.tally.steps, self.is_over)
+        return Progress(
+            self.first_epoch, self.first_step, self.tally.steps, self._pass_began, self.is_over
+        )
 
     def catch_up(self, progress: Progress) -> None:
         """Count a step that the others have committed, and this worker has taken part in."""
         shards = self._operator._lockstep.setting.placement.shards
         first, missed = self.first_step + self.tally.steps, progress.steps - self.tally.steps
-        self.tally.samples += self.cursor.source.samples_of(shards, first, missed) or 0
+        samples = self.cursor.source.samples_of(shards, first, missed) or 0
+        self.tally.samples += samples
+        self._operator._lockstep.meters.n += samples
         self._take_over(progress)
 
     def _take_over(self, progress: Progress) -> None:
         self.first_epoch, self.first_step = progress.epoch, progress.step
         self.tally.steps, self.is_over = progress.steps, progress.is_over
+        self._pass_began = progress.pass_began
 
     def note_counts(self) -> None:
         """Now and then, for who asks from another thread; the meters are not to be read there."""
@@ -177,12 +185,19 @@ class Underway:
         operator._lockstep.summary = None
         left = None if num_steps is None else num_steps - tally.steps
         deliveries = Deliveries(
-            operator, cursor, tally, limit=left, purpose=purpose, rollback=self._rollback
+            operator,
+            cursor,
+            tally,
+            limit=left,
+            purpose=purpose,
+            rollback=self._rollback,
+            first_index=tally.steps - self._pass_began,
         )
         metrics = self._loop(deliveries)
         deliveries.commit()
         self._metrics.append(metrics)
         self._summaries.append(operator._lockstep.summary)
+        self._pass_began = tally.steps
         self._samples_by_pass.append(tally.samples - sum(self._samples_by_pass))
         self._epoch = max(self._epoch, cursor.epochs_entered)
         if deliveries.epoch_over:

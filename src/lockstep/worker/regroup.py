@@ -80,7 +80,7 @@ def stand_down(worker: Worker, interrupted: str | None) -> Standing:
         return Standing(None)
     if undone == "all":
         worker.underway = None
-        return Standing(_point(worker), Progress(call.first_epoch, call.first_step, 0, False))
+        return Standing(_point(worker), Progress(call.first_epoch, call.first_step, 0, 0, False))
     return Standing(_point(worker), call.progress)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.keys import NUM_SAMPLES
 from lockstep.metrics import AverageMeterCollection
 
 
@@ -57,10 +58,11 @@ def lost_report(samples: int, counted: Counted | None) -> Report:
     The steps that it had counted are in everybody's weights; only what it would have said of
     the latest ones is missing from the means.
     """
+    sums = AverageMeterCollection().state() if counted is None else counted.sums
     return Report(
         metrics=[],
         summaries=[],
-        sums=AverageMeterCollection().state() if counted is None else counted.sums,
+        sums={**sums, NUM_SAMPLES: samples},
         samples_by_pass=[],
         samples=samples,
         steps=0,

@@ -55,6 +55,7 @@ class Rollback:
         self._kept: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._rounds_before = 0
+        self._settings: _Settings | None = None
         self._stepped_at: int | None = None
         self._everything: _Everything | None = None
         # None: not known yet.
@@ -87,15 +88,17 @@ class Rollback:
             return
         stage = self._operator._lockstep
         # Several batches a step: those of an interrupted one are counted again.
-        counts = stage.setting.options.accumulate > 1
+        counts = bool(self._handles) or stage.setting.options.accumulate > 1
         self._mark = Mark(
             cursor.epoch,
             cursor.step,
             stage.committed,
             tally.steps,
             tally.samples,
-            copy.deepcopy(stage.meters) if counts else None,
+            stage.meters.copy() if counts else None,
         )
+        # A loop of the user's own may let schedulers step between the batches of a window.
+        self._settings = _Settings(self._run) if self._handles else None
         sync = stage.sync
         self._rounds_before = 0 if sync is None else sync.rounds
         self._versions = [parameter._version for parameter in self._run.parameters()]
@@ -149,12 +152,33 @@ class Rollback:
         _put_back(self._kept, self._buffers)
         for parameter in self._run.parameters():
             parameter.grad = None
+        if self._settings is not None:
+            self._settings.put_back()
         if everything is not None:
             everything.put_back()
             return True
         if has_stepped:
             self._steps_early = True
         return self._versions == [parameter._version for parameter in self._run.parameters()]
+
+
+class _Settings:
+    """What schedulers change: their own state, and the optimizers' learning rates."""
+
+    def __init__(self, run: Registered) -> None:
+        self._run = run
+        self._schedulers = [copy.deepcopy(each.state_dict()) for each in run.schedulers]
+        self._groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            for groups in (optimizer.param_groups for optimizer in run.optimizers)
+        ]
+
+    def put_back(self) -> None:
+        for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                group.update(settings)
 
 
 class _Everything:

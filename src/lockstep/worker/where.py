@@ -42,7 +42,8 @@ class Whereabouts:
     """What a rank is doing.
 
     Attributes:
-        steps: global batches that it has committed; grows while all is well.
+        steps: global batches that it has committed in this call; grows while all is well.
+        is_warm: its process has committed one before, so that none of its own firsts is ahead.
         phase: in a word or two.
         line: the innermost line of the user's code, or "".
         stack: the whole stack, as Python prints it.
@@ -50,6 +51,7 @@ class Whereabouts:
     """
 
     steps: int
+    is_warm: bool
     phase: str
     line: str
     stack: str
@@ -61,13 +63,15 @@ class Whereabouts:
         return self.phase == WAITING
 
 
-def whereabouts(thread_id: int, steps: int, counted: Counted | None) -> Whereabouts:
+def whereabouts(
+    thread_id: int, steps: int, counted: Counted | None, *, is_warm: bool
+) -> Whereabouts:
     """Where the thread `thread_id` of this process is."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
-        return Whereabouts(steps, "idle", "", "", counted)
+        return Whereabouts(steps, is_warm, "idle", "", "", counted)
     stack = "".join(traceback.format_stack(frame))
-    return Whereabouts(steps, _phase(frame), _users_line(frame), stack, counted)
+    return Whereabouts(steps, is_warm, _phase(frame), _users_line(frame), stack, counted)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -73,6 +73,7 @@ class Worker:
         self._before_call: dict[str, Any] | None = None
         self._rollback: Rollback | None = None
         self._is_dismissed = False
+        self._is_warm = False
         self._threads_before: int | None = None
         self.has_state = False
         self.underway: Underway | None = None
@@ -313,6 +314,7 @@ class Worker:
         elif interrupted.is_over or self.underway.tally.steps < interrupted.steps:
             self.underway.catch_up(interrupted)
         report = self.underway.run()
+        self._is_warm = self._is_warm or report.steps > 0
         self._before_call = None
         return report
 
@@ -376,8 +378,9 @@ class Worker:
         """What the thread that trains is doing, seen from another one."""
         call = self.underway
         if call is None:
-            return whereabouts(thread_id, 0, None)
-        return whereabouts(thread_id, call.tally.steps, call.counted)
+            return whereabouts(thread_id, 0, None, is_warm=False)
+        is_warm = self._is_warm or call.tally.steps > 0
+        return whereabouts(thread_id, call.tally.steps, call.counted, is_warm=is_warm)
 
     def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
         """Global batches that the next call will make; None if the data has no length."""
