@@ -98,7 +98,7 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
             )
 
         def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-            self._read = lambda: None
+            self._read: Callable[..., None] = _Nothing()
             if hasattr(train_loader, "dataset"):
                 # Past the loader's own refusal: nothing has been read yet.
                 watched = _Watched(train_loader.dataset, lambda: self._read())

@@ -160,7 +160,7 @@ class TorchTrainer(KeepsState):
             clip_grad_norm=clip_grad_norm,
         )
         check_options(options, self._operator_cls, use_local=use_local)
-        self._callbacks = tuple(callbacks)
+        self._callbacks, self._policy = tuple(callbacks), Policy(min_workers, hang_timeout_s)
         self._explicit = {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
@@ -180,12 +180,12 @@ class TorchTrainer(KeepsState):
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
         )
-        self._policy = Policy(min_workers=min_workers, hang_timeout_s=hang_timeout_s)
-        here = stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
-        self._open(resources, here=here, use_local=use_local, num_spares=spare_workers)
+        self._open(resources, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
 
-    def _open(self, resources: Resources, *, here: bool, use_local: bool, num_spares: int) -> None:
-        if here:
+    def _open(
+        self, resources: Resources, *, gpu_here: bool, use_local: bool, num_spares: int
+    ) -> None:
+        if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
             self._engine = InlineEngine(self._spec)
         else:
             if not self._spec.is_recoverable:

@@ -13,7 +13,6 @@ import torch
 from lockstep.data import Placement, shards_of
 from lockstep.errors import CheckpointError, ConfigurationError, PeerLostError
 from lockstep.group import Group
-from lockstep.metrics.numeric import as_number
 from lockstep.operator.loops import registered
 from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
@@ -22,6 +21,7 @@ from lockstep.worker import regroup, trial
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor
 from lockstep.worker.determinism import deterministic
+from lockstep.worker.inquiries import Inquiries
 from lockstep.worker.passes import Request, Underway
 from lockstep.worker.process_group import (
     Rendezvous,
@@ -33,7 +33,6 @@ from lockstep.worker.process_group import (
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
-from lockstep.worker.where import whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,10 +45,9 @@ if TYPE_CHECKING:
     from lockstep.worker.passes import Progress
     from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
-    from lockstep.worker.where import Whereabouts
 
 
-class Worker:
+class Worker(Inquiries):
     """Rank `rank` of a run. Its methods are called by an engine, one at a time.
 
     `progress`, `where` and `dismiss` alone may be called from another thread meanwhile.
@@ -67,8 +65,8 @@ class Worker:
         self._group: dist.ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None
         self._num_copies = 0
-        self._operator: TrainingOperator | None = None
-        self.cursors: dict[str, Cursor] = {}
+        self._operator = None
+        self.cursors = {}
         self._before_load: dict[str, Any] | None = None
         self._before_call: dict[str, Any] | None = None
         self._rollback: Rollback | None = None
@@ -76,7 +74,7 @@ class Worker:
         self._is_warm = False
         self._threads_before: int | None = None
         self.has_state = False
-        self.underway: Underway | None = None
+        self.underway = None
         self.on_commit: Callable[[], None] | None = None
         self.before_meeting: Callable[[], None] | None = None
 
@@ -339,56 +337,6 @@ class Worker:
 
     def _arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
-
-    def progress(self) -> dict[str, Any]:
-        """Steps and samples so far, over all workers, in the call that runs; its latest loss."""
-        call, operator = self.underway, self._operator
-        if operator is None or call is None:
-            return {}
-        tally = call.tally
-        placement = operator._lockstep.setting.placement
-        samples = tally.samples * placement.num_shards / len(placement.shards)
-        latest = operator._lockstep.latest
-        loss = as_number(latest.get("train_loss", latest.get("val_loss")))
-        # A number: a driver without CUDA could not even receive a tensor that lives there.
-        loss = None if loss is None else float(loss)
-        return {"steps": tally.steps, "samples": samples, "loss": loss}
-
-    def items_ahead(self, purpose: str, shards: list[int]) -> list[Any]:
-        """What the next step reads for `shards`: indices into the dataset, where there are any."""
-        cursor = self.cursors[purpose]
-        return cursor.source.items_of(cursor.epoch, cursor.step, shards)
-
-    def samples_of(self, purpose: str, segments: list[tuple[range, int, int]]) -> int | None:
-        """Samples that shards held in steps of an epoch; None where nobody can tell.
-
-        Args:
-            segments: (shards, first step, number of steps); steps go on into the next epoch.
-        """
-        source = self.cursors[purpose].source
-        counts = [source.samples_of(*segment) for segment in segments]
-        return None if None in counts else sum(count or 0 for count in counts)
-
-    def position(self) -> tuple[int, int]:
-        """The epoch of the training data, and the steps of the run."""
-        epoch = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
-        return epoch, self.operator._lockstep.committed
-
-    def where(self, thread_id: int) -> Whereabouts:
-        """What the thread that trains is doing, seen from another one."""
-        call = self.underway
-        if call is None:
-            return whereabouts(thread_id, 0, None, is_warm=False)
-        is_warm = self._is_warm or call.tally.steps > 0
-        return whereabouts(thread_id, call.tally.steps, call.counted, is_warm=is_warm)
-
-    def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
-        """Global batches that the next call will make; None if the data has no length."""
-        if num_steps is not None:
-            return num_steps
-        cursor = self.cursors[purpose]
-        total = cursor.source.steps_per_epoch
-        return None if total is None else total - cursor.step
 
     def update_scheduler(self, metric: float) -> None:
         if not self.run.schedulers:
