@@ -5,6 +5,7 @@ import hashlib
 from functools import cache
 
 import torch
+from examples.digits import Digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -96,6 +97,15 @@ class Windows(Classifier):
         if batch_info["batch_idx"] % 2 == 1:
             self.optimizer.step()
         return {"train_loss": loss.item()}
+
+
+def digits_of(strikes=(), **arguments):
+    """A trainer of the example that classifies digits."""
+    operator_cls = struck(Digits, *strikes) if strikes else Digits
+    config = {"lr": 0.1, "epochs": 2, BATCH_SIZE: 64}
+    return TorchTrainer(
+        training_operator_cls=operator_cls, config=config, scheduler_step_freq="batch", **arguments
+    )
 
 
 def digest(trainer):

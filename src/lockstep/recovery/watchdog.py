@@ -73,7 +73,7 @@ class Watchdog:
                 continue
             waiting = [each for each, one in sightings.items() if self._waits(one, now)]
             is_waited_for = others_answered or any(each is not member for each in waiting)
-            if is_waited_for and not self._waits(seen, now) and self._is_overdue(seen, now):
+            if is_waited_for and not self._waits(seen, now) and self._is_overdue(member, seen, now):
                 self._end(member, seen, now, self._complaint(member, seen, now))
 
     def _waits(self, seen: Sighting, now: float) -> bool:
@@ -87,10 +87,13 @@ class Watchdog:
     def _broken_s(self) -> float:
         return min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S)
 
-    def _is_overdue(self, seen: Sighting, now: float) -> bool:
+    def _is_overdue(self, member: Member, seen: Sighting, now: float) -> bool:
+        stands_s = seen.stands_for(now)
+        if stands_s <= self._limit_s:
+            return False
         is_first = seen.latest is None or not seen.latest.is_warm
-        limit_s = self._limit_s * (_FIRST_STEP_FACTOR if is_first else 1.0)
-        return seen.stands_for(now) > limit_s
+        # Whoever is stopped warms up nothing.
+        return not is_first or stands_s > self._limit_s * _FIRST_STEP_FACTOR or _is_stopped(member)
 
     def _complaint(self, member: Member, seen: Sighting, now: float) -> str:
         found = seen.latest
@@ -100,7 +103,7 @@ class Watchdog:
         for_s = f"{seen.stands_for(now):.0f} s"
         if not self._is_silent(seen, now):
             return f"made no step for {for_s}{place}, while others waited"
-        if process_state(member) in ("T", "t"):
+        if _is_stopped(member):
             return f"was stopped (by a signal or a debugger) and made no step for {for_s}{place}"
         return (
             f"did not answer for {seen.silent_for(now):.0f} s{place}: stopped, cut off, or in a"
@@ -112,3 +115,7 @@ class Watchdog:
         stack = "" if seen.latest is None else f"; its stack:\n{seen.latest.stack}"
         _log.error("%s %s: it is ended%s", member, complaint, stack)
         kill(member, self._engine.members)
+
+
+def _is_stopped(member: Member) -> bool:
+    return process_state(member) in ("T", "t")

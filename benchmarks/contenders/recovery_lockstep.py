@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker of TorchTrainer is killed: with a spare ready (argument "spare"), or without one."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import recovery_work as work
+from lockstep import TorchTrainer, TrainingOperator
+from reporting import report
+
+
+class Worker(TrainingOperator):
+    def setup(self, config: Any) -> None:
+        model = work.make_model()
+        optimizer = torch.optim.Adam(model.parameters())
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
+        )
+        self.register_data(
+            train_loader=DataLoader(work.make_dataset(), work.BATCH_SIZE, shuffle=True)
+        )
+        optimizer.register_step_post_hook(
+            lambda *_: work.note_step(config["folder"], self.global_step, self.world_rank)
+        )
+
+
+def main() -> None:
+    spares = int(sys.argv[1] == "spare")
+    with tempfile.TemporaryDirectory() as folder:
+        with TorchTrainer(
+            training_operator_cls=Worker,
+            num_workers=3,
+            spare_workers=spares,
+            config={"folder": folder},
+        ) as trainer:
+            killer = work.Killer(folder)
+            killer.start()
+            trainer.train(num_steps=work.KILL_AFTER_STEP + 40)
+        report(**work.outcome(folder, killer.killed_at))
+
+
+if __name__ == "__main__":
+    main()
