@@ -37,6 +37,7 @@ class Registered:
     wanted: Wanted
     attached: tuple[nn.Parameter, ...] = ()
     skeletons: tuple[nn.Module, ...] = ()
+    may_join: bool = False
 
     def tie(self, setting: Setting) -> None:
         """Attach to the peers, and compare what the ranks registered.
@@ -57,12 +58,21 @@ class Registered:
             self.sync.detach()
             raise
 
+    def part(self) -> None:
+        """Leave a group that has broken, for another one."""
+        self.may_join = self.sync is not None and self.sync.part()
+
     def rejoin(self, setting: Setting) -> None:
         """Attach to the peers of another generation, which hold the same values already.
 
         Collective:
             Every rank; see `attach`.
         """
+        if self.sync is not None and self.may_join:
+            self.sync.join(setting.group)
+            self.attached = tuple(self.parameters())
+            agree_on_steps(setting.group, self)
+            return
         self.wanted = replace(self.wanted, broadcast=False)
         self.tie(setting)
 
@@ -214,6 +224,10 @@ def assemble(
         _refuse_strangers(registered)
         if not setting.is_spare:
             registered.tie(setting)
+        elif setting.options.sync == "ddp":
+            # Its peers come later; but what is wrapped the user's code holds from now on.
+            registered.tie(setting)
+            registered.part()
     return registered
 
 

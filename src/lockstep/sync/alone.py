@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.errors import WeightError
+    from lockstep.group import Group
 
 
 class Alone:
@@ -132,6 +133,11 @@ class Alone:
     def agree_on_values(self) -> None: ...
 
     def seal(self) -> None: ...
+
+    def part(self) -> bool:
+        return True
+
+    def join(self, group: Group) -> None: ...
 
     def detach(self) -> None: ...
 

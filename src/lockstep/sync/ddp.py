@@ -27,7 +27,7 @@ from lockstep.sync.gradient_hooks import hook_gradient
 from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
 from lockstep.sync.inventory import agree, refuse_shared, take_inventory
 from lockstep.sync.reducer import PLAIN, WEIGHTED
-from lockstep.sync.window import Window, checked_weight, weighted_root
+from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class DDPSync(WindowedSync):
         arguments = {"bucket_cap_mb": bucket_cap_mb, **checked_ddp_args(ddp_args)}
         found = take_inventory(modules)
         guard.refuse_attached(found.parameters, "detach() the synchronisation that has it")
-        agree(group, found, [sorted(map(repr, arguments.items())), buffers, averages])
+        self._found = found
+        self._settings = [sorted(map(repr, arguments.items())), buffers, averages]
+        agree(group, found, self._settings)
         super().__init__(group, found, fixed_units=not averages)
         self.averages = averages
         forward_buffers = arguments.get("forward_sync_buffers", True)
@@ -195,9 +197,36 @@ class DDPSync(WindowedSync):
         if self._keeps_buffers:
             broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=2**25)
 
+    def part(self) -> bool:
+        """Leave a group that has broken. The wrappers, which loops hold, stay."""
+        if self._group is not None:
+            reduction.deliver(None)
+            self._reset(broken=True)
+            self._group = None
+        return bool(self._handles)
+
+    def join(self, group: Group) -> None:
+        """Belong to `group`, after `part`.
+
+        Gradient:
+            None: what was accumulated is dropped.
+
+        Collective:
+            Every rank of `group`. Two small all-gathers.
+
+        Raises:
+            ReplicasDifferError: the ranks' models differ.
+        """
+        agree(group, self._found, self._settings)
+        self.place = f"rank {group.rank} of {group.size}"
+        self._units = Units(group.size, fixed=not self.averages)
+        self._group = group
+        self._is_broken = False
+        self._reset()
+
     def detach(self) -> None:
         """Take all hooks off and forget the group; the wrappers become their modules."""
-        if self._group is None:
+        if not self._handles:
             return
         reduction.deliver(None)
         for handle in self._handles:

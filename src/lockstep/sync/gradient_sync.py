@@ -16,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
+from lockstep.errors import WrongUseError
 from lockstep.sync import guard, verdict
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.gradient_hooks import hook_gradient
@@ -215,6 +216,19 @@ class GradientSync(WindowedSync):
         self._group = None
         self._unread = None
         guard.release(self, self._slots)
+
+    def part(self) -> bool:
+        """See `Synchroniser`: buckets and hooks are made again, for another set of ranks."""
+        self.detach()
+        return False
+
+    def join(self, group: Group) -> None:
+        """See `Synchroniser`; never after a `part` that said no.
+
+        Collective:
+            None.
+        """
+        raise WrongUseError("this synchronisation was detached", fix="make another one")
 
     @property
     def _reducer(self) -> Reducer:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.errors import WeightError
+    from lockstep.group import Group
 
 
 class Synchroniser(Protocol):
@@ -71,6 +72,17 @@ class Synchroniser(Protocol):
 
     def seal(self) -> None:
         """Give up what was gathered for use, where weights are in shards between steps."""
+
+    def part(self) -> bool:
+        """Leave a group that has broken.
+
+        Returns:
+            Whether this can `join` another one. Otherwise it is detached, and another
+            attachment has to be made.
+        """
+
+    def join(self, group: Group) -> None:
+        """After `part`: belong to `group`, whose ranks hold the same values."""
 
     def detach(self) -> None:
         """Let go of the parameters and of the group. Idempotent, works after a failure."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
 
-_RECOVERABLE: Final = frozenset({"replicate"})
+_RECOVERABLE: Final = frozenset({"replicate", "ddp"})
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,9 @@ class Worker(Inquiries):
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
-        if self._operator is not None and self._operator._lockstep.sync is not None:
-            self._operator._lockstep.sync.detach()
+        run = None if self._operator is None else self._operator._lockstep.registered
+        if run is not None:
+            run.part()
         if self._operator is not None:
             self._operator._lockstep.setting.group.close()
         group, self._group = self._group, None
@@ -187,6 +188,8 @@ class Worker(Inquiries):
         """End: also the loaders' worker processes and iterators."""
         self._close_loaders()
         self.leave()
+        if self._operator is not None and self._operator._lockstep.sync is not None:
+            self._operator._lockstep.sync.detach()
         self._operator = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
