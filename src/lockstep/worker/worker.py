@@ -144,7 +144,7 @@ class Worker(Inquiries):
         with preserved(derive_seed(spec.seed, "setup")):
             operator.setup(operator.config)
         run = registered(operator)
-        if run.sync is not None and spec.num_workers > 1:
+        if run.sync is not None and spec.num_workers > 1 and not is_spare:
             # What `setup` did to the weights after `register` it may have done on some ranks only.
             run.sync.agree_on_values()
         self._open_loaders(operator)
