@@ -41,6 +41,7 @@ class BackgroundWriter:
             left_out, self._waiting = self._waiting, snapshot
         if left_out is not None:
             _log.info("step %d: no checkpoint, the disk is slower than they come", left_out.step)
+            left_out.give_back()
             return
         # The executor's threads are waited for when the program ends, whatever ends it.
         self._executor = self._executor or ThreadPoolExecutor(1, "lockstep-checkpoint")
@@ -58,6 +59,8 @@ class BackgroundWriter:
             self.failed(error)
         else:
             self._failure = None
+        finally:
+            snapshot.give_back()
 
     def failed(self, error: Exception) -> None:
         """A checkpoint is not there. Only the next one that is makes up for it."""

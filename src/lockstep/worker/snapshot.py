@@ -9,12 +9,13 @@ all ranks count alike: the steps of the run.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.worker import handover
 from lockstep.worker import state as states
+from lockstep.worker.shelf import Shelf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +30,17 @@ class Snapshot:
     Attributes:
         step: global batches that the run has committed.
         state: as `TorchTrainer.state_dict` returns it.
+        shelf: where its memory goes when it is not needed any more.
     """
 
     step: int
     state: dict[str, Any]
+    shelf: Shelf | None = None
+
+    def give_back(self) -> None:
+        """Nobody needs it any more; the next copy will be written over it."""
+        if self.shelf is not None:
+            self.shelf.put_back(self.state)
 
 
 class Snapshots:
@@ -49,9 +57,11 @@ class Snapshots:
         self._worker = worker
         self._seen: int | None = None
         self._is_requested = False
-        # Replacing and removing are one operation each: two threads meet here.
-        self._latest: deque[Snapshot] = deque(maxlen=1)
+        self._lock = threading.Lock()
+        self._latest: Snapshot | None = None
         self._has_stepped = False
+        self._shelf = Shelf()
+        self._on_its_way: Snapshot | None = None
 
     # ---------------------------------------------------------------- from another thread
 
@@ -60,11 +70,12 @@ class Snapshots:
         self._is_requested = True
 
     def take(self) -> Snapshot | None:
-        """The latest copy that nobody has had yet."""
-        try:
-            return self._latest.popleft()
-        except IndexError:
-            return None
+        """The latest copy that nobody has had yet. Who asks again has done with the one before."""
+        if self._on_its_way is not None:
+            self._on_its_way.give_back()
+        with self._lock:
+            self._on_its_way, self._latest = self._latest, None
+        return self._on_its_way
 
     def finish(self) -> None:
         """Nothing is on its way to who is in the same process."""
@@ -159,12 +170,13 @@ class Snapshots:
         if worker.rank != 0 and not everybody:
             return
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
-        state = worker.state_dict() if whole else {}
+        state = worker.state_dict(self._shelf) if whole else {}
+        self._shelf.clear()
         if everybody and worker.operator._brings("state_dict"):
             own = state["operator"] if whole else states.copied(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:
-            self._keep(Snapshot(state["global_step"], state))
+            self._keep(Snapshot(state["global_step"], state, self._shelf))
 
     def _by_rank(self, own: Any) -> list[Any]:
         worker, found = self._worker, []
@@ -185,5 +197,8 @@ class Snapshots:
         self._is_requested = False
         if self.give is not None:
             self.give(snapshot)
-        else:
-            self._latest.append(snapshot)
+            return
+        with self._lock:
+            nobody_had, self._latest = self._latest, snapshot
+        if nobody_had is not None:
+            nobody_had.give_back()

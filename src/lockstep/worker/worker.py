@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.operator.registration import Registered
     from lockstep.worker.passes import Progress
     from lockstep.worker.report import Report
+    from lockstep.worker.shelf import Shelf
     from lockstep.worker.spec import WorkerSpec
 
 
@@ -359,10 +360,14 @@ class Worker(Inquiries):
 
     # ------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that this rank knows of the run; the same on every rank but "operator"."""
+    def state_dict(self, shelf: Shelf | None = None) -> dict[str, Any]:
+        """Everything that this rank knows of the run; the same on every rank but "operator".
+
+        Args:
+            shelf: where to take the memory from.
+        """
         self.run.seal()
-        state = states.collect(self.operator, self.run)
+        state = states.collect(self.operator, self.run, shelf)
         state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
         state["position"] = {
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
