@@ -126,9 +126,11 @@ class CheckpointWriteError(LockstepError, OSError):
 
     Attributes:
         errno: the operating system's number, e.g. ``errno.ENOSPC``, or None.
+        result: what `train` would have returned, if it is what raised this.
     """
 
     code = "LS009"
+    result: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments, attributes = super().__reduce__()

@@ -103,6 +103,22 @@ class WorkerActor:
             self._worker.dismiss()
 
     @ray.method(concurrency_group="control")
+    def snapshot(self, is_requested: bool) -> tuple[int, bytes, list[Any]] | None:
+        """The latest copy of the run's state that nobody has had yet, in pieces.
+
+        Args:
+            is_requested: have one made before the next batch.
+        """
+        from lockstep.engine.travel import in_pieces
+
+        if self._worker is None:
+            return None
+        if is_requested:
+            self._worker.snapshots.request()
+        snapshot = self._worker.snapshots.take()
+        return None if snapshot is None else (snapshot.step, *in_pieces(snapshot.state))
+
+    @ray.method(concurrency_group="control")
     def end_process(self, pid: int) -> None:
         """End another process on this node."""
         with suppress(ProcessLookupError):

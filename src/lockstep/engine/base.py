@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lockstep.operator import TrainingOperator
+    from lockstep.worker import Snapshot
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,26 @@ class Roster:
     spares: int = 0
     generation: int = 0
     recoveries: Sequence[Mapping[str, Any]] = ()
+
+
+class Keeper(Protocol):
+    """Gets the copies that workers make of the run's state. Called in the driver's main flow."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """A copy has come; what this raises ends the call."""
+
+    def keep_failed(self, error: Exception) -> None:
+        """A copy was made, and was lost on its way."""
+
+
+class Courier(Protocol):
+    """Brings copies of the run's state to the driver."""
+
+    def request(self) -> None:
+        """Have a copy made before the next batch. Only notes it: a signal handler may call it."""
+
+    def finish(self) -> None:
+        """Bring what is on its way; after a call."""
 
 
 class Engine(Protocol):
@@ -61,6 +82,9 @@ class Engine(Protocol):
 
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
         """Call `method` of one `Worker`."""
+
+    def bring_snapshots(self, to: Keeper) -> Courier:
+        """Give `to` the copies of the state that workers make from now on."""
 
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""

@@ -12,6 +12,7 @@ from lockstep.worker import Worker, add_rank
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.engine.base import Courier, Keeper
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
 
@@ -49,6 +50,10 @@ class InlineEngine:
                 self.ended = error
                 self.close(force=True)
             raise
+
+    def bring_snapshots(self, to: Keeper) -> Courier:
+        self._worker.snapshots.give = to.keep
+        return self._worker.snapshots
 
     def local_operator(self) -> TrainingOperator | None:
         return self._worker.operator

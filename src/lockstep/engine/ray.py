@@ -18,6 +18,7 @@ import ray
 from lockstep.engine import placement
 from lockstep.engine.base import COLLECTIVE_METHODS, Roster
 from lockstep.engine.cluster import connect, session
+from lockstep.engine.courier import RemoteCourier
 from lockstep.engine.crew import come_back, crew_for, replacement, send_home
 from lockstep.engine.ending import has_failed, wait_until_gone
 from lockstep.engine.hearing import WATCH_S, Hearing
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lockstep.engine import Resources
+    from lockstep.engine.base import Courier, Keeper
     from lockstep.engine.crew import Crew
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
@@ -64,6 +66,7 @@ class RayEngine:
         self._use_local = use_local
         self._hired = 0
         self._crew: Crew | None = None
+        self._courier: RemoteCourier | None = None
         self._store: RendezvousStore | None = None
         self._server: ServerProcess | None = None
         payload = pickled_spec(spec)
@@ -207,6 +210,8 @@ class RayEngine:
         """
         self._check_session()
         hearing = Hearing(method, self._server, hears_all=guard is not None)
+        if self._courier is not None:
+            self._courier.attend()
         local: Member | None = None
         try:
             arguments = pickled(args, f"an argument of {method}")
@@ -264,7 +269,8 @@ class RayEngine:
         guard: Callable[[Hearing], None] | None,
     ) -> Callable[[], None] | None:
         actors = [member.actor for member in self.members if member.actor is not None]
-        if guard is None and (watch is None or not actors):
+        courier = self._courier if hearing.method == "train" else None
+        if guard is None and courier is None and (watch is None or not actors):
             return None
 
         def look() -> None:
@@ -272,8 +278,14 @@ class RayEngine:
                 _tell_progress(actors[0], watch)
             if guard is not None:
                 guard(hearing)
+            if courier is not None:
+                courier.look()
 
         return look
+
+    def bring_snapshots(self, to: Keeper) -> Courier:
+        self._courier = RemoteCourier(self, to)
+        return self._courier
 
     def roll_call(self) -> Hearing:
         """Who of the members does not live any more; asks each of them."""

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch
 
 from lockstep.errors import NotPicklableError
+from lockstep.worker.handover import joined, taken_apart
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lockstep.worker import WorkerSpec
 
 
@@ -41,3 +46,35 @@ def pickled_spec(spec: WorkerSpec) -> bytes:
         pickled(spec.initialization_hook, "initialization_hook")
     pickled(spec.operator_cls, f"the operator class {spec.operator_cls.__name__}")
     return pickled(spec, "the trainer's arguments")
+
+
+def in_pieces(state: Any) -> tuple[bytes, list[Any]]:
+    """`state` as what Ray carries without copying it into a pickle: its structure, and arrays."""
+    tensors: list[torch.Tensor] = []
+    structure = taken_apart(state, tensors)
+    arrays = [
+        (tensor.dtype, tuple(tensor.shape), _bytes_of(tensor.contiguous())) for tensor in tensors
+    ]
+    return structure, arrays
+
+
+def from_pieces(structure: bytes, arrays: list[Any]) -> Any:
+    """The opposite. Its tensors lie in Ray's memory: they may be read, and not be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+        tensors = [_tensor_of(*each) for each in arrays]
+    return joined(structure, tensors)
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    # By way of bytes: numpy has no bfloat16.
+    flat: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _tensor_of(
+    dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray[Any, Any]
+) -> torch.Tensor:
+    if data.nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)

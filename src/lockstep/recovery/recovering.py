@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.engine import Roster
+    from lockstep.engine.base import Courier, Keeper
     from lockstep.engine.hearing import Hearing
     from lockstep.engine.ray import RayEngine
     from lockstep.operator import TrainingOperator
@@ -73,6 +74,9 @@ class RecoveringEngine:
 
     def local_operator(self) -> TrainingOperator | None:
         return self._engine.local_operator()
+
+    def bring_snapshots(self, to: Keeper) -> Courier:
+        return self._engine.bring_snapshots(to)
 
     def close(self, *, force: bool) -> None:
         self._engine.close(force=force)

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 _NOT_YET: Final[Mapping[str, tuple[Any, ...]]] = {
     "audit": ("off",),
-    "checkpoint_dir": (None,),
-    "checkpoint_every": (None,),
-    "keep_checkpoints": (),
-    "resume": (None,),
 }
 """Arguments of later versions, with the values that say what this one does anyway."""
 
@@ -113,9 +109,10 @@ def checked_config(config: Any) -> dict[str, Any]:
     return config
 
 
-def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any) -> None:
+def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any, further: Any) -> None:
     require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
     checked_numbers(num_cpus_per_worker=num_cpus)
+    checked_resources(further)
     if num_shards is None:
         return
     require(is_positive_int(num_shards), "num_shards", num_shards, "an int, 1 or more")
@@ -134,6 +131,12 @@ def is_int(value: Any) -> bool:
 
 def is_positive_int(value: Any) -> bool:
     return is_int(value) and value >= 1
+
+
+def explicit_identity(num_shards: Any, seed: Any) -> dict[str, Any]:
+    """What decides data order and random numbers, as far as the user said it; None if not."""
+    require(is_int(seed), "seed", seed, "an int")
+    return {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
 
 
 def checked_numbers(**arguments: Any) -> None:

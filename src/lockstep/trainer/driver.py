@@ -22,9 +22,9 @@ from lockstep.trainer.arguments import (
     checked_functions,
     checked_numbers,
     checked_operator,
-    checked_resources,
     checked_spares,
     checked_workers,
+    explicit_identity,
     is_int,
     is_positive_int,
     pick_backend,
@@ -35,13 +35,14 @@ from lockstep.trainer.arguments import (
     refuse_further,
     require,
 )
+from lockstep.trainer.durable import Durability, SavesMeanwhile
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
-from lockstep.trainer.state import KeepsState
 from lockstep.trainer.workers import InlineEngine, recovering, refuse_spares
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 _NOT_YET: Final = frozenset({"predict"})
 
 
-class TorchTrainer(KeepsState):
+class TorchTrainer(SavesMeanwhile):
     """Trains one model with `num_workers` workers, which live until `shutdown`.
 
     ::
@@ -94,6 +95,12 @@ class TorchTrainer(KeepsState):
             last window of an epoch may be shorter, and counts rightly.
         clip_grad_norm: largest norm of the global gradient, for the default loop.
         bucket_cap_mb: size of the buckets that gradients travel in, in MiB.
+        checkpoint_dir: a directory of this run's own, on this machine. With it, SIGTERM during
+            `train` (in the main thread) saves first.
+        checkpoint_every: global batches between two checkpoints, written while training goes on.
+        keep_checkpoints: how many of them stay.
+        resume: "auto" goes on from the newest good checkpoint in `checkpoint_dir`, if there is
+            one; a path from that one. `num_shards` and `seed` come from it.
         callbacks: `Callback` objects.
 
     Raises:
@@ -131,6 +138,10 @@ class TorchTrainer(KeepsState):
         accumulate: int = 1,
         clip_grad_norm: float | None = None,
         bucket_cap_mb: float = 25,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 3,
+        resume: str | os.PathLike[str] | None = None,
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
@@ -138,11 +149,9 @@ class TorchTrainer(KeepsState):
         refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
-        checked_workers(num_workers, num_shards, num_cpus_per_worker)
-        checked_resources(resources_per_worker)
+        checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
         checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         checked_spares(num_workers, spare_workers, min_workers)
-        require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
         processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
@@ -161,8 +170,8 @@ class TorchTrainer(KeepsState):
         )
         check_options(options, self._operator_cls, use_local=use_local)
         self._callbacks, self._policy = tuple(callbacks), Policy(min_workers, hang_timeout_s)
-        self._explicit = {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
-        self._spec = WorkerSpec(
+        self._explicit = explicit_identity(num_shards, seed)
+        spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
             num_workers=processes,
@@ -173,12 +182,11 @@ class TorchTrainer(KeepsState):
             use_gpu=gpu,
             options=options,
         )
+        durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
+        self._spec = self._as_found(spec, durability)
+        backend = pick_backend(backend, gpu)
         resources = Resources(
-            num_cpus=num_cpus_per_worker,
-            num_gpus=int(gpu) * replicas,
-            further=resources_per_worker,
-            backend=pick_backend(backend, gpu),
-            timeout_s=timeout_s,
+            num_cpus_per_worker, int(gpu) * replicas, resources_per_worker, backend, timeout_s
         )
         self._open(resources, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
 
@@ -193,11 +201,13 @@ class TorchTrainer(KeepsState):
             engine = open_remote(self._spec, resources, use_local=use_local, num_spares=num_spares)
             self._engine = recovering(engine, self._policy)
         try:
+            self._begin_durably()
             self._tell("on_start")
         except BaseException:
             # Nobody gets hold of a trainer whose construction failed.
             engine, self._engine = self._engine, None
             engine.close(force=True)
+            self._all_written(force=True)
             raise
 
     # ------------------------------------------------------------------- training, validation
@@ -226,6 +236,10 @@ class TorchTrainer(KeepsState):
         Returns:
             ``num_samples``, ``epoch`` (passes begun), ``batch_count`` (global batches), and
             for each metric its mean over all samples and ``last_<metric>`` of the last batch.
+
+        Raises:
+            CheckpointWriteError: training went well, and the latest checkpoint could not be
+                written to `checkpoint_dir`; ``result`` holds what would have been returned.
         """
         if dataset is not None:
             raise NotAvailableError(
@@ -233,9 +247,10 @@ class TorchTrainer(KeepsState):
                 fix="register a loader in setup: self.register_data(train_loader=...)",
             )
         require(is_int(max_retries) and max_retries >= 0, "max_retries", max_retries, "an int >= 0")
-        reports = self._loop("train", num_steps, profile, info, retries=max_retries)
+        with self._saving_meanwhile():
+            reports = self._loop("train", num_steps, profile, info, retries=max_retries)
         self._give_back()
-        return self._announced("on_train_end", reports, reduce_results)
+        return self._saved(self._announced("on_train_end", reports, reduce_results))
 
     def validate(
         self,
@@ -334,11 +349,12 @@ class TorchTrainer(KeepsState):
 
         Returns:
             ``workers``, ``spares`` (ready ones), ``shards``, ``generation`` (formations of the
-            group, from 0), ``epoch`` (passes begun), ``step`` (global batches), ``recoveries``
-            (one dict each: ``lost``, ``why``, ``during``, ``step``, ``replayed``, ``seconds``,
-            ``generation``, ``workers``, ``same_bits``, and ``at``, in seconds since 1970).
+            group, from 0), ``epoch`` (passes begun), ``epochs_finished``, ``step`` (global
+            batches), ``recoveries`` (one dict each: ``lost``, ``why``, ``during``, ``step``,
+            ``replayed``, ``seconds``, ``generation``, ``workers``, ``same_bits``, and ``at``, in
+            seconds since 1970).
         """
-        epoch, step = self._call_rank(0, "position")
+        epoch, finished, step = self._call_rank(0, "position")
         roster = self._engine.roster()
         return {
             "workers": roster.workers,
@@ -346,6 +362,7 @@ class TorchTrainer(KeepsState):
             "shards": self._spec.num_shards,
             "generation": roster.generation,
             "epoch": epoch,
+            "epochs_finished": finished,
             "step": step,
             "recoveries": list(roster.recoveries),
         }
@@ -383,6 +400,7 @@ class TorchTrainer(KeepsState):
             # Closed already; once more, for a second Ctrl-C may have interrupted that.
             self._engine = None
             engine.close(force=True)
+            self._all_written(force=force)
             return
         try:
             # While calls still work: a callback may save.
@@ -390,6 +408,7 @@ class TorchTrainer(KeepsState):
         finally:
             self._engine = None
             engine.close(force=force)
+            self._all_written(force=force)
 
     def __enter__(self) -> TorchTrainer:
         return self

@@ -69,14 +69,7 @@ class KeepsState(Calls):
                 expected="what trainer.state_dict() returned",
                 got=f"{type(state).__name__}: {state!r:.60}",
             )
-        for name, explicit in self._explicit.items():
-            if explicit is not None and state.get(name, explicit) != explicit:
-                raise CheckpointError(
-                    f"the state was made with another {name}",
-                    expected=f"{name}={explicit}, as the trainer was told",
-                    got=f"{name}={state[name]}",
-                    fix=f"leave {name} out: it is taken from the state",
-                )
+        self._refuse_another_run(state)
         self._call("check_state", state)
         try:
             self._call("apply_state", state)
@@ -86,6 +79,16 @@ class KeepsState(Calls):
             raise
         self._call("settle_state", True)
         self._give_back()
+
+    def _refuse_another_run(self, state: Mapping[str, Any]) -> None:
+        for name, explicit in self._explicit.items():
+            if explicit is not None and state.get(name, explicit) != explicit:
+                raise CheckpointError(
+                    f"the state was made with another {name}",
+                    expected=f"{name}={explicit}, as the trainer was told",
+                    got=f"{name}={state[name]}",
+                    fix=f"leave {name} out: it is taken from the state",
+                )
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""

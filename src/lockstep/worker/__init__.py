@@ -6,6 +6,7 @@ from lockstep.worker.passes import Progress
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.regroup import Formation, Standing
 from lockstep.worker.report import Counted, Report, lost_report
+from lockstep.worker.snapshot import Snapshot
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.trial import Trial
 from lockstep.worker.where import Whereabouts
@@ -18,6 +19,7 @@ __all__ = [
     "Progress",
     "Rendezvous",
     "Report",
+    "Snapshot",
     "Standing",
     "Trial",
     "Whereabouts",

@@ -146,6 +146,12 @@ class Cursor:
     def epochs_entered(self) -> int:
         return self.epoch + (self.step > 0)
 
+    @property
+    def epochs_finished(self) -> int:
+        """The one that is under way too, if a state was taken right after its last step."""
+        total = self.source.steps_per_epoch
+        return self.epoch + (total is not None and 0 < total <= self.step)
+
 
 @dataclass
 class Tally:

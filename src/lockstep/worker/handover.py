@@ -37,7 +37,7 @@ def send(group: Group, state: Any) -> None:
         Broadcasts: a head of two numbers, the structure, one per block of 64 MiB.
     """
     tensors: list[torch.Tensor] = []
-    structure = _pickled(state, tensors)
+    structure = taken_apart(state, tensors)
     blocks = [pack(part) for part in _parts(tensors)]
     head = pickle.dumps((structure, [(spec, block.numel()) for spec, block in blocks]))
     group.broadcast(torch.tensor([len(head)], device=group.device), group.rank)
@@ -59,7 +59,7 @@ def receive(group: Group, source: int) -> Any:
     tensors: list[torch.Tensor] = []
     for spec, size in blocks:
         tensors += unpack(spec, _block(group, source, size))
-    return _Unpickler(io.BytesIO(structure), tensors).load()
+    return joined(structure, tensors)
 
 
 def decline(group: Group, source: int) -> None:
@@ -126,11 +126,16 @@ def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield part
 
 
-def _pickled(state: Any, tensors: list[torch.Tensor]) -> bytes:
+def taken_apart(state: Any, tensors: list[torch.Tensor]) -> bytes:
     """`state` with the places of its tensors; the tensors are put into `tensors`."""
     buffer = io.BytesIO()
     _Pickler(buffer, tensors).dump(state)
     return buffer.getvalue()
+
+
+def joined(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """What `taken_apart` took apart."""
+    return _Unpickler(io.BytesIO(structure), tensors).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

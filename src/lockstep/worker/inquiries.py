@@ -52,10 +52,12 @@ class Inquiries:
         counts = [source.samples_of(*segment) for segment in segments]
         return None if None in counts else sum(count or 0 for count in counts)
 
-    def position(self) -> tuple[int, int]:
-        """The epoch of the training data, and the steps of the run."""
-        epoch = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
-        return epoch, self._committed
+    def position(self) -> tuple[int, int, int]:
+        """Passes over the training data begun and finished, and the steps of the run."""
+        cursor = self.cursors.get("train")
+        if cursor is None:
+            return 0, 0, self._committed
+        return cursor.epochs_entered, cursor.epochs_finished, self._committed
 
     def where(self, thread_id: int) -> Whereabouts:
         """What the thread that trains is doing, seen from another one."""

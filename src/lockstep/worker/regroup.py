@@ -104,6 +104,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     operator, group = worker.operator, worker.operator._lockstep.setting.group
     if formation.stale:
         _hand_over(worker, group, rank, formation)
+    worker.snapshots.forget()
     worker.run.rejoin(operator._lockstep.setting)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"

@@ -31,6 +31,7 @@ class WorkerSpec:
     threads: int | None = None
     use_gpu: bool = False
     options: Options = field(default_factory=Options)
+    checkpoint_every: int | None = None
 
     @property
     def is_recoverable(self) -> bool:

@@ -22,22 +22,29 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
+    from lockstep.worker.shelf import Shelf
 
 
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
-    """A copy, on the CPU, of everything that the operator registered."""
+def collect(
+    operator: TrainingOperator, run: Registered, shelf: Shelf | None = None
+) -> dict[str, Any]:
+    """A copy, on the CPU, of everything that the operator registered.
+
+    Args:
+        shelf: where to take the memory from.
+    """
     state: dict[str, Any] = {
-        "models": [copied(model.state_dict()) for model in run.plain_models()],
-        "optimizers": [copied(optimizer.state_dict()) for optimizer in run.optimizers],
-        "schedulers": [copied(scheduler.state_dict()) for scheduler in run.schedulers],
-        "criterion": copied(run.plain_criterion().state_dict())
+        "models": [copied(model.state_dict(), shelf) for model in run.plain_models()],
+        "optimizers": [copied(optimizer.state_dict(), shelf) for optimizer in run.optimizers],
+        "schedulers": [copied(scheduler.state_dict(), shelf) for scheduler in run.schedulers],
+        "criterion": copied(run.plain_criterion().state_dict(), shelf)
         if isinstance(run.criterion, nn.Module)
         else None,
-        "precision": copied(operator._lockstep.precision.state_dict()),
-        "operator": copied(operator.state_dict()),
+        "precision": copied(operator._lockstep.precision.state_dict(), shelf),
+        "operator": copied(operator.state_dict(), shelf),
         "global_step": operator._lockstep.committed,
     }
     return state
@@ -52,12 +59,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole_of(tensor)
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, shelf: Shelf | None = None) -> Any:
     """The same structure with tensors cloned to the CPU; later training must not move them."""
     if isinstance(value, torch.Tensor):
-        return whole(value.detach()).to("cpu", copy=True)
+        tensor = whole(value.detach())
+        return tensor.to("cpu", copy=True) if shelf is None else shelf.copy_of(tensor)
     if isinstance(value, Mapping):
-        copies = OrderedDict((key, copied(item)) for key, item in value.items())
+        copies = OrderedDict((key, copied(item, shelf)) for key, item in value.items())
         # A module's `state_dict()` carries the versions of its layouts.
         metadata = getattr(value, "_metadata", None)
         if metadata is None:
@@ -65,7 +73,7 @@ def copied(value: Any) -> Any:
         vars(copies)["_metadata"] = copy.deepcopy(metadata)
         return copies
     if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
+        return type(value)(copied(item, shelf) for item in value)
     return copy.deepcopy(value)
 
 

@@ -31,6 +31,7 @@ from lockstep.worker.process_group import (
     taken_for_world,
 )
 from lockstep.worker.rollback import Rollback
+from lockstep.worker.snapshot import Snapshots
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.operator.registration import Registered
     from lockstep.worker.passes import Progress
     from lockstep.worker.report import Report
+    from lockstep.worker.shelf import Shelf
     from lockstep.worker.spec import WorkerSpec
 
 
@@ -56,6 +58,8 @@ class Worker(Inquiries):
         cursors: the position in the data, by purpose.
         has_state: the state of the run is here; a spare gets it when it joins.
         underway: the latest `train` or `validate`.
+        snapshots: copies of its state for checkpoints.
+        before_call: the state in which a call of a `train_epoch` of the user's own began.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
@@ -68,13 +72,14 @@ class Worker(Inquiries):
         self._operator = None
         self.cursors = {}
         self._before_load: dict[str, Any] | None = None
-        self._before_call: dict[str, Any] | None = None
+        self.before_call: dict[str, Any] | None = None
         self._rollback: Rollback | None = None
         self._is_dismissed = False
         self._is_warm = False
         self._threads_before: int | None = None
         self.has_state = False
         self.underway = None
+        self.snapshots = Snapshots(self)
         self.on_commit: Callable[[], None] | None = None
         self.before_meeting: Callable[[], None] | None = None
 
@@ -150,6 +155,7 @@ class Worker(Inquiries):
         self._open_loaders(operator)
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)
+        self.snapshots.watch_optimizers()
 
     def _placement(self, num_shards: int, seed: int, rank: int) -> Placement:
         return Placement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
@@ -217,6 +223,8 @@ class Worker(Inquiries):
         """Between two batches."""
         if self.underway is not None:
             self.underway.note_counts()
+            if self.underway.request.purpose == "train":
+                self.snapshots.at_boundary()
         if self._is_dismissed:
             raise PeerLostError(
                 "this rank left the group between two steps",
@@ -229,9 +237,9 @@ class Worker(Inquiries):
         if call.request.purpose == "validation":
             call.rewind()
             return "all"
-        if self._before_call is not None:
+        if self.before_call is not None:
             # A loop of the user's own: only it knows what lies between two batches.
-            self.go_to(self._before_call)
+            self.go_to(self.before_call)
             return "all"
         done = self._rollback is not None and self._rollback.undo(call.cursor, call.tally)
         return "step" if done else "nothing"
@@ -316,13 +324,15 @@ class Worker(Inquiries):
             self.underway.catch_up(interrupted)
         report = self.underway.run()
         self._is_warm = self._is_warm or report.steps > 0
-        self._before_call = None
+        self.before_call = None
+        if request.purpose == "train":
+            self.snapshots.after_call()
         return report
 
     def _begin(self, request: Request, interrupted: Progress | None) -> Underway:
         training = request.purpose == "train"
         if training and self.operator._brings("train_epoch"):
-            self._before_call = self.state_dict()
+            self.before_call = self.state_dict()
         if self._rollback is not None and training:
             self._rollback.begin_call()
         call = Underway(
@@ -334,7 +344,9 @@ class Worker(Inquiries):
             rollback=self._rollback if training else None,
             progress=interrupted,
         )
-        if self._rollback is not None:
+        if training:
+            self.snapshots.begin()
+        if training or self._rollback is not None:
             call.tally.at_boundary = self._look_up
         return call
 
@@ -351,10 +363,14 @@ class Worker(Inquiries):
 
     # ------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that this rank knows of the run; the same on every rank but "operator"."""
+    def state_dict(self, shelf: Shelf | None = None) -> dict[str, Any]:
+        """Everything that this rank knows of the run; the same on every rank but "operator".
+
+        Args:
+            shelf: where to take the memory from.
+        """
         self.run.seal()
-        state = states.collect(self.operator, self.run)
+        state = states.collect(self.operator, self.run, shelf)
         state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
         state["position"] = {
             purpose: {"epoch": cursor.epoch, "step": cursor.step}

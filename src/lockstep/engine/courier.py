@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings copies of the run's state from the workers' nodes to the driver.
+
+Rank 0 is asked over its lane beside the training, and answers with its latest copy or with
+nothing. The driver asks again when it has had the answer, and never waits for one in the middle
+of a call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayActorError, RayError
+
+import ray
+from lockstep.engine.travel import from_pieces
+from lockstep.worker import Snapshot
+
+if TYPE_CHECKING:
+    from lockstep.engine.base import Keeper
+    from lockstep.engine.ray import RayEngine
+    from lockstep.worker import Worker
+
+
+class RemoteCourier:
+    """See `Courier`.
+
+    Args:
+        engine: whose workers make them.
+        to: who gets them.
+    """
+
+    def __init__(self, engine: RayEngine, to: Keeper) -> None:
+        self._engine = engine
+        self._to = to
+        self._is_requested = False
+        self._asked: Any = None
+
+    def request(self) -> None:
+        self._is_requested = True
+        if (here := self._worker_here()) is not None:
+            here.snapshots.request()
+
+    def attend(self) -> None:
+        """Another call begins; a worker in this process hands its copies over itself."""
+        if (here := self._worker_here()) is not None:
+            here.snapshots.give = self._to.keep
+
+    def _worker_here(self) -> Worker | None:
+        return self._engine.members[0].worker if self._engine.members else None
+
+    def look(self) -> None:
+        """Take what has come, ask for more; never waits."""
+        if self._asked is not None:
+            if not ray.wait([self._asked], timeout=0)[0]:
+                return
+            self._receive()
+        members = self._engine.members
+        if members and members[0].actor is not None:
+            self._asked = members[0].actor.snapshot.remote(self._is_requested)
+            self._is_requested = False
+
+    def finish(self) -> None:
+        if self._asked is not None:
+            self._receive()
+        self.look()
+        if self._asked is not None:
+            self._receive()
+
+    def _receive(self) -> None:
+        asked, self._asked = self._asked, None
+        try:
+            answer = ray.get(asked)
+        except RayActorError:
+            return  # the worker is gone, and its copy with it; its call says why
+        except RayError as error:
+            self._to.keep_failed(error)
+            return
+        if answer is not None:
+            step, structure, arrays = answer
+            self._to.keep(Snapshot(step, from_pieces(structure, arrays)))

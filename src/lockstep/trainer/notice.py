@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM while training: the machine is about to be taken away, and there is a moment left."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_EXIT_STATUS: Final = 128 + signal.SIGTERM
+"""As a shell reports the death by this signal."""
+
+
+class Notice:
+    """Puts off what SIGTERM does until a checkpoint is written.
+
+    Attributes:
+        is_pending: the signal has come, and has not had its effect yet.
+    """
+
+    def __init__(self) -> None:
+        self.is_pending = False
+        self._before: Any = signal.SIG_DFL
+
+    @contextmanager
+    def heeded(self, request: Callable[[], None]) -> Iterator[None]:
+        """Inside, SIGTERM calls `request`; who has saved then calls `take_effect`.
+
+        In another thread than the main one nothing changes, for Python delivers signals there;
+        nor where the program ignores the signal.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGTERM)
+        if not is_main or before in (None, signal.SIG_IGN):
+            yield
+            return
+
+        def received(number: int, frame: Any) -> None:
+            if self.is_pending:
+                raise SystemExit(_EXIT_STATUS)  # twice: somebody does not want to wait
+            self.is_pending = True
+            request()
+
+        self._before = before
+        signal.signal(signal.SIGTERM, received)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            # The call has failed before anything could be saved: the signal is not forgotten.
+            self.take_effect()
+
+    def take_effect(self) -> None:
+        """Do what SIGTERM would have done; nothing if it has not come.
+
+        Raises:
+            SystemExit: unless the program has a handler of its own. Unlike the death by the
+                signal itself it lets what is open be closed, and the exit status is the same.
+        """
+        if not self.is_pending:
+            return
+        self.is_pending = False
+        # Ray's, set by `ray.init`, would end the program with another status.
+        is_of_ray = getattr(self._before, "__module__", "").partition(".")[0] == "ray"
+        if callable(self._before) and not is_of_ray:
+            self._before(signal.SIGTERM, None)
+        else:
+            raise SystemExit(_EXIT_STATUS)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a run's state, taken between two steps while training goes on.
+
+All ranks hold the same state, so one of them copies it and the others merely wait for it in their
+next step. Two things only all ranks together know, and then all take part: weights in shards, and
+what operators with a `state_dict` of their own keep. So when a copy is due must follow from what
+all ranks count alike: the steps of the run.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.worker import handover
+from lockstep.worker import state as states
+from lockstep.worker.shelf import Shelf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a run's state between two steps.
+
+    Attributes:
+        step: global batches that the run has committed.
+        state: as `TorchTrainer.state_dict` returns it.
+        shelf: where its memory goes when it is not needed any more.
+    """
+
+    step: int
+    state: dict[str, Any]
+    shelf: Shelf | None = None
+
+    def give_back(self) -> None:
+        """Nobody needs it any more; the next copy will be written over it."""
+        if self.shelf is not None:
+            self.shelf.put_back(self.state)
+
+
+class Snapshots:
+    """When a worker copies its state, and the latest copy until somebody fetches it.
+
+    `take` and `request` alone may be called from another thread.
+
+    Attributes:
+        give: called with each copy in the worker's own process, instead of keeping it.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.give: Callable[[Snapshot], None] | None = None
+        self._worker = worker
+        self._seen: int | None = None
+        self._is_requested = False
+        self._lock = threading.Lock()
+        self._latest: Snapshot | None = None
+        self._has_stepped = False
+        self._shelf = Shelf()
+        self._on_its_way: Snapshot | None = None
+
+    # ---------------------------------------------------------------- from another thread
+
+    def request(self) -> None:
+        """Copy the state before the next batch, due or not."""
+        self._is_requested = True
+
+    def take(self) -> Snapshot | None:
+        """The latest copy that nobody has had yet. Who asks again has done with the one before."""
+        if self._on_its_way is not None:
+            self._on_its_way.give_back()
+        with self._lock:
+            self._on_its_way, self._latest = self._latest, None
+        return self._on_its_way
+
+    def finish(self) -> None:
+        """Nothing is on its way to who is in the same process."""
+
+    # --------------------------------------------------------------------------- training
+
+    def watch_optimizers(self) -> None:
+        """A loop of the user's own says by its optimizers' steps where its windows end."""
+        if self._worker.operator._brings_own_loop():
+            for optimizer in self._worker.run.optimizers:
+                optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
+    def begin(self) -> None:
+        """A call begins, or the group was formed anew: all ranks count from here."""
+        if self._seen is None or self._seen > self._committed:
+            self._seen = self._committed
+
+    def forget(self) -> None:
+        """What some ranks have copied and others perhaps not is nobody's copy."""
+        self._seen, self._has_stepped = None, False
+        self.begin()
+
+    def at_boundary(self) -> None:
+        """Between two batches.
+
+        Collective:
+            Where `_needs_everybody`, when a copy is due: every rank.
+        """
+        own_loop = self._worker.operator._brings_own_loop()
+        is_settled = self._is_settled(own_loop)
+        self._has_stepped = False
+        if self._is_requested and not self._needs_everybody:
+            self._answer(is_settled)
+        if not self._is_due or not is_settled or (own_loop and self._needs_everybody):
+            return
+        # Only it knows what it holds between two batches: its turn is after the call.
+        if not self._worker.operator._brings("train_epoch"):
+            self._copy()
+
+    def after_call(self) -> None:
+        """A call of `train` has ended; what could not be copied in the middle of it is now."""
+        own_loop = self._worker.operator._brings_own_loop()
+        if self._is_due and (own_loop or self._is_settled(own_loop)):
+            self._copy()
+
+    @property
+    def _committed(self) -> int:
+        return self._worker.operator._lockstep.committed
+
+    @property
+    def _is_due(self) -> bool:
+        every = self._worker.spec.checkpoint_every
+        if every is None or self._seen is None:
+            return False
+        return self._committed // every > self._seen // every
+
+    @property
+    def _needs_everybody(self) -> bool:
+        spec, operator = self._worker.spec, self._worker.operator
+        keeps_its_own = spec.num_workers > 1 and operator._brings("state_dict")
+        return spec.options.sync == "fsdp" or keeps_its_own
+
+    def _is_settled(self, own_loop: bool) -> bool:
+        """No gradients wait for the next batch."""
+        if own_loop:
+            return self._has_stepped
+        cursor = self._worker.cursors["train"]
+        return cursor.window_start == cursor.step
+
+    def _answer(self, is_settled: bool) -> None:
+        """What was asked for by somebody who cannot wait for the end of the call."""
+        if self._worker.rank != 0:
+            self._is_requested = False
+        elif self._worker.before_call is not None:
+            before = self._worker.before_call
+            self._keep(Snapshot(before["global_step"], before))
+        elif is_settled:
+            self._copy()
+
+    def _copy(self) -> None:
+        """Copy the state of the run as it is now.
+
+        Collective:
+            Where `_needs_everybody`, every rank.
+        """
+        worker = self._worker
+        self._seen = self._committed
+        everybody = self._needs_everybody
+        if worker.rank != 0 and not everybody:
+            return
+        whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
+        state = worker.state_dict(self._shelf) if whole else {}
+        self._shelf.clear()
+        if everybody and worker.operator._brings("state_dict"):
+            own = state["operator"] if whole else states.copied(worker.operator.state_dict())
+            state["operator_by_rank"] = self._by_rank(own)
+        if worker.rank == 0:
+            self._keep(Snapshot(state["global_step"], state, self._shelf))
+
+    def _by_rank(self, own: Any) -> list[Any]:
+        worker, found = self._worker, []
+        if worker.spec.num_workers == 1:
+            return [own]
+        group = worker.operator._lockstep.setting.group
+        for source in range(worker.spec.num_workers):
+            if source == worker.rank:
+                handover.send(group, own)
+                found.append(own)
+            elif worker.rank == 0:
+                found.append(handover.receive(group, source))
+            else:
+                handover.decline(group, source)
+        return found
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._is_requested = False
+        if self.give is not None:
+            self.give(snapshot)
+            return
+        with self._lock:
+            nobody_had, self._latest = self._latest, snapshot
+        if nobody_had is not None:
+            nobody_had.give_back()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the checkpoints in a directory the newest good one is found, and only old ones go."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from lockstep import checkpoint
+from lockstep.checkpoint.rotation import Rotation
+from lockstep.errors import CheckpointError, CheckpointWriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FILE, DIRECTORY = checkpoint.write, checkpoint.write_directory
+STATE = {"weight": torch.arange(6.0), "names": ["a", "b"]}
+
+
+def rotation(folder: Path, keep: int = 3, write: Callable[..., str] = FILE) -> Rotation:
+    kept = Rotation(str(folder), keep, write, checkpoint.read)
+    kept.claim()
+    return kept
+
+
+def fill(kept: Rotation, *steps: int) -> None:
+    for step in steps:
+        kept.write(step, {**STATE, "step": step})
+
+
+def found(kept: Rotation) -> int:
+    newest = kept.newest()
+    assert newest is not None
+    path, state = newest
+    assert path == kept.path_of(state["step"])
+    assert torch.equal(state["weight"], STATE["weight"])
+    step: int = state["step"]
+    return step
+
+
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
+def test_the_last_ones_stay_and_their_names_sort_by_step(tmp_path: Path, write: Any) -> None:
+    kept = rotation(tmp_path / "new" / "run", 2, write)
+    assert kept.newest() is None
+    fill(kept, 5, 10, 100)
+    names = sorted(os.listdir(kept.folder))
+    assert names == [Path(kept.path_of(step)).name for step in (10, 100)]
+    assert found(kept) == 100
+
+
+def test_cut_at_any_byte_the_one_before_is_found(tmp_path: Path, caplog: Any) -> None:
+    kept = rotation(tmp_path)
+    fill(kept, 1, 2)
+    newest = Path(kept.path_of(2))
+    whole = newest.read_bytes()
+    # Its last bytes each, where the mark and the directory of the archive stand.
+    for size in {*range(0, len(whole), 7), *range(len(whole) - 300, len(whole))}:
+        newest.write_bytes(whole[:size])
+        assert found(kept) == 1, f"cut to {size} of {len(whole)} bytes"
+    assert str(newest) in caplog.text
+    newest.write_bytes(whole)
+    assert found(kept) == 2
+
+
+def test_one_changed_byte_is_found_out(tmp_path: Path) -> None:
+    kept = rotation(tmp_path)
+    fill(kept, 1, 2)
+    newest = Path(kept.path_of(2))
+    whole = newest.read_bytes()
+    for place in range(0, len(whole), 13):
+        newest.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert found(kept) == 1, f"byte {place} changed"
+
+
+def test_a_directory_that_lacks_a_file_is_passed_over(tmp_path: Path) -> None:
+    kept = rotation(tmp_path, write=DIRECTORY)
+    fill(kept, 1, 2, 3)
+    (next(Path(kept.path_of(3)).glob("*.distcp"))).unlink()
+    (Path(kept.path_of(2)) / "lockstep.ckpt").unlink()
+    assert found(kept) == 1
+
+
+def test_what_others_put_there_is_let_be(tmp_path: Path, caplog: Any) -> None:
+    """Files and folders of any name, also of ours."""
+    kept = rotation(tmp_path, 1)
+    torch.save({"step": 9}, kept.path_of(9))
+    Path(kept.path_of(8)).write_text("notes")
+    Path(kept.path_of(7)).mkdir()
+    others = {"notes.txt", "step-12.ckpt", "step-0000000012.ckpt.part", "model.pt"}
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    fill(kept, 5)
+    with caplog.at_level(logging.WARNING, "lockstep.checkpoint"):
+        assert found(kept) == 5
+    left = set(os.listdir(tmp_path))
+    assert left >= others
+    # Those that would be taken for a newer state of the run are out of the way, and still there.
+    aside = {f"set-aside-{Path(kept.path_of(step)).name}" for step in (7, 8, 9)}
+    assert left - others == aside | {Path(kept.path_of(5)).name}
+
+
+def test_going_back_leaves_no_newer_state_to_go_on_from(tmp_path: Path) -> None:
+    kept = rotation(tmp_path)
+    fill(kept, 10, 20, 30)
+    fill(kept, 15)
+    assert kept.steps() == [10, 15]
+    assert found(kept) == 15
+
+
+def test_if_none_can_be_read_nobody_starts_afresh_without_knowing(tmp_path: Path) -> None:
+    kept = rotation(tmp_path)
+    fill(kept, 1, 2)
+    for step in (1, 2):
+        Path(kept.path_of(step)).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint here can be read") as caught:
+        kept.newest()
+    assert "2 of them" in str(caught.value)
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / f".lockstep-{'0' * 16}.tmp"
+    left.write_bytes(b"half a checkpoint")
+    kept = rotation(tmp_path)
+    assert os.listdir(tmp_path) == []
+    fill(kept, 1)
+    rotation(tmp_path)
+    assert found(kept) == 1
+
+
+def test_where_nothing_can_be_written_is_said_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/lockstep")):
+        with pytest.raises(CheckpointWriteError) as caught:
+            rotation(folder)
+        assert str(folder) in str(caught.value)
