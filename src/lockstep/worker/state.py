@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
@@ -27,17 +27,23 @@ if TYPE_CHECKING:
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-def collect(operator: TrainingOperator, run: Registered) -> dict[str, Any]:
-    """A copy, on the CPU, of everything that the operator registered."""
+def collect(operator: TrainingOperator, run: Registered, *, copies: bool = True) -> dict[str, Any]:
+    """Everything that the operator registered, on the CPU.
+
+    Args:
+        copies: False for who is done with it before training goes on: what is on the CPU already
+            is then not copied.
+    """
+    take = copied if copies else _moved
     state: dict[str, Any] = {
-        "models": [copied(model.state_dict()) for model in run.plain_models()],
-        "optimizers": [copied(optimizer.state_dict()) for optimizer in run.optimizers],
-        "schedulers": [copied(scheduler.state_dict()) for scheduler in run.schedulers],
-        "criterion": copied(run.plain_criterion().state_dict())
+        "models": [take(model.state_dict()) for model in run.plain_models()],
+        "optimizers": [take(optimizer.state_dict()) for optimizer in run.optimizers],
+        "schedulers": [take(scheduler.state_dict()) for scheduler in run.schedulers],
+        "criterion": take(run.plain_criterion().state_dict())
         if isinstance(run.criterion, nn.Module)
         else None,
-        "precision": copied(operator._lockstep.precision.state_dict()),
-        "operator": copied(operator.state_dict()),
+        "precision": take(operator._lockstep.precision.state_dict()),
+        "operator": take(operator.state_dict()),
         "global_step": operator._lockstep.committed,
     }
     return state
@@ -54,10 +60,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied(value: Any) -> Any:
     """The same structure with tensors cloned to the CPU; later training must not move them."""
+    return _rebuilt(value, lambda tensor: tensor.to("cpu", copy=True), copy.deepcopy)
+
+
+def _moved(value: Any) -> Any:
+    return _rebuilt(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
+
+
+def _rebuilt(
+    value: Any, move: Callable[[torch.Tensor], torch.Tensor], keep: Callable[[Any], Any]
+) -> Any:
     if isinstance(value, torch.Tensor):
-        return whole(value.detach()).to("cpu", copy=True)
+        return move(whole(value.detach()))
     if isinstance(value, Mapping):
-        copies = OrderedDict((key, copied(item)) for key, item in value.items())
+        copies = OrderedDict((key, _rebuilt(item, move, keep)) for key, item in value.items())
         # A module's `state_dict()` carries the versions of its layouts.
         metadata = getattr(value, "_metadata", None)
         if metadata is None:
@@ -65,8 +81,8 @@ def copied(value: Any) -> Any:
         vars(copies)["_metadata"] = copy.deepcopy(metadata)
         return copies
     if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
-    return copy.deepcopy(value)
+        return type(value)(_rebuilt(item, move, keep) for item in value)
+    return keep(value)
 
 
 def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:

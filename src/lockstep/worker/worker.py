@@ -346,10 +346,14 @@ class Worker:
 
     # ------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_to_write(self) -> dict[str, Any]:
+        """`state_dict` for who is done with it before training goes on: not all is copied."""
+        return self.state_dict(copies=False)
+
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """Everything that this rank knows of the run; the same on every rank but "operator"."""
         self.run.seal()
-        state = states.collect(self.operator, self.run)
+        state = states.collect(self.operator, self.run, copies=copies)
         state["epoch"] = self._cursors["train"].epochs_entered if "train" in self._cursors else 0
         state["position"] = {
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
