@@ -29,7 +29,8 @@
     ├── DataOrderError            ValueError    LS501  ranks would read different data plans
     ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
     ├── PeerLostError             RuntimeError  LS601  a collective failed: another rank went away
-    └── WorkerDiedError           RuntimeError  LS602  a worker process died
+    ├── WorkerDiedError           RuntimeError  LS602  a worker process died
+    └── PoisonedStepError         RuntimeError  LS603  samples that end every worker that gets them
 
 Each derives from the builtin that fits, so that ``except ValueError`` works as well.
 """
@@ -240,3 +241,9 @@ class WorkerDiedError(LockstepError, RuntimeError):
     """A worker process died."""
 
     code = "LS602"
+
+
+class PoisonedStepError(LockstepError, RuntimeError):
+    """The same samples ended one worker after the other."""
+
+    code = "LS603"

@@ -23,7 +23,7 @@ from lockstep.data.layout import Window, describe
 from lockstep.data.structure import leading_length
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
     from lockstep.data.placement import Placement
     from lockstep.group import Group
@@ -156,6 +156,36 @@ class ShardedLoader:
         Draws the first items of the epoch's stream; reads samples only from streams.
         """
         return plan_fingerprint(self._layout, self.placement, epoch)
+
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
+
+        None where only the batches themselves can tell.
+        """
+        length, in_epoch = self._layout.length, self.steps_per_epoch
+        if not self._layout.kind.counts_samples or length is None or not in_epoch:
+            return None
+        total = 0
+        for step in range(first_step, first_step + steps):
+            start = (step % in_epoch) * self._layout.per_step
+            size = min(self._layout.per_step, length - start)
+            for shard in shards:
+                begin, end = share_bounds(size, self.placement.num_shards, shard)
+                total += end - begin
+        return total
+
+    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
+        """The items (indices, mostly) that `shards` hold in a step; nothing is read.
+
+        An empty list where items are the data itself.
+        """
+        if self._layout.kind in (ItemKind.SAMPLE, ItemKind.READY_BATCH):
+            return []
+        windows = self._layout.windows(self.placement.seed, epoch, step * self._layout.per_step)
+        window = next(windows, None)
+        if window is None:
+            return []
+        return [item for shard in shards for item in self._segment(window, shard).items]
 
     def agree(self, group: Group, epoch: int) -> None:
         """Make sure that all workers will read `epoch` by the same plan.

@@ -6,16 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.engine.base import Engine
+from lockstep.engine.base import Engine, Roster
 from lockstep.engine.imports import no_collections
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lockstep.engine.ray import RayEngine
     from lockstep.worker import WorkerSpec
 
-__all__ = ["Engine", "Resources", "open_engine"]
+__all__ = ["Engine", "Resources", "Roster", "open_remote", "stays_here"]
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,20 @@ class Resources:
     timeout_s: float
 
 
-def open_engine(
-    spec: WorkerSpec, resources: Resources, *, use_local: bool, gpu_here: bool
-) -> Engine:
-    """One worker that fits into this process stays in it; the others become Ray actors."""
-    stays = not resources.further and (gpu_here or not spec.use_gpu)
-    if spec.num_workers == 1 and (use_local or stays):
-        from lockstep.engine.inline import InlineEngine
+def stays_here(spec: WorkerSpec, resources: Resources, *, use_local: bool, gpu_here: bool) -> bool:
+    """Whether the only worker fits into this process."""
+    fits = not resources.further and (gpu_here or not spec.use_gpu)
+    return spec.num_workers == 1 and (use_local or fits)
 
-        return InlineEngine(spec)
+
+def open_remote(
+    spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
+) -> RayEngine:
+    """Workers in Ray actors.
+
+    Raises:
+        NotAvailableError: Ray is not installed.
+    """
     try:
         with no_collections():
             from lockstep.engine.ray import RayEngine
@@ -53,4 +59,4 @@ def open_engine(
             "several workers need Ray, which is not installed",
             fix='pip install "lockstep-train[ray]"',
         ) from error
-    return RayEngine(spec, resources, use_local=use_local)
+    return RayEngine(spec, resources, use_local=use_local, num_spares=num_spares)

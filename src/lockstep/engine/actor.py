@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import threading
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +18,14 @@ from lockstep.engine.base import COLLECTIVE_METHODS
 from lockstep.engine.imports import no_collections
 
 if TYPE_CHECKING:
-    from lockstep.worker import Outcome, Worker
+    from lockstep.worker import Outcome, Whereabouts, Worker
 
 
 class WorkerActor:
-    """Answers with an `Outcome`, never with an exception. `progress` has a lane of its own."""
+    """Answers with an `Outcome`, never with an exception.
+
+    What looks after the worker while it performs something has a lane of its own.
+    """
 
     def __init__(self, rank: int) -> None:
         # Ray ends actors with SIGTERM, and its handler prints a traceback into the user's
@@ -34,23 +40,40 @@ class WorkerActor:
         self._rank = rank
         self._local_rank = 0
         self._worker: Worker | None = None
+        self._thread = 0
 
     def __repr__(self) -> str:
         # Ray puts this before every line that the process prints.
         return f"rank {self._rank}"
 
-    def enlist(self, spec: bytes, local_rank: int) -> None:
+    def enlist(self, spec: bytes, rank: int, local_rank: int) -> None:
         """Learn what to be a worker of; comes before the first `perform`."""
-        self._spec, self._local_rank = spec, local_rank
+        self._spec, self._rank, self._local_rank = spec, rank, local_rank
+
+    @ray.method(concurrency_group="control")
+    def alive(self, rank: int) -> Outcome:
+        """Answers where a process lives, whatever it is doing."""
+        from lockstep.engine.travel import pickled
+        from lockstep.worker import Outcome
+
+        return Outcome(rank, pickled(None, "nothing"))
+
+    @ray.method(concurrency_group="control")
+    def node(self) -> str:
+        """The node that it runs on."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     def perform(self, method: str, arguments: bytes) -> Outcome:
         from lockstep.engine.travel import pickled
         from lockstep.worker import Outcome, Worker, failure
 
+        self._thread = threading.get_ident()
         try:
             if self._worker is None:
                 self._worker = Worker(_loaded(self._spec), self._rank, self._local_rank)
             value = getattr(self._worker, method)(*cloudpickle.loads(arguments))
+            self._rank = self._worker.rank
             if method == "stop":
                 self._retire()
             # Pickled here, so that a result that cannot travel is an error of this call.
@@ -70,6 +93,21 @@ class WorkerActor:
     def progress(self) -> dict[str, Any]:
         return {} if self._worker is None else self._worker.progress()
 
+    @ray.method(concurrency_group="control")
+    def where(self) -> Whereabouts | None:
+        return None if self._worker is None else self._worker.where(self._thread)
+
+    @ray.method(concurrency_group="control")
+    def dismiss(self) -> None:
+        if self._worker is not None:
+            self._worker.dismiss()
+
+    @ray.method(concurrency_group="control")
+    def end_process(self, pid: int) -> None:
+        """End another process on this node."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
 
 def _loaded(spec: bytes) -> Any:
     try:
@@ -85,6 +123,6 @@ def _loaded(spec: bytes) -> Any:
 
 # Any: Ray's annotations do not know concurrency groups.
 _make_actor: Any = ray.remote
-RemoteWorker = _make_actor(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(
+RemoteWorker = _make_actor(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(
     WorkerActor
 )

@@ -3,12 +3,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from lockstep.operator import TrainingOperator
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who is there.
+
+    Attributes:
+        workers: how many train.
+        spares: how many wait, ready, for the place of one that is lost.
+        generation: formations of the group so far, from 0.
+        recoveries: what happened, the first one first.
+    """
+
+    workers: int
+    spares: int = 0
+    generation: int = 0
+    recoveries: Sequence[Mapping[str, Any]] = ()
 
 
 class Engine(Protocol):
@@ -19,17 +37,26 @@ class Engine(Protocol):
     died) has ended them all by the time it raises, and says why in `ended`.
     """
 
-    ended: BaseException | None
-    started: list[dict[str, Any]]
-    """What each worker's `start` returned, by rank."""
+    @property
+    def ended(self) -> BaseException | None:
+        """Why there are no workers any more."""
+
+    @property
+    def started(self) -> list[dict[str, Any]]:
+        """What each worker's `start` returned, by rank."""
 
     def call(
-        self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
+        self,
+        method: str,
+        *args: Any,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        retries: int = 3,
     ) -> list[Any]:
         """Call `method` of every `Worker`, concurrently; results by rank.
 
         Args:
             watch: called now and then in the driver with rank 0's `progress()`.
+            retries: failures of the group that are recovered from, where that can be done.
         """
 
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
@@ -38,11 +65,14 @@ class Engine(Protocol):
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""
 
+    def roster(self) -> Roster:
+        """Who is there."""
+
     def close(self, *, force: bool) -> None:
         """End all workers and give back what they used; `force` does not ask them first."""
 
 
-COLLECTIVE_METHODS = frozenset({"start", "train", "validate", "whole"})
+COLLECTIVE_METHODS = frozenset({"start", "join", "train", "validate", "whole"})
 """Methods in which ranks wait for each other: a failure in one ends the group."""
 
 METHODS_BESIDE = frozenset({"verify"})

@@ -107,22 +107,35 @@ def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
     room = placement.find_room(bundle, len(ranks), own_cluster)
     actors: list[Any] = []
     try:
-        further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
-        for index, rank in enumerate(ranks):
-            strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
-            options = RemoteWorker.options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                resources=further or None,
-                scheduling_strategy=strategy,
-            )
-            actors.append(options.remote(rank))
+        actors += [_hired(room, bundle, seat, rank) for seat, rank in enumerate(ranks)]
         nodes = placement.nodes_of(room, len(ranks))
     except BaseException:
         # Ctrl-C most of all: nobody else knows of them yet.
         _send_home(room, actors)
         raise
     return Crew(room, nodes, actors, (bundle, ranks), session())
+
+
+def _hired(room: PlacementGroup, bundle: Mapping[str, float], seat: int, rank: int) -> Any:
+    further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
+    options = RemoteWorker.options(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        resources=further or None,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            room, placement_group_bundle_index=seat
+        ),
+    )
+    return options.remote(rank)
+
+
+def replacement(crew: Crew, seat: int, number: int) -> Any:
+    """Another actor where one of the crew has died.
+
+    Its room stays reserved. If its node is gone, Ray reserves room elsewhere, when there is
+    some, and starts the actor then.
+    """
+    return _hired(crew.room, crew.asked[0], seat, number)
 
 
 def come_back(crew: Crew) -> None:

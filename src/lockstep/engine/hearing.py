@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
-from lockstep.errors import WorkerDiedError
+from lockstep.errors import LockstepError, WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,10 @@ WATCH_S = 0.2
 # Long enough for a cause to arrive after its consequence (measured: milliseconds apart).
 _HEARING_S = 2.0
 
+# A plain RuntimeError may come from a collective of the user's own that lost its peer; the
+# notice of a process's death takes up to two tenths of a second.
+_NOTICE_S = 1.0
+
 
 class Hearing:
     """Answers by rank; of the failures, which one caused the others.
@@ -32,38 +36,74 @@ class Hearing:
     Args:
         method: what the workers were asked to do.
         server: the parameter server that they need for it, if there is one.
+        hears_all: a worker's death ends nothing: wait until everybody else has answered.
+
+    Attributes:
+        pending: the ranks that have not answered, by what to wait for.
+        values: what ranks answered.
+        deaths: the ranks whose process died.
+        lost_peers: the ranks that only say that another one went away.
+        failed_at: when the first failure was heard (`time.monotonic`).
     """
 
-    def __init__(self, method: str, server: ServerProcess | None = None) -> None:
+    def __init__(
+        self, method: str, server: ServerProcess | None = None, *, hears_all: bool = False
+    ) -> None:
         self.method = method
         self._server = server
+        self._hears_all = hears_all
         self.pending: dict[Any, int] = {}
         self.values: dict[int, Any] = {}
-        self.dead = False
+        self.deaths: dict[int, WorkerDiedError] = {}
+        self.lost_peers: dict[int, BaseException] = {}
+        self.failed_at: float | None = None
         self._causes: list[BaseException] = []
-        self._consequences: list[BaseException] = []
 
-    def heard(self, outcome: Outcome) -> None:
+    @property
+    def dead(self) -> bool:
+        return bool(self.deaths)
+
+    @property
+    def has_failed(self) -> bool:
+        """Somebody could not do what was asked."""
+        return bool(self._causes or self.deaths or self.lost_peers)
+
+    @property
+    def is_recoverable(self) -> bool:
+        """All that failed may have failed because a worker went away."""
+        return not self._causes or (self.dead and not self._has_plain_cause)
+
+    @property
+    def _has_plain_cause(self) -> bool:
+        return any(map(_is_plain, self._causes))
+
+    def heard(self, rank: int, outcome: Outcome) -> None:
         error = outcome.exception()
         if error is None:
-            self.values[outcome.rank] = cloudpickle.loads(outcome.value)
+            self.values[rank] = cloudpickle.loads(outcome.value)
         else:
-            self.failed(error, peer_lost=outcome.peer_lost)
+            self.failed(rank, error, peer_lost=outcome.peer_lost)
 
-    def failed(self, error: BaseException, *, peer_lost: bool) -> None:
-        (self._consequences if peer_lost else self._causes).append(error)
+    def failed(self, rank: int, error: BaseException, *, peer_lost: bool) -> None:
+        self.failed_at = self.failed_at or time.monotonic()
+        if peer_lost:
+            self.lost_peers[rank] = error
+        else:
+            self._causes.append(error)
 
     def listen(self, look: Callable[[], None] | None) -> None:
-        """Until all have answered, or a cause is known, or a consequence waited long enough."""
+        """Until all have answered, or a cause is known, or a consequence waited long enough.
+
+        Args:
+            look: called while nothing is heard, every `WATCH_S`.
+        """
         deadline: float | None = None
         while self.pending:
-            if self._causes and (self.method in COLLECTIVE_METHODS or self.dead):
-                return
-            is_freed = self.method in METHODS_BESIDE and not self.dead
-            if (self._causes or self._consequences) and deadline is None and not is_freed:
-                deadline = time.monotonic() + _HEARING_S
-            if deadline is not None and time.monotonic() > deadline:
-                return
+            wait_s = self._patience()
+            if wait_s is not None and deadline is None:
+                deadline = time.monotonic() + wait_s
+            if deadline is not None and time.monotonic() >= deadline:
+                break
             timeout = WATCH_S if look is not None or deadline is not None else None
             ready, _ = ray.wait([*self.pending, *self._servers()], num_returns=1, timeout=timeout)
             for ref in ready:
@@ -75,11 +115,22 @@ class Hearing:
                 look()
         self._hear_of_the_server()
 
+    def _patience(self) -> float | None:
+        """Seconds to go on listening for; None without end."""
+        together = self.method in COLLECTIVE_METHODS
+        if self._hears_all and self.is_recoverable:
+            return None
+        if self._causes and together:
+            return _NOTICE_S if self._hears_all and not self._has_plain_cause else 0.0
+        if self.dead:
+            return 0.0
+        is_freed = self.method in METHODS_BESIDE
+        return None if is_freed or not self.has_failed else _HEARING_S
+
     def _answer(self, ref: Any, rank: int) -> None:
         try:
-            self.heard(ray.get(ref))
+            self.heard(rank, ray.get(ref))
         except RayActorError as error:
-            self.dead = True
             died = WorkerDiedError(
                 f"the process of rank {rank} died during {self.method}",
                 where=f"rank {rank}",
@@ -88,17 +139,18 @@ class Hearing:
                 " trainer and load the last checkpoint",
             )
             died.__cause__ = error
-            self.failed(died, peer_lost=False)
+            self.failed_at = self.failed_at or time.monotonic()
+            self.deaths[rank] = died
 
     def _servers(self) -> list[Any]:
         """The server's end says something where workers need it: not to who only reads weights."""
-        needed = self.method in COLLECTIVE_METHODS or self._consequences
+        needed = self.method in COLLECTIVE_METHODS or self.lost_peers
         return [self._server.ends] if self._server is not None and needed else []
 
     def _hear_of_the_server(self) -> None:
         """The workers may have noticed its death before the notice of it is here."""
         servers = self._servers()
-        if self._consequences and not self._causes and servers:
+        if self.lost_peers and not self._causes and not self.deaths and servers:
             ready, _ = ray.wait(servers, timeout=_HEARING_S)
             if ready:
                 self._server_ended()
@@ -107,10 +159,17 @@ class Hearing:
         died = self._server.death() if self._server is not None else None
         self._server = None
         if died is not None:
-            self.failed(died, peer_lost=False)
+            self._causes.append(died)
 
     def cause(self) -> BaseException | None:
-        return next(iter([*self._causes, *self._consequences]), None)
+        """The failure to speak of, if there is one."""
+        found = [*self._causes, *self.deaths.values(), *self.lost_peers.values()]
+        return next(iter(found), None)
+
+
+def _is_plain(error: BaseException) -> bool:
+    """No collective raises it."""
+    return isinstance(error, LockstepError) or not isinstance(error, RuntimeError)
 
 
 def _first_lines(text: str, count: int = 3) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.base import COLLECTIVE_METHODS, Roster
 from lockstep.worker import Worker, add_rank
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ class InlineEngine:
         self.started = [self._run("start", None)]
 
     def call(
-        self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
+        self,
+        method: str,
+        *args: Any,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        retries: int = 0,
     ) -> list[Any]:
         self._worker.on_commit = every(0.1, watch, self._worker)
         try:
@@ -48,6 +52,9 @@ class InlineEngine:
 
     def local_operator(self) -> TrainingOperator | None:
         return self._worker.operator
+
+    def roster(self) -> Roster:
+        return Roster(workers=1)
 
     def close(self, *, force: bool) -> None:
         self._worker.stop()

@@ -8,8 +8,6 @@ the death, that broke it.
 
 from __future__ import annotations
 
-import os
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +16,22 @@ from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine import placement
-from lockstep.engine.base import COLLECTIVE_METHODS
+from lockstep.engine.base import COLLECTIVE_METHODS, Roster
 from lockstep.engine.cluster import connect, session
-from lockstep.engine.crew import come_back, crew_for, send_home
+from lockstep.engine.crew import come_back, crew_for, replacement, send_home
+from lockstep.engine.ending import has_failed, wait_until_gone
 from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
+from lockstep.engine.member import Member, kill, this_node
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.server import ServerProcess
+from lockstep.engine.spares import Readiness, look_at
 from lockstep.engine.travel import pickled, pickled_spec
 from lockstep.errors import PeerLostError, WorkerDiedError
-from lockstep.worker import Outcome, Rendezvous, Worker, add_rank, is_peer_lost
+from lockstep.worker import Rendezvous, Worker, add_rank, is_peer_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lockstep.engine import Resources
     from lockstep.engine.crew import Crew
@@ -40,18 +41,28 @@ if TYPE_CHECKING:
 _STOP_S = 5.0
 _LOOK_S = 0.02
 
+Watch = "Callable[[dict[str, Any]], None] | None"
+
 
 class RayEngine:
-    """See `Engine`."""
+    """See `Engine`.
 
-    def __init__(self, spec: WorkerSpec, resources: Resources, *, use_local: bool) -> None:
-        self._num_workers = spec.num_workers
+    Attributes:
+        members: the workers, by rank.
+        spares: workers that run their `setup`, or have run it, and what to wait for until then.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int = 0
+    ) -> None:
+        self.spec = spec
         self.ended: BaseException | None = None
         self.started: list[dict[str, Any]] = []
-        self._local: Worker | None = None
-        self._actors: dict[int, Any] = {}
-        # Filled only when every worker runs on this machine, where they can be waited for.
-        self._pids: list[int] = []
+        self.members: list[Member] = []
+        self.spares: list[tuple[Member, Any]] = []
+        self._resources = resources
+        self._use_local = use_local
+        self._hired = 0
         self._crew: Crew | None = None
         self._store: RendezvousStore | None = None
         self._server: ServerProcess | None = None
@@ -59,112 +70,174 @@ class RayEngine:
         own_cluster = connect()
         self._session = session()
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
-        remote_ranks = range(1 if use_local else 0, spec.num_workers)
+        remote_ranks = range(1 if use_local else 0, spec.num_workers + num_spares)
         try:
-            self._crew = crew = crew_for(bundle, remote_ranks, own_cluster)
-            nodes = list(crew.nodes)
-            self._actors = dict(zip(remote_ranks, crew.actors, strict=True))
-            if use_local:
-                nodes.insert(0, _this_node())
-                self._local = Worker(spec, 0, 0)
-            shared = ray.put(payload)
-            for rank, actor in self._actors.items():
-                actor.enlist.remote(shared, placement.local_ranks(nodes)[rank])
-            store = self._store = _open_store(nodes, resources.timeout_s)
-            one_node = store.host == LOOPBACK
-            if spec.options.sync == "parameter_server" and spec.num_workers > 1:
-                self._server = ServerProcess(
-                    crew.room,
-                    on_loopback=one_node,
-                    size=spec.num_workers,
-                    timeout_s=resources.timeout_s,
-                )
-            rendezvous = Rendezvous(
-                store.host,
-                store.port,
-                generation=0,
-                backend=resources.backend,
-                one_node=one_node,
-                timeout_s=resources.timeout_s,
-                as_default=not (use_local and dist.is_initialized()),
-                owner=self._server.address if self._server is not None else None,
-            )
-            self.started = self.call("start", rendezvous if spec.num_workers > 1 else None)
+            self._crew = crew_for(bundle, remote_ranks, own_cluster)
+            self._payload = ray.put(payload)
+            self._enlist(self._crew, remote_ranks)
+            self._open_server(self._crew)
+            rendezvous = self.rendezvous(0) if spec.num_workers > 1 else None
+            self.started = self.call("start", rendezvous)
+            self._await_spares()
         except BaseException as error:
             self.ended = self.ended or error
             self.close(force=True)
             raise
-        if one_node:
-            self._pids = [self.started[rank]["pid"] for rank in self._actors]
+        for member, answer in zip(self.members, self.started, strict=True):
+            member.pid = answer["pid"]
+
+    def _enlist(self, crew: Crew, ranks: range) -> None:
+        nodes = list(crew.nodes)
+        found: list[Member] = []
+        if self._use_local:
+            nodes.insert(0, this_node())
+            found.append(Member(0, nodes[0], 0, worker=Worker(self.spec, 0, 0)))
+        local_ranks = placement.local_ranks(nodes)
+        for seat, (rank, actor) in enumerate(zip(ranks, crew.actors, strict=True)):
+            actor.enlist.remote(self._payload, rank, local_ranks[rank])
+            found.append(Member(rank, nodes[rank], local_ranks[rank], actor, seat=seat))
+        self._hired = len(found)
+        self.members = found[: self.spec.num_workers]
+        self.spares = [(member, _stands_by(member)) for member in found[self.spec.num_workers :]]
+
+    def _await_spares(self) -> None:
+        """They started with the others; what is wrong with one is wrong now, and not in need."""
+        while any(_is_starting(member, ref) for member, ref in self.spares):
+            self.pause(_STOP_S)
+
+    def _open_server(self, crew: Crew) -> None:
+        if self.spec.options.sync == "parameter_server" and self.spec.num_workers > 1:
+            self._server = ServerProcess(
+                crew.room,
+                on_loopback=self._is_on_one_node(),
+                size=self.spec.num_workers,
+                timeout_s=self._resources.timeout_s,
+            )
+
+    # ------------------------------------------------------------------------ generations
+
+    def rendezvous(self, generation: int) -> Rendezvous:
+        """Where the members meet to become generation `generation`, each in a store of its own."""
+        resources = self._resources
+        host = LOOPBACK if self._is_on_one_node() else ray.util.get_node_ip_address()
+        self.call_off()
+        self._store = RendezvousStore(host, resources.timeout_s)
+        return Rendezvous(
+            self._store.host,
+            self._store.port,
+            generation=generation,
+            backend=resources.backend,
+            one_node=host == LOOPBACK,
+            timeout_s=resources.timeout_s,
+            as_default=not (self._use_local and dist.is_initialized()),
+            owner=self._server.address if self._server is not None else None,
+        )
+
+    def call_off(self) -> None:
+        """Free the members that wait at a meeting to which somebody will not come."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _is_on_one_node(self) -> bool:
+        here = this_node()
+        return all(member.node == here for member in self.members)
+
+    def hire(self, seat: int, local_rank: int) -> None:
+        """Start another worker in a seat that is free; it becomes a spare."""
+        assert self._crew is not None
+        number, self._hired = self._hired, self._hired + 1
+        actor = replacement(self._crew, seat, number)
+        member = Member(number, "", local_rank, actor, seat=seat)
+        actor.enlist.remote(self._payload, number, local_rank)
+        self.spares.append((member, _stands_by(member)))
+
+    def bury(self, member: Member) -> None:
+        """Make sure that a member's process is gone, and forget it."""
+        kill(member, self.members)
+        if member in self.members:
+            self.members.remove(member)
+        self.spares = [each for each in self.spares if each[0] is not member]
 
     # -------------------------------------------------------------------------------- calling
 
     def call(
-        self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
+        self,
+        method: str,
+        *args: Any,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        retries: int = 0,
     ) -> list[Any]:
-        return self._gather(method, args, range(self._num_workers), watch)
+        hearing = self.hear(method, args, range(len(self.members)), watch=watch)
+        return self.conclude(hearing)
 
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
-        return self._gather(method, args, [rank], None)[0]
+        return self.conclude(self.hear(method, args, [rank]))[0]
 
-    def _gather(
+    def conclude(self, hearing: Hearing) -> list[Any]:
+        """The values, by rank; or the end of the workers if they cannot go on, and the cause."""
+        cause = hearing.cause()
+        if cause is None:
+            return [hearing.values[rank] for rank in sorted(hearing.values)]
+        if hearing.method in COLLECTIVE_METHODS or hearing.pending or hearing.dead:
+            self.end(cause)
+        raise cause
+
+    def end(self, cause: BaseException) -> None:
+        """End all workers because of `cause`."""
+        self.ended = cause
+        self.close(force=True)
+
+    def hear(
         self,
         method: str,
         args: tuple[Any, ...],
         ranks: Sequence[int],
-        watch: Callable[[dict[str, Any]], None] | None,
-    ) -> list[Any]:
-        arguments = pickled(args, f"an argument of {method}")
-        if session() != self._session:
-            # Asked before Ray is: it would start a new cluster to look for our actors there.
-            self.ended = _session_over()
-            self.close(force=True)
-            raise self.ended
-        hearing = Hearing(method, self._server)
+        *,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        guard: Callable[[Hearing], None] | None = None,
+        args_of: Callable[[int], tuple[Any, ...]] | None = None,
+    ) -> Hearing:
+        """Let `ranks` do `method`, and hear what they answer.
+
+        Args:
+            watch: see `Engine.call`.
+            guard: looks after the workers meanwhile. With one, a worker's death ends nothing.
+            args_of: each rank's further arguments.
+        """
+        self._check_session()
+        hearing = Hearing(method, self._server, hears_all=guard is not None)
+        local: Member | None = None
         try:
+            arguments = pickled(args, f"an argument of {method}")
             shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
             for rank in ranks:
-                if rank in self._actors:
-                    ref = self._actors[rank].perform.remote(method, shared)
-                    hearing.pending[ref] = rank
-            if self._local is not None and 0 in ranks:
-                self._local.before_meeting = partial(self._wait_for_peers, hearing.pending)
-                self._perform_locally(self._local, hearing, args, watch)
+                member = self.members[rank]
+                if args_of is not None:
+                    shared = pickled((*args, *args_of(rank)), f"an argument of {method}")
+                if member.actor is None:
+                    local = member
+                else:
+                    hearing.pending[member.actor.perform.remote(method, shared)] = rank
+            if local is not None and local.worker is not None:
+                local.worker.before_meeting = partial(self._wait_for_peers, hearing.pending)
+                own = args if args_of is None else (*args, *args_of(0))
+                _perform_here(local.worker, hearing, own, watch)
                 watch = None
-            hearing.listen(self._looker(watch))
-            cause = hearing.cause()
-            must_end = cause is not None and (
-                method in COLLECTIVE_METHODS or bool(hearing.pending) or hearing.dead
-            )
+            hearing.listen(self._looker(hearing, watch, guard))
         except BaseException as error:
             # Ctrl-C most of all: nobody may be left behind in the middle of a step.
-            self.ended = error
-            self.close(force=True)
+            if hearing.pending or local is not None:
+                self.end(error)
             raise
-        if cause is None:
-            return [hearing.values[rank] for rank in ranks]
-        if must_end:
-            self.ended = cause
-            self.close(force=True)
-        raise cause
+        return hearing
 
-    def _perform_locally(
-        self,
-        worker: Worker,
-        hearing: Hearing,
-        args: tuple[Any, ...],
-        watch: Callable[[dict[str, Any]], None] | None,
-    ) -> None:
-        worker.on_commit = every(WATCH_S, watch, worker)
-        try:
-            hearing.values[0] = getattr(worker, hearing.method)(*args)
-        except Exception as error:
-            if hearing.method in COLLECTIVE_METHODS:
-                worker.leave()
-            add_rank(error, 0)
-            hearing.failed(error, peer_lost=is_peer_lost(error))
-        finally:
-            worker.on_commit = None
+    def _check_session(self) -> None:
+        # Asked before Ray is: it would start a new cluster to look for our actors there.
+        if session() != self._session:
+            over = _session_over()
+            self.end(over)
+            raise over
 
     def _wait_for_peers(self, pending: Mapping[Any, int]) -> None:
         """Rank 0 in this process joins the meeting only when the others stand at it.
@@ -174,78 +247,136 @@ class RayEngine:
         failure and no Ctrl-C.
         """
         assert self._store is not None
-        while not self._store.have_come(0, pending.values()):
+        while not self._store.have_come(pending.values()):
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_S)
-            if any(map(_has_failed, ready)):
+            if any(map(has_failed, ready)):
                 raise PeerLostError(
                     "the ranks did not meet",
-                    where=f"rank 0 of {self._num_workers}",
+                    where=f"rank 0 of {len(self.members)}",
                     cause="another rank failed or died before it came",
                     fix="look for the first failure among the other ranks",
                 )
 
-    def _looker(self, watch: Callable[[dict[str, Any]], None] | None) -> Callable[[], None] | None:
-        if watch is None or not self._actors:
+    def _looker(
+        self,
+        hearing: Hearing,
+        watch: Callable[[dict[str, Any]], None] | None,
+        guard: Callable[[Hearing], None] | None,
+    ) -> Callable[[], None] | None:
+        actors = [member.actor for member in self.members if member.actor is not None]
+        if guard is None and (watch is None or not actors):
             return None
-        first = self._actors[min(self._actors)]
 
         def look() -> None:
-            ref = first.progress.remote()
-            ready, _ = ray.wait([ref], timeout=WATCH_S)
-            # A dead actor's progress is of no interest: its call says why.
-            if ready:
-                try:
-                    watch(ray.get(ref))
-                except RayActorError:
-                    return
+            if watch is not None and actors:
+                _tell_progress(actors[0], watch)
+            if guard is not None:
+                guard(hearing)
 
         return look
+
+    def roll_call(self) -> Hearing:
+        """Who of the members does not live any more; asks each of them."""
+        self._check_session()
+        hearing = Hearing("roll call", hears_all=True)
+        for rank, member in enumerate(self.members):
+            if member.actor is not None:
+                hearing.pending[member.actor.alive.remote(rank)] = rank
+        hearing.listen(None)
+        return hearing
+
+    def pause(self, seconds: float) -> None:
+        """Wait, for workers that start."""
+        starting = [ref for _, ref in self.spares]
+        ray.wait(starting, num_returns=len(starting), timeout=seconds)
 
     # --------------------------------------------------------------------------------- ending
 
     def local_operator(self) -> TrainingOperator | None:
-        return None if self._local is None else self._local.operator
+        first = self.members[0].worker if self.members else None
+        return None if first is None else first.operator
+
+    def roster(self) -> Roster:
+        return Roster(workers=len(self.members), spares=len(self.spares))
 
     def close(self, *, force: bool) -> None:
+        everyone = [*self.members, *(member for member, _ in self.spares)]
+        members, self.members, self.spares = self.members, [], []
         if session() != self._session:
-            self._actors.clear()
+            everyone = []
             self._server = self._crew = None
-        have_stopped = not force and self._stop_remotely()
-        if self._local is not None:
-            self._local.stop()
-            self._local = None
-        self._actors.clear()
+        actors = [member.actor for member in everyone if member.actor is not None]
+        have_stopped = not force and _stop(actors)
+        for member in members:
+            if member.worker is not None:
+                member.worker.stop()
         crew, self._crew = self._crew, None
-        pids, self._pids = self._pids, []
+        pids = [each.pid for each in everyone if each.actor and each.pid and each.is_here]
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        if crew is not None and crew.stays and have_stopped:
+        if crew is not None and crew.stays and have_stopped and crew.actors == actors:
             come_back(crew)
             pids = []
         elif crew is not None:
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
             send_home(crew)
-        _wait_until_gone([*pids, server.pid] if server is not None and server.on_loopback else pids)
-        if self._store is not None:
-            self._store.close()
-
-    def _stop_remotely(self) -> bool:
-        """Let the actors close loaders and connections; whether all of them did."""
-        arguments = pickled((), "nothing")
-        asked = [actor.perform.remote("stop", arguments) for actor in self._actors.values()]
-        if not asked:
-            return True
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)
-        return len(answered) == len(asked) and not any(map(_has_failed, answered))
+        if server is not None and server.on_loopback:
+            pids.append(server.pid)
+        wait_until_gone(pids, _STOP_S)
+        self.call_off()
 
 
-def _has_failed(ref: Any) -> bool:
+def _is_starting(member: Member, starting: Any) -> bool:
+    state, error = look_at(member, starting)
+    if error is not None:
+        error.add_note(f"raised by {member}, a spare, which knows its rank only when it is needed")
+        raise error
+    return state is Readiness.STARTING
+
+
+def _stands_by(member: Member) -> Any:
+    return member.actor.perform.remote("stand_by", pickled((), "nothing"))
+
+
+def _perform_here(
+    worker: Worker,
+    hearing: Hearing,
+    args: tuple[Any, ...],
+    watch: Callable[[dict[str, Any]], None] | None,
+) -> None:
+    worker.on_commit = every(WATCH_S, watch, worker)
     try:
-        outcome: Outcome = ray.get(ref)
-    # Whatever ended the actor or its call: the cause is sorted out where the call is heard.
-    except Exception:
+        hearing.values[0] = getattr(worker, hearing.method)(*args)
+    except Exception as error:
+        if hearing.method in COLLECTIVE_METHODS:
+            worker.leave()
+        add_rank(error, 0)
+        hearing.failed(0, error, peer_lost=is_peer_lost(error))
+    finally:
+        worker.on_commit = None
+
+
+def _tell_progress(actor: Any, watch: Callable[[dict[str, Any]], None]) -> None:
+    ref = actor.progress.remote()
+    ready, _ = ray.wait([ref], timeout=WATCH_S)
+    # A dead actor's progress is of no interest: its call says why.
+    if ready:
+        try:
+            watch(ray.get(ref))
+        except RayActorError:
+            return
+
+
+def _stop(actors: Sequence[Any]) -> bool:
+    """Let the actors close loaders and connections; whether all of them did."""
+    arguments = pickled((), "nothing")
+    asked = [actor.perform.remote("stop", arguments) for actor in actors]
+    if not asked:
         return True
-    return outcome.error is not None
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)
+    return len(answered) == len(asked) and not any(map(has_failed, answered))
 
 
 def _session_over() -> WorkerDiedError:
@@ -254,27 +385,3 @@ def _session_over() -> WorkerDiedError:
         cause="ray.shutdown() was called in this process",
         fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
     )
-
-
-def _this_node() -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
-
-
-def _open_store(nodes: list[str], timeout_s: float) -> RendezvousStore:
-    """On loopback if every rank is here; else on the address that the cluster knows us by."""
-    here = set(nodes) == {_this_node()}
-    host = LOOPBACK if here else ray.util.get_node_ip_address()
-    return RendezvousStore(host, timeout_s)
-
-
-def _wait_until_gone(pids: Iterable[int]) -> None:
-    """`ray.kill` returns before the process has ended; nothing may outlive `shutdown`."""
-    deadline = time.monotonic() + _STOP_S
-    for pid in pids:
-        while time.monotonic() < deadline:
-            try:
-                os.kill(pid, 0)
-            except (ProcessLookupError, PermissionError):
-                break
-            time.sleep(0.01)

@@ -39,10 +39,10 @@ class RendezvousStore:
             master_listen_fd=listener.detach(),
         )
 
-    def have_come(self, generation: int, ranks: Iterable[int]) -> bool:
-        """Whether all of `ranks` stand at the meeting of `generation`; never waits."""
+    def have_come(self, ranks: Iterable[int]) -> bool:
+        """Whether all of `ranks` stand at the meeting; never waits."""
         assert self._store is not None
-        return bool(self._store.check([arrival_key(generation, rank) for rank in ranks]))
+        return bool(self._store.check([arrival_key(rank) for rank in ranks]))
 
     def close(self) -> None:
         self._store = None

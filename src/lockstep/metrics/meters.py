@@ -100,6 +100,18 @@ class AverageMeterCollection:
         """Nothing has been counted, and no step begun."""
         return self._batch_count == 0
 
+    def copy(self) -> AverageMeterCollection:
+        """What was counted so far, to go on from twice."""
+        other = AverageMeterCollection()
+        vars(other).update(vars(self))
+        other._means = defaultdict(_WeightedMean)
+        for key, mean in self._means.items():
+            twin = other._means[key]
+            for name in _WeightedMean.__slots__:
+                setattr(twin, name, getattr(mean, name))
+        other._others = dict(self._others)
+        return other
+
     def begin_step(self, step: int | None = None) -> None:
         """Start a step: one global batch, of which this worker may report several parts.
 

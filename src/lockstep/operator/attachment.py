@@ -26,11 +26,13 @@ class Wanted:
         buffers: "after_backward", or "manual" where the loop says when.
         averages: False if the losses are sums over their batches.
         ddp_args: for torch's DistributedDataParallel.
+        broadcast: the ranks take over rank 0's values; False where they are equal already.
     """
 
     buffers: str
     averages: bool
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
+    broadcast: bool = True
 
 
 def attach(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
@@ -57,6 +59,7 @@ def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Sync
         registered.modules(),
         setting.group,
         bucket_cap_mb=setting.options.bucket_cap_mb,
+        broadcast=wanted.broadcast,
         buffers=wanted.buffers,
         averages=wanted.averages,
         order=shard_order(setting),

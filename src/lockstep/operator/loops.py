@@ -107,7 +107,7 @@ def train_epoch(
     operator._lockstep.ran_our_epoch = True
     recorder = _Recorder(operator)
     with operator.timers.record("train_epoch"):
-        for batch_idx, batch in enumerate(iterator):
+        for batch_idx, batch in enumerate(iterator, getattr(iterator, "first_index", 0)):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)

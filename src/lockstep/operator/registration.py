@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,37 @@ class Registered:
     criterion: Any
     models_given_alone: bool
     sync: Synchroniser | None
+    wanted: Wanted
     attached: tuple[nn.Parameter, ...] = ()
     skeletons: tuple[nn.Module, ...] = ()
+
+    def tie(self, setting: Setting) -> None:
+        """Attach to the peers, and compare what the ranks registered.
+
+        Collective:
+            Every rank; see `attach`.
+        """
+        if not any(True for _ in self.parameters()):
+            return
+        self.sync = attach(self, setting, self.wanted)
+        if setting.group.size == 1:
+            return
+        self.attached = tuple(self.parameters())
+        try:
+            agree_on_steps(setting.group, self)
+        except BaseException:
+            # Nobody gets hold of it, and its hooks would keep it on the parameters.
+            self.sync.detach()
+            raise
+
+    def rejoin(self, setting: Setting) -> None:
+        """Attach to the peers of another generation, which hold the same values already.
+
+        Collective:
+            Every rank; see `attach`.
+        """
+        self.wanted = replace(self.wanted, broadcast=False)
+        self.tie(setting)
 
     def refuse_replaced(self) -> None:
         """Raise if a model holds parameters that it did not hold when it was registered.
@@ -175,6 +204,7 @@ def assemble(
         criterion=criterion,
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
+        wanted=wanted,
     )
     for module in registered.modules():
         module.to(setting.device)
@@ -182,16 +212,8 @@ def assemble(
         _move_state(optimizer)
     if setting.options.wrap_ddp:
         _refuse_strangers(registered)
-        if any(True for _ in registered.parameters()):
-            registered.sync = attach(registered, setting, wanted)
-            if setting.group.size > 1:
-                registered.attached = tuple(registered.parameters())
-                try:
-                    agree_on_steps(setting.group, registered)
-                except BaseException:
-                    # Nobody gets hold of it, and its hooks would keep it on the parameters.
-                    registered.sync.detach()
-                    raise
+        if not setting.is_spare:
+            registered.tie(setting)
     return registered
 
 

@@ -59,6 +59,7 @@ class Setting:
     Attributes:
         placement: the shards of every global batch that this worker carries.
         is_trial: the operator is a copy beside the run's own, thrown away after a few steps.
+        is_spare: the worker waits for the place of another one, and has no peers yet.
         owner: where the parameter server listens; None without one, or with one here.
     """
 
@@ -70,6 +71,7 @@ class Setting:
     placement: Placement = field(default_factory=lambda: Placement(1, range(1), seed=0))
     options: Options = field(default_factory=Options)
     is_trial: bool = False
+    is_spare: bool = False
     owner: OwnerAddress | None = None
 
 

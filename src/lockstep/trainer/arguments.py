@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _NOT_YET: Final[Mapping[str, tuple[Any, ...]]] = {
     "audit": ("off",),
-    "min_workers": (),
-    "spare_workers": (0,),
-    "hang_timeout_s": (),
     "checkpoint_dir": (None,),
     "checkpoint_every": (None,),
     "keep_checkpoints": (),
@@ -143,6 +140,26 @@ def checked_numbers(**arguments: Any) -> None:
     for name, value in arguments.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         require(number and value > 0, name, value, "a number above zero")
+
+
+def checked_spares(num_workers: int, spare_workers: int, min_workers: int) -> None:
+    """How many workers may be lost, and how many wait for their places."""
+    require(
+        is_int(spare_workers) and spare_workers >= 0, "spare_workers", spare_workers, "an int >= 0"
+    )
+    require(
+        is_positive_int(min_workers) and min_workers <= num_workers,
+        "min_workers",
+        min_workers,
+        f"an int from 1 to num_workers={num_workers}",
+    )
+    require(
+        num_workers > 1 or not spare_workers,
+        "spare_workers",
+        spare_workers,
+        "0 with one worker: a spare takes over the state of those that are left",
+        fix="num_workers=2 or more; or checkpoint_dir=..., which survives the only one",
+    )
 
 
 def checked_resources(further: Any) -> None:

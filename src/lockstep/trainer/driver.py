@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep import checkpoint
-from lockstep.engine import Resources, open_engine
+from lockstep.engine import Resources, open_remote, stays_here
 from lockstep.errors import (
-    CheckpointError,
-    ConfigurationError,
     NotAvailableError,
     WrongTypeError,
 )
 from lockstep.operator import Options, TrainingOperator
+from lockstep.recovery import Policy
 from lockstep.trainer import results, verification
 from lockstep.trainer.arguments import (
     UNSAID_SEED,
@@ -28,6 +23,7 @@ from lockstep.trainer.arguments import (
     checked_numbers,
     checked_operator,
     checked_resources,
+    checked_spares,
     checked_workers,
     is_int,
     is_positive_int,
@@ -40,23 +36,23 @@ from lockstep.trainer.arguments import (
     require,
 )
 from lockstep.trainer.progress import ProgressBar, wants_bar
-from lockstep.trainer.refusals import check_loader, has_ended, no_batch, two_calls, was_shut_down
+from lockstep.trainer.refusals import check_loader, no_batch
+from lockstep.trainer.state import KeepsState
+from lockstep.trainer.workers import InlineEngine, recovering, refuse_spares
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
-
-    from torch import nn
 
     from lockstep.parity import ParityReport
     from lockstep.trainer.callbacks import Callback
     from lockstep.worker import Report
 
-_NOT_YET: Final = frozenset({"predict", "status"})
+_NOT_YET: Final = frozenset({"predict"})
 
 
-class TorchTrainer:
+class TorchTrainer(KeepsState):
     """Trains one model with `num_workers` workers, which live until `shutdown`.
 
     ::
@@ -89,6 +85,9 @@ class TorchTrainer:
         add_dist_sampler: False lets every worker read its own loader as it is.
         scheduler_step_freq: "batch", "epoch" or "manual"; needed with schedulers.
         use_local: rank 0 runs in this process, so that a breakpoint in it works.
+        spare_workers: further workers, ready to take the place of one that dies or hangs.
+        min_workers: with fewer the run does not go on; it waits for replacements, then fails.
+        hang_timeout_s: how long a worker may stay at one step while the others wait for it.
         seed: data order and every random number follow from it.
         reproducible: the same bits at every `num_workers`, `num_shards` fixed; the default loop.
         accumulate: global batches that one optimizer step of the default loop consumes; the
@@ -124,6 +123,9 @@ class TorchTrainer:
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
+        spare_workers: int = 0,
+        min_workers: int = 1,
+        hang_timeout_s: float = 60,
         seed: int = UNSAID_SEED,
         reproducible: bool = False,
         accumulate: int = 1,
@@ -132,14 +134,14 @@ class TorchTrainer:
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
-        self._engine: Any = None
-        self._calling = threading.Lock()
+        super().__init__()
         refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
         checked_workers(num_workers, num_shards, num_cpus_per_worker)
         checked_resources(resources_per_worker)
-        checked_numbers(timeout_s=timeout_s)
+        checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
+        checked_spares(num_workers, spare_workers, min_workers)
         require(is_int(seed), "seed", seed, "an int")
         checked_functions(initialization_hook, callbacks)
         gpu, gpu_here = pick_gpu(use_gpu)
@@ -158,7 +160,7 @@ class TorchTrainer:
             clip_grad_norm=clip_grad_norm,
         )
         check_options(options, self._operator_cls, use_local=use_local)
-        self._callbacks = tuple(callbacks)
+        self._callbacks, self._policy = tuple(callbacks), Policy(min_workers, hang_timeout_s)
         self._explicit = {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
         self._spec = WorkerSpec(
             operator_cls=self._operator_cls,
@@ -178,10 +180,18 @@ class TorchTrainer:
             backend=pick_backend(backend, gpu),
             timeout_s=timeout_s,
         )
-        self._open(resources, use_local=use_local, gpu_here=gpu_here)
+        self._open(resources, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
 
-    def _open(self, resources: Resources, *, use_local: bool, gpu_here: bool) -> None:
-        self._engine = open_engine(self._spec, resources, use_local=use_local, gpu_here=gpu_here)
+    def _open(
+        self, resources: Resources, *, gpu_here: bool, use_local: bool, num_spares: int
+    ) -> None:
+        if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
+            self._engine = InlineEngine(self._spec)
+        else:
+            if not self._spec.is_recoverable:
+                refuse_spares(self._spec, num_spares)
+            engine = open_remote(self._spec, resources, use_local=use_local, num_spares=num_spares)
+            self._engine = recovering(engine, self._policy)
         try:
             self._tell("on_start")
         except BaseException:
@@ -209,7 +219,7 @@ class TorchTrainer:
             num_steps: global batches; None for the rest of the epoch.
             profile: add ``"profile"``: mean seconds of each phase.
             reduce_results: False for a list with each worker's own results, by rank.
-            max_retries: accepted for RaySGD's sake; a worker's death is an error as yet.
+            max_retries: failures of workers in this call that the run recovers from.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
             dataset: a Ray dataset; not in this version.
 
@@ -222,7 +232,8 @@ class TorchTrainer:
                 "train(dataset=...) is not in this version",
                 fix="register a loader in setup: self.register_data(train_loader=...)",
             )
-        reports = self._loop("train", num_steps, profile, info)
+        require(is_int(max_retries) and max_retries >= 0, "max_retries", max_retries, "an int >= 0")
+        reports = self._loop("train", num_steps, profile, info, retries=max_retries)
         self._give_back()
         return self._announced("on_train_end", reports, reduce_results)
 
@@ -242,7 +253,12 @@ class TorchTrainer:
         return self._announced("on_validate_end", reports, reduce_results)
 
     def _loop(
-        self, purpose: str, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None
+        self,
+        purpose: str,
+        num_steps: int | None,
+        profile: bool,
+        info: Mapping[str, Any] | None,
+        retries: int = 3,
     ) -> list[Report]:
         self._check_open()
         require(
@@ -256,7 +272,9 @@ class TorchTrainer:
         check_loader(self._engine.started, self._operator_cls.__name__, purpose)
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
-            reports = self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+            reports = self._call(
+                method, num_steps, profile, dict(info or {}), watch=watch, retries=retries
+            )
         if not any(report.steps for report in reports):
             raise no_batch(self._operator_cls.__name__, purpose)
         return reports
@@ -265,7 +283,10 @@ class TorchTrainer:
         """What the call returns; callbacks hear of the reduced results in either case."""
         reduced = results.merged(reports)
         self._tell(event, reduced)
-        return reduced if reduce_results else [results.merged([report]) for report in reports]
+        if reduce_results:
+            return reduced
+        living = [report for report in reports if not report.is_of_a_lost_worker]
+        return [results.merged([report]) for report in living]
 
     @contextlib.contextmanager
     def _bar(
@@ -308,97 +329,26 @@ class TorchTrainer:
         """Step every registered scheduler, giving `metric` to those that take one."""
         self._call("update_scheduler", metric)
 
-    # -------------------------------------------------------------------------------- state
+    def status(self) -> dict[str, Any]:
+        """Who is there, and what happened.
 
-    def get_model(self) -> nn.Module | list[nn.Module]:
-        """A copy of the trained model on the CPU: a plain module, loadable without lockstep.
-
-        A list if `register` was given a list or tuple of models.
+        Returns:
+            ``workers``, ``spares`` (ready ones), ``shards``, ``generation`` (formations of the
+            group, from 0), ``epoch`` (passes begun), ``step`` (global batches), ``recoveries``
+            (one dict each: ``lost``, ``why``, ``during``, ``step``, ``replayed``, ``seconds``,
+            ``generation``, ``workers``, ``same_bits``, and ``at``, in seconds since 1970).
         """
-        model: nn.Module | list[nn.Module] = self._from_rank_0("models")
-        return model
-
-    def get_local_operator(self) -> TrainingOperator:
-        """The operator in this process: with one worker, or with ``use_local=True``."""
-        self._check_open()
-        operator = self._engine.local_operator()
-        if operator is None:
-            raise ConfigurationError(
-                "no operator lives in this process",
-                fix="TorchTrainer(..., use_local=True), or trainer.apply_all_operators(fn)",
-            )
-        found: TrainingOperator = operator
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that another trainer needs to go on from here: plain tensors and Python."""
-        return self._state("state_dict")
-
-    def _state(self, method: str) -> dict[str, Any]:
-        state: dict[str, Any] = self._from_rank_0(method)
-        if self._spec.num_workers > 1 and self._operator_cls._brings("state_dict"):
-            state["operator_by_rank"] = self._call("operator_state")
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any], blocking: bool = True) -> None:
-        """Go on from `state` in every worker.
-
-        Blocks until every worker has taken it over (`blocking` is RaySGD's name; False is
-        refused, because a failure would be noticed by nobody). On an error nothing changes.
-
-        Raises:
-            CheckpointError: it is of another model, or of another `num_shards` or `seed`
-                than the trainer was explicitly given.
-        """
-        require(blocking is True, "blocking", blocking, "True")
-        self._check_open()
-        if not isinstance(state, Mapping):
-            raise CheckpointError(
-                "this is not the state of a trainer",
-                expected="what trainer.state_dict() returned",
-                got=f"{type(state).__name__}: {state!r:.60}",
-            )
-        for name, explicit in self._explicit.items():
-            if explicit is not None and state.get(name, explicit) != explicit:
-                raise CheckpointError(
-                    f"the state was made with another {name}",
-                    expected=f"{name}={explicit}, as the trainer was told",
-                    got=f"{name}={state[name]}",
-                    fix=f"leave {name} out: it is taken from the state",
-                )
-        self._call("check_state", state)
-        try:
-            self._call("apply_state", state)
-        except BaseException:
-            if self._engine.ended is None:
-                self._call("settle_state", False)
-            raise
-        self._call("settle_state", True)
-        self._give_back()
-
-    def save(self, path: str | os.PathLike[str]) -> str:
-        """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""
-        in_shards = self._spec.options.sync == "fsdp"
-        write = checkpoint.write_directory if in_shards else checkpoint.write
-        self._check_open()
-        is_here = self._engine.local_operator() is not None  # else it is a copy in any case
-        return write(os.fspath(path), self._state("state_to_write" if is_here else "state_dict"))
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Read a file of `save`, check it, and go on from it in every worker.
-
-        Raises:
-            CheckpointError: see `lockstep.checkpoint.read` and `load_state_dict`; the
-                trainer is as it was.
-        """
-        self._check_open()
-        self.load_state_dict(checkpoint.read(os.fspath(path)))
-
-    def _give_back(self) -> None:
-        """Objects handed over by `from_model` hold the trained state after every change."""
-        absorb = getattr(self._operator_cls, "_absorb", None)
-        if absorb is not None and self._engine.local_operator() is None:
-            absorb(self._from_rank_0("state_dict"))
+        epoch, step = self._call_rank(0, "position")
+        roster = self._engine.roster()
+        return {
+            "workers": roster.workers,
+            "spares": roster.spares,
+            "shards": self._spec.num_shards,
+            "generation": roster.generation,
+            "epoch": epoch,
+            "step": step,
+            "recoveries": list(roster.recoveries),
+        }
 
     # ------------------------------------------------------------------------ users' functions
 
@@ -456,41 +406,3 @@ class TorchTrainer:
         if name in _NOT_YET:
             raise AttributeError(f"TorchTrainer has no {name} in this version of lockstep")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _tell(self, event: str, *results: dict[str, Any]) -> None:
-        for callback in self._callbacks:
-            # A copy for each: what one takes out of it the next, and the caller, still get.
-            getattr(callback, event)(self, *map(dict, results))
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        self._check_open()
-        with self._one_call_at_a_time(method):
-            answers: list[Any] = self._engine.call(method, *args, **kwargs)
-        return answers
-
-    def _call_rank(self, rank: int, method: str, *args: Any) -> Any:
-        self._check_open()
-        with self._one_call_at_a_time(method):
-            return self._engine.call_rank(rank, method, *args)
-
-    def _from_rank_0(self, method: str) -> Any:
-        if self._spec.options.sync == "fsdp":
-            return self._call("whole", method)[0]  # each rank has a part of it
-        return self._call_rank(0, method)
-
-    @contextlib.contextmanager
-    def _one_call_at_a_time(self, method: str) -> Iterator[None]:
-        """Two calls at once would take turns with the batches, the model and the metrics."""
-        if not self._calling.acquire(blocking=False):
-            raise two_calls(method)
-        try:
-            yield
-        finally:
-            self._calling.release()
-
-    def _check_open(self) -> None:
-        if self._engine is None:
-            raise was_shut_down()
-        if self._engine.ended is not None:
-            reason = self._engine.ended
-            raise has_ended(reason) from reason

@@ -2,21 +2,31 @@
 """One worker's life: process group, shards, the commit of a step."""
 
 from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
+from lockstep.worker.passes import Progress
 from lockstep.worker.process_group import Rendezvous, arrival_key
+from lockstep.worker.regroup import Formation, Standing
+from lockstep.worker.report import Counted, Report, lost_report
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.trial import Trial
-from lockstep.worker.worker import Report, Worker
+from lockstep.worker.where import Whereabouts
+from lockstep.worker.worker import Worker
 
 __all__ = [
+    "Counted",
+    "Formation",
     "Outcome",
+    "Progress",
     "Rendezvous",
     "Report",
+    "Standing",
     "Trial",
+    "Whereabouts",
     "Worker",
     "WorkerSpec",
     "add_rank",
     "arrival_key",
     "failure",
     "is_peer_lost",
+    "lost_report",
     "shown_error",
 ]

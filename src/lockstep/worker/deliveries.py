@@ -18,12 +18,13 @@ from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.sync import Synchroniser
+    from lockstep.worker.rollback import Rollback
 
 
 class StepSource(Protocol):
@@ -49,6 +50,15 @@ class StepSource(Protocol):
         Collective:
             Every rank of `group`; one small exchange.
         """
+
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
+
+        None where nobody can tell.
+        """
+
+    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
+        """The items that `shards` hold in a step; an empty list where nobody can tell."""
 
     def close(self) -> None: ...
 
@@ -77,6 +87,12 @@ class Cursor:
         # Wherever it is moved to, also into what was the middle of a window with another
         # `accumulate`: what came before is not in anybody's gradients.
         self.window_start = step
+
+    def use(self, source: StepSource) -> None:
+        """Read from `source` from now on, at the same position."""
+        self._abandon()
+        self.source.close()
+        self.source = source
 
     def close(self) -> None:
         """End the loader's worker processes."""
@@ -133,11 +149,17 @@ class Cursor:
 
 @dataclass
 class Tally:
-    """What a worker has delivered during one call; `on_commit` is told of every step."""
+    """What a worker has delivered during one call.
+
+    Attributes:
+        on_commit: told of every step.
+        at_boundary: called before every batch; what it raises ends the call between two steps.
+    """
 
     steps: int = 0
     samples: int = 0
     on_commit: Callable[[], None] | None = None
+    at_boundary: Callable[[], None] | None = None
 
 
 class Deliveries:
@@ -146,6 +168,8 @@ class Deliveries:
     Args:
         limit: global batches to deliver at most; None for the rest of the epoch.
         purpose: "train" or "validation", part of every seed.
+        rollback: remembers what a step changes until it is committed; None for validation.
+        first_index: the number of the first batch in its pass; 0 unless the pass was interrupted.
     """
 
     def __init__(
@@ -156,12 +180,16 @@ class Deliveries:
         *,
         limit: int | None,
         purpose: str,
+        rollback: Rollback | None = None,
+        first_index: int = 0,
     ) -> None:
         self._operator = operator
         self._cursor = cursor
         self._tally = tally
         self._limit = limit
         self._purpose = purpose
+        self._rollback = rollback
+        self.first_index = first_index
         self._open: int | None = None
         self._unused: list[int] = []
         self._rounds = 0
@@ -182,6 +210,8 @@ class Deliveries:
     def __next__(self) -> Any:
         while True:
             self.commit()
+            if self._tally.at_boundary is not None:
+                self._tally.at_boundary()
             if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
                 self._look_for_the_end()
                 raise StopIteration
@@ -208,6 +238,8 @@ class Deliveries:
             self._operator._lockstep.committed += 1
             self._operator.global_step = self._operator._lockstep.committed
             self._note_window()
+            if self._rollback is not None:
+                self._rollback.settle(self._cursor)
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()
@@ -234,6 +266,8 @@ class Deliveries:
     def _deliver(self, step: Step) -> Any:
         if self._purpose == "train":
             self._operator._lockstep.place = self._place(step)
+            if self._rollback is not None:
+                self._rollback.keep(self._cursor, self._tally)
         parts = tuple(
             Part(
                 part.batch,

@@ -89,7 +89,7 @@ def _did_not_meet(error: RuntimeError, rank: int, world_size: int) -> PeerLostEr
 
 def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
     tcp_store = _drivers_store(rendezvous)
-    tcp_store.set(arrival_key(rendezvous.generation, rank), "here")
+    tcp_store.set(arrival_key(rank), "here")
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
     if rendezvous.as_default:
         dist.init_process_group(
@@ -181,9 +181,9 @@ def taken_for_world(member: HasGroup) -> Iterator[None]:
             dist.group.WORLD = before.pop()
 
 
-def arrival_key(generation: int, rank: int) -> str:
+def arrival_key(rank: int) -> str:
     """The key that a rank sets when it has come this far, before it waits for the others."""
-    return f"arrived-{generation}-{rank}"
+    return f"arrived-{rank}"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from lockstep.errors import DataOrderError, NotShardableError
 from lockstep.operator.setting import ONE_PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from lockstep.data import Step
     from lockstep.group import Group
@@ -38,6 +38,12 @@ class OwnSource:
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
         return self._loader.batches(epoch, start_step, num_steps=self._steps)
+
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        return None
+
+    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
+        return []  # only the user's own loader knows
 
     def close(self) -> None:
         self._loader.close()

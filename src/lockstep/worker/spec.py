@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import split_batch_size
 from lockstep.keys import BATCH_SIZE
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lockstep.operator import TrainingOperator
+
+_RECOVERABLE: Final = frozenset({"replicate"})
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,20 @@ class WorkerSpec:
     threads: int | None = None
     use_gpu: bool = False
     options: Options = field(default_factory=Options)
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether the run can go on without one of its workers."""
+        options = self.options
+        # A user's own wrapper keeps the broken group; a user's own split of the data knows only
+        # the worker that is gone; a shard of the weights is gone with its worker.
+        several = self.num_workers > 1
+        return (
+            several
+            and options.wrap_ddp
+            and options.add_dist_sampler
+            and options.sync in _RECOVERABLE
+        )
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:

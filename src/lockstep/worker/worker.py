@@ -5,26 +5,24 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.data import Placement, shards_of
-from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.errors import CheckpointError, ConfigurationError, PeerLostError
 from lockstep.group import Group
-from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
-from lockstep.metrics.numeric import as_number
-from lockstep.operator.joint import reduction_of
-from lockstep.operator.loops import checked_metrics, registered
-from lockstep.operator.registration import step_schedulers, update_schedulers
+from lockstep.operator.loops import registered
+from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
-from lockstep.reduction import activate
+from lockstep.worker import regroup, trial
 from lockstep.worker import state as states
-from lockstep.worker import trial
-from lockstep.worker.deliveries import Cursor, Deliveries, Tally
+from lockstep.worker.deliveries import Cursor
 from lockstep.worker.determinism import deterministic
+from lockstep.worker.inquiries import Inquiries
+from lockstep.worker.passes import Request, Underway
 from lockstep.worker.process_group import (
     Rendezvous,
     form_group,
@@ -32,6 +30,7 @@ from lockstep.worker.process_group import (
     leave_group,
     taken_for_world,
 )
+from lockstep.worker.rollback import Rollback
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
 
@@ -43,40 +42,20 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
+    from lockstep.worker.passes import Progress
+    from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
 
 
-@dataclass(frozen=True)
-class Report:
-    """What one worker brings back from `train` or `validate`.
-
-    Attributes:
-        metrics: what the operator's loop returned, one entry a pass over (part of) an epoch.
-        summaries: what lockstep's own loop had returned inside it; None where it did not run.
-        sums: the sums behind the summaries, over the whole call (see `lockstep.metrics.merge`).
-        samples_by_pass: this worker's samples in each pass.
-        samples: samples of this worker, each counted once.
-        steps: global batches.
-        epoch: passes over the training data begun, this call's included; None for `validate`.
-        timers: seconds by phase; None unless asked for (`profile`).
-        weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
-    """
-
-    metrics: list[dict[str, Any]]
-    summaries: list[dict[str, Any] | None]
-    sums: dict[str, Any]
-    samples_by_pass: list[int]
-    samples: int
-    steps: int
-    epoch: int | None
-    timers: dict[str, float] | None
-    weighed_by: str | None = None
-
-
-class Worker:
+class Worker(Inquiries):
     """Rank `rank` of a run. Its methods are called by an engine, one at a time.
 
-    `progress` alone may be called from another thread meanwhile.
+    `progress`, `where` and `dismiss` alone may be called from another thread meanwhile.
+
+    Attributes:
+        cursors: the position in the data, by purpose.
+        has_state: the state of the run is here; a spare gets it when it joins.
+        underway: the latest `train` or `validate`.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
@@ -86,11 +65,16 @@ class Worker:
         self._group: dist.ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None
         self._num_copies = 0
-        self._operator: TrainingOperator | None = None
-        self._cursors: dict[str, Cursor] = {}
+        self._operator = None
+        self.cursors = {}
         self._before_load: dict[str, Any] | None = None
-        self._tally = Tally()
+        self._before_call: dict[str, Any] | None = None
+        self._rollback: Rollback | None = None
+        self._is_dismissed = False
+        self._is_warm = False
         self._threads_before: int | None = None
+        self.has_state = False
+        self.underway = None
         self.on_commit: Callable[[], None] | None = None
         self.before_meeting: Callable[[], None] | None = None
 
@@ -102,6 +86,27 @@ class Worker:
         Returns:
             ``pid``, ``device``, and ``loaders``: steps in an epoch by purpose, None if unknown.
         """
+        device = self._begin_process()
+        if rendezvous is not None:
+            if self.before_meeting is not None:
+                self.before_meeting()
+            self._rendezvous = rendezvous
+            self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
+        self._build_operator(device)
+        self.has_state = True
+        return self._introduction(device)
+
+    def stand_by(self) -> dict[str, Any]:
+        """Build the operator of a spare: `setup` runs, and nothing is attached to anybody yet.
+
+        Returns:
+            As `start`.
+        """
+        device = self._begin_process()
+        self._build_operator(device, is_spare=True)
+        return self._introduction(device)
+
+    def _begin_process(self) -> torch.device:
         spec = self.spec
         if spec.threads is not None:
             self._threads_before = torch.get_num_threads()
@@ -109,16 +114,15 @@ class Worker:
         device = _pick_device(spec.use_gpu, self.local_rank)
         if spec.initialization_hook is not None:
             spec.initialization_hook()
-        if rendezvous is not None:
-            if self.before_meeting is not None:
-                self.before_meeting()
-            self._rendezvous = rendezvous
-            self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
-        self._build_operator(device)
-        loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
+        return device
+
+    def _introduction(self, device: torch.device) -> dict[str, Any]:
+        loaders = {name: cursor.source.steps_per_epoch for name, cursor in self.cursors.items()}
         return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
-    def _build_operator(self, device: torch.device, *, is_trial: bool = False) -> None:
+    def _build_operator(
+        self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
+    ) -> None:
         spec = self.spec
         setting = Setting(
             world_rank=self.rank,
@@ -126,9 +130,11 @@ class Worker:
             local_rank=self.local_rank,
             device=device,
             group=Group(self._group, device),
-            placement=self._placement(spec.num_shards, spec.seed),
+            # A spare does not know yet whose shards it will carry; `join` tells it.
+            placement=self._placement(spec.num_shards, spec.seed, 0 if is_spare else self.rank),
             options=spec.options,
             is_trial=is_trial,
+            is_spare=is_spare,
             owner=self._rendezvous.owner if self._rendezvous is not None else None,
         )
         config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
@@ -137,29 +143,35 @@ class Worker:
         self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
             operator.setup(operator.config)
-        sync = registered(operator).sync
-        if sync is not None and spec.num_workers > 1:
+        run = registered(operator)
+        if run.sync is not None and spec.num_workers > 1:
             # What `setup` did to the weights after `register` it may have done on some ranks only.
-            sync.agree_on_values()
+            run.sync.agree_on_values()
         self._open_loaders(operator)
+        if spec.is_recoverable and not is_trial:
+            self._rollback = Rollback(operator, run)
 
-    def _placement(self, num_shards: int, seed: int) -> Placement:
-        return Placement(num_shards, shards_of(self.rank, self.spec.num_workers, num_shards), seed)
+    def _placement(self, num_shards: int, seed: int, rank: int) -> Placement:
+        return Placement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()
         for purpose, loader in operator._lockstep.loaders.items():
             if loader is not None:
                 source = open_source(operator, loader, purpose)
-                self._cursors[purpose] = Cursor(source)
-        if operator._lockstep.sync is not None and "train" in self._cursors:
-            usual = self._cursors["train"].source.global_batch_size
-            operator._lockstep.sync.expect_weight(usual)
+                self.cursors[purpose] = Cursor(source)
+        self.expect_usual_weight()
+
+    def expect_usual_weight(self) -> None:
+        """Tell the synchronisation what a usual step weighs."""
+        sync = self.operator._lockstep.sync
+        if sync is not None and "train" in self.cursors:
+            sync.expect_weight(self.cursors["train"].source.global_batch_size)
 
     def _close_loaders(self) -> None:
-        for cursor in self._cursors.values():
+        for cursor in self.cursors.values():
             cursor.close()
-        self._cursors.clear()
+        self.cursors.clear()
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
@@ -179,6 +191,62 @@ class Worker:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
+
+    # -------------------------------------------------------------------- another generation
+
+    def stand_down(self, interrupted: str | None) -> regroup.Standing:
+        """Leave a group that has broken; says how far this worker has come.
+
+        Args:
+            interrupted: the method that could not be completed by all workers.
+        """
+        return regroup.stand_down(self, interrupted)
+
+    def join(self, rank: int, formation: regroup.Formation) -> None:
+        """Become rank `rank` of the next generation; see `regroup.join`."""
+        regroup.join(self, rank, formation)
+
+    def dismiss(self) -> None:
+        """Leave the call that runs before its next batch, so that the group can be formed anew."""
+        self._is_dismissed = True
+
+    def _look_up(self) -> None:
+        """Between two batches."""
+        if self.underway is not None:
+            self.underway.note_counts()
+        if self._is_dismissed:
+            raise PeerLostError(
+                "this rank left the group between two steps",
+                where=f"rank {self.rank}",
+                cause="another worker is about to join",
+            )
+
+    def undo(self, call: Underway) -> regroup.Undone:
+        """Take back what `call` has not committed."""
+        if call.request.purpose == "validation":
+            call.rewind()
+            return "all"
+        if self._before_call is not None:
+            # A loop of the user's own: only it knows what lies between two batches.
+            self.go_to(self._before_call)
+            return "all"
+        done = self._rollback is not None and self._rollback.undo(call.cursor, call.tally)
+        return "step" if done else "nothing"
+
+    def take_rank(self, rank: int, size: int) -> None:
+        """Be rank `rank` of `size` from now on."""
+        self.rank = rank
+        self.spec = replace(self.spec, num_workers=size)
+        self._num_copies = 0
+        self._is_dismissed = False
+
+    def enter(self, group: dist.ProcessGroup, rendezvous: Rendezvous) -> None:
+        """Belong to `group`, until `leave`."""
+        self._group, self._rendezvous = group, rendezvous
+
+    def placement_for(self, before: Placement) -> Placement:
+        """The shards that this rank carries now."""
+        return self._placement(before.num_shards, before.seed, self.rank)
 
     # --------------------------------------------------------------------- copies beside it
 
@@ -216,125 +284,59 @@ class Worker:
 
     # ------------------------------------------------------------------- training, validation
 
-    def train(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
-        operator, cursor = self.operator, self._cursors["train"]
-        if self.run.attached:
-            self.run.refuse_replaced()
-        full_info = self._info(info, num_steps, cursor)
-
-        def one_pass(deliveries: Deliveries) -> dict[str, Any]:
-            full_info["epoch_idx"] = cursor.epoch
-            return operator.train_epoch(deliveries, full_info)
-
-        return self._passes("train", cursor, num_steps, profile, one_pass)
-
-    def validate(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
-        operator, cursor = self.operator, self._cursors["validation"]
-
-        def one_pass(deliveries: Deliveries) -> dict[str, Any]:
-            return operator.validate(deliveries, dict(info))
-
-        return self._passes("validation", cursor, num_steps, profile, one_pass)
-
-    def _passes(
+    def train(
         self,
-        purpose: str,
-        cursor: Cursor,
         num_steps: int | None,
         profile: bool,
-        one_pass: Callable[[Deliveries], dict[str, Any]],
+        info: Mapping[str, Any],
+        interrupted: Progress | None = None,
     ) -> Report:
-        """Call `one_pass` once per epoch touched, until `num_steps` or the epoch's end."""
-        operator = self.operator
-        operator.timers.reset()
-        operator.timers.enable() if profile else operator.timers.disable()
-        self._tally = tally = Tally(on_commit=self.on_commit)
-        operator._lockstep.begin_call()
-        if operator._lockstep.sync is not None:
-            # Also for validation: weights that are in shards are gathered by all ranks at once.
-            operator._lockstep.sync.begin_step(operator._lockstep.committed)
-        metrics: list[dict[str, Any]] = []
-        summaries: list[dict[str, Any] | None] = []
-        samples_by_pass: list[int] = []
-        epoch = cursor.epochs_entered
-        with preserved(), self._arithmetic(), activate(reduction_of(operator, None)):
-            while True:
-                if not cursor.at_epoch_start and cursor.is_exhausted():
-                    self._end_epoch(cursor, purpose)
-                if cursor.at_epoch_start:
-                    cursor.source.agree(operator._lockstep.setting.group, cursor.epoch)
-                operator._lockstep.summary = None
-                left = None if num_steps is None else num_steps - tally.steps
-                deliveries = Deliveries(operator, cursor, tally, limit=left, purpose=purpose)
-                method = "train_epoch" if purpose == "train" else "validate"
-                metrics.append(checked_metrics(operator, method, one_pass(deliveries)))
-                deliveries.commit()
-                summaries.append(operator._lockstep.summary)
-                samples_by_pass.append(tally.samples - sum(samples_by_pass))
-                epoch = max(epoch, cursor.epochs_entered)
-                if deliveries.epoch_over:
-                    self._end_epoch(cursor, purpose)
-                finished = num_steps is None or tally.steps >= num_steps
-                if finished or not deliveries.epoch_over or deliveries.delivered == 0:
-                    break
-        self.run.seal()
-        return Report(
-            metrics=metrics,
-            summaries=summaries,
-            sums=operator._lockstep.meters.state(),
-            samples_by_pass=samples_by_pass,
-            samples=tally.samples,
-            steps=tally.steps,
-            epoch=epoch if purpose == "train" else None,
-            timers=operator.timers.stats() if profile else None,
-            weighed_by=operator._lockstep.weighed_by.get(purpose),
+        """Train; go on with the call that stopped at `interrupted`, if there was one."""
+        if self.run.attached:
+            self.run.refuse_replaced()
+        return self._run(Request("train", num_steps, profile, info), interrupted)
+
+    def validate(
+        self,
+        num_steps: int | None,
+        profile: bool,
+        info: Mapping[str, Any],
+        interrupted: Progress | None = None,
+    ) -> Report:
+        """Validate; after an interruption from where the call began, so that all is counted."""
+        return self._run(Request("validation", num_steps, profile, info), interrupted)
+
+    def _run(self, request: Request, interrupted: Progress | None) -> Report:
+        if interrupted is None or self.underway is None:
+            self.underway = self._begin(request, interrupted)
+        elif interrupted.is_over or self.underway.tally.steps < interrupted.steps:
+            self.underway.catch_up(interrupted)
+        report = self.underway.run()
+        self._is_warm = self._is_warm or report.steps > 0
+        self._before_call = None
+        return report
+
+    def _begin(self, request: Request, interrupted: Progress | None) -> Underway:
+        training = request.purpose == "train"
+        if training and self.operator._brings("train_epoch"):
+            self._before_call = self.state_dict()
+        if self._rollback is not None and training:
+            self._rollback.begin_call()
+        call = Underway(
+            self.operator,
+            self.cursors[request.purpose],
+            request,
+            arithmetic=self._arithmetic,
+            on_commit=self.on_commit,
+            rollback=self._rollback if training else None,
+            progress=interrupted,
         )
+        if self._rollback is not None:
+            call.tally.at_boundary = self._look_up
+        return call
 
     def _arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
-
-    def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
-        """Also where an epoch of unknown length turns out to have ended with the last call."""
-        operator = self.operator
-        wanted = purpose == "train" and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-        # A loop of the user's own steps them itself, unless it ran ours.
-        if wanted and (operator._lockstep.ran_our_epoch or not operator._brings("train_epoch")):
-            step_schedulers(self.run.schedulers)
-        operator._lockstep.ran_our_epoch = False
-        cursor.finish_epoch()
-
-    def _info(
-        self, info: Mapping[str, Any], num_steps: int | None, cursor: Cursor
-    ) -> dict[str, Any]:
-        operator = self.operator
-        return {
-            **info,
-            NUM_STEPS: num_steps,
-            USE_FP16: operator.use_fp16,
-            SCHEDULER_STEP: operator.scheduler_step_freq,
-            "epoch_idx": cursor.epoch,
-        }
-
-    def progress(self) -> dict[str, Any]:
-        """Steps and samples so far, over all workers, in the call that runs; its latest loss."""
-        tally, operator = self._tally, self._operator
-        if operator is None:
-            return {}
-        placement = operator._lockstep.setting.placement
-        samples = tally.samples * placement.num_shards / len(placement.shards)
-        latest = operator._lockstep.latest
-        loss = as_number(latest.get("train_loss", latest.get("val_loss")))
-        # A number: a driver without CUDA could not even receive a tensor that lives there.
-        loss = None if loss is None else float(loss)
-        return {"steps": tally.steps, "samples": samples, "loss": loss}
-
-    def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
-        """Global batches that the next call will make; None if the data has no length."""
-        if num_steps is not None:
-            return num_steps
-        cursor = self._cursors[purpose]
-        total = cursor.source.steps_per_epoch
-        return None if total is None else total - cursor.step
 
     def update_scheduler(self, metric: float) -> None:
         if not self.run.schedulers:
@@ -354,10 +356,10 @@ class Worker:
         """Everything that this rank knows of the run; the same on every rank but "operator"."""
         self.run.seal()
         state = states.collect(self.operator, self.run, copies=copies)
-        state["epoch"] = self._cursors["train"].epochs_entered if "train" in self._cursors else 0
+        state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
         state["position"] = {
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
-            for purpose, cursor in self._cursors.items()
+            for purpose, cursor in self.cursors.items()
         }
         self._rewind_to_window(state)
         placement = self.operator._lockstep.setting.placement
@@ -366,8 +368,8 @@ class Worker:
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Gradients are not saved: a window that is open is computed again from its start."""
-        if "train" in self._cursors:
-            cursor = self._cursors["train"]
+        if "train" in self.cursors:
+            cursor = self.cursors["train"]
             state["position"]["train"]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
 
@@ -402,14 +404,14 @@ class Worker:
         states.apply(operator, self.run, self._own_part(state))
         before = operator._lockstep.setting.placement
         placement = self._placement(
-            state.get("num_shards", before.num_shards), state.get("seed", before.seed)
+            state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
         )
         if placement != before:
             operator._lockstep.setting = replace(operator._lockstep.setting, placement=placement)
             self._open_loaders(operator)
         for purpose, place in state.get("position", {}).items():
-            if purpose in self._cursors:
-                self._cursors[purpose].move_to(place["epoch"], place["step"])
+            if purpose in self.cursors:
+                self.cursors[purpose].move_to(place["epoch"], place["step"])
 
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         by_rank = state.get("operator_by_rank")

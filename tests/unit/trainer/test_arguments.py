@@ -27,7 +27,7 @@ OURS = {
     "sync": "replicate",
     "num_shards": None, "precision": "fp32", "seed": 0, "resources_per_worker": None,
     "bucket_cap_mb": 25, "callbacks": (), "reproducible": False, "accumulate": 1,
-    "clip_grad_norm": None,
+    "clip_grad_norm": None, "spare_workers": 0, "min_workers": 1, "hang_timeout_s": 60,
 }  # fmt: skip
 RAYSGD_METHODS = {
     "train": {"num_steps": None, "profile": False, "reduce_results": True, "max_retries": 3,
@@ -127,6 +127,9 @@ def test_the_operator_knows_how_it_was_asked_to_train():
         ({"num_cpus_per_worker": "2"}, "a number above zero"),
         ({"timeout_s": -1}, "timeout_s=-1"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ({"spare_workers": 1}, "num_workers=2 or more"),
+        ({"min_workers": 2}, "min_workers=2"),
+        ({"hang_timeout_s": 0}, "hang_timeout_s"),
         ({"seed": "zero"}, "an int"),
         ({"backend": "mpi"}, '"auto", "nccl" or "gloo"'),
         ({"backend": "nccl", "use_gpu": False}, '"gloo" or "auto"'),
@@ -165,14 +168,14 @@ def test_a_wrong_kind_is_refused_with_what_to_type(arguments, needed):
     assert needed in str(caught.value)
 
 
-@pytest.mark.parametrize("argument", ["resume", "spare_workers", "audit"])
+@pytest.mark.parametrize("argument", ["resume", "checkpoint_dir", "audit"])
 def test_what_this_version_has_not_got_says_so(argument):
     with pytest.raises(NotAvailableError, match=f"leave {argument} out"):
         trainer(**{argument: 1})
 
 
 def test_saying_what_this_version_does_anyway_is_no_error():
-    with trainer(sync="replicate", audit="off", spare_workers=0, resume=None) as one:
+    with trainer(sync="replicate", audit="off", resume=None) as one:
         assert one.train()["epoch"] == 1
 
 

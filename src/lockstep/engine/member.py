@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker as the driver knows it, whatever its rank is at the moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from lockstep.worker import Worker
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker, which keeps its number while ranks change hands.
+
+    Attributes:
+        number: counts the workers of a trainer, for people.
+        node: the node that it lives on.
+        local_rank: its place among the workers there, from its start on.
+        actor: its Ray actor; None for the worker in the driver's process.
+        worker: that worker.
+        seat: its bundle in the workers' placement group.
+        pid: its process; 0 until it has started.
+    """
+
+    number: int
+    node: str
+    local_rank: int
+    actor: Any = None
+    worker: Worker | None = None
+    seat: int | None = None
+    pid: int = 0
+
+    def __str__(self) -> str:
+        where = f"pid {self.pid}" if self.pid else "not started"
+        return f"worker {self.number} ({where}, node {self.node[:8]})"
+
+    @property
+    def is_here(self) -> bool:
+        """Its process runs on the driver's machine."""
+        return self.node == this_node()
+
+
+def kill(member: Member, neighbours: list[Member]) -> None:
+    """End a process at once, also one that is stopped or does not answer.
+
+    `ray.kill` asks the process first, and lets one that was stopped live on for seconds, in
+    which its open sockets keep its peers waiting (measured: 5 s). A signal does not ask.
+    """
+    if member.actor is None or not member.pid:
+        return
+    if member.is_here:
+        try:
+            os.kill(member.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+    for other in neighbours:
+        if other.node == member.node and other.actor is not None and other is not member:
+            other.actor.end_process.remote(member.pid)
+    ray.kill(member.actor, no_restart=True)
+
+
+def process_state(member: Member) -> str:
+    """What the operating system says of a process here: "T" is stopped; "" if it cannot tell."""
+    if not member.pid or not member.is_here:
+        return ""
+    try:
+        with open(f"/proc/{member.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def this_node() -> str:
+    """The node that this process runs on."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node

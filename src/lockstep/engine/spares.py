@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a worker that was started is ready to take a place."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+import ray
+
+if TYPE_CHECKING:
+    from lockstep.engine.member import Member
+    from lockstep.worker import Outcome
+
+
+class Readiness(Enum):
+    """Of a worker that runs its `setup`."""
+
+    STARTING = auto()
+    READY = auto()
+    FAILED = auto()
+
+
+def look_at(member: Member, starting: Any) -> tuple[Readiness, BaseException | None]:
+    """How far `member` is, and what went wrong; never waits for its `setup`."""
+    if not ray.wait([starting], timeout=0)[0]:
+        return Readiness.STARTING, None
+    try:
+        outcome: Outcome = ray.get(starting)
+        error = outcome.exception()
+        if error is None and not member.pid:
+            member.pid = cloudpickle.loads(outcome.value)["pid"]
+            member.node = ray.get(member.actor.node.remote())
+    # Whatever ended the actor: somebody else will have to take the place.
+    except Exception as failure:
+        error = failure
+    return (Readiness.READY, None) if error is None else (Readiness.FAILED, error)

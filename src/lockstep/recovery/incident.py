@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One recovery: what `trainer.status()` tells of it, and the line in the log."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What happened and what became of it.
+
+    Attributes:
+        at: seconds since 1970.
+        lost: the workers that are gone, with their ranks.
+        why: what ended them.
+        during: the method, and what the lost worker was seen doing last.
+        step: steps of the run that had happened; none of them is lost.
+        replayed: steps that were computed again: 0 or 1, or an accumulation window.
+        seconds: from the first sign of the failure until the group stood again.
+        generation: the formation that followed.
+        workers: its size.
+        same_bits: the run still ends with the bits of an undisturbed one.
+    """
+
+    at: float
+    lost: tuple[str, ...]
+    why: str
+    during: str
+    step: int
+    replayed: int
+    seconds: float
+    generation: int
+    workers: int
+    same_bits: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        who = f"lost {', '.join(self.lost)} ({self.why})" if self.lost else self.why
+        bits = (
+            "the same bits as undisturbed" if self.same_bits else "other bits, the same objective"
+        )
+        steps = "step" if self.replayed == 1 else "steps"
+        return (
+            f"recovered in {self.seconds:.2f} s: {who} during {self.during}, after step"
+            f" {self.step}; {self.replayed} {steps} computed again, none lost; generation"
+            f" {self.generation} has {self.workers} workers; {bits}"
+        )

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on all workers that go on when a worker dies."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.data import shards_of
+from lockstep.errors import PoisonedStepError, WorkerDiedError
+from lockstep.recovery.incident import Incident
+from lockstep.recovery.lost_counts import LostCounts
+from lockstep.recovery.poison import Deaths
+from lockstep.recovery.regrouping import Loss, Regrouping
+from lockstep.recovery.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lockstep.engine import Roster
+    from lockstep.engine.hearing import Hearing
+    from lockstep.engine.ray import RayEngine
+    from lockstep.operator import TrainingOperator
+    from lockstep.recovery.policy import Policy
+    from lockstep.recovery.regrouping import Regrouped
+
+_log = logging.getLogger("lockstep.recovery")
+
+RESUMED: Final = frozenset({"train", "validate"})
+"""Go on where they were interrupted."""
+
+REPEATED: Final = frozenset(
+    {
+        "whole",
+        "state_dict",
+        "state_to_write",
+        "models",
+        "operator_state",
+        "check_state",
+        "apply_state",
+        "steps_ahead",
+        "position",
+        "verify",
+    }
+)
+"""Change nothing, or the same again. Whoever else was interrupted may have happened in part."""
+
+
+class RecoveringEngine:
+    """An engine whose group forms anew when it breaks; see `Engine`.
+
+    Args:
+        engine: whose workers these are.
+        policy: how much may be lost.
+    """
+
+    def __init__(self, engine: RayEngine, policy: Policy) -> None:
+        self._engine = engine
+        self._watchdog = Watchdog(engine, policy.hang_timeout_s)
+        self._regrouping = Regrouping(engine, policy.min_workers, self._watchdog)
+        self._deaths = Deaths()
+        self._incidents: list[Incident] = []
+        self._has_dismissed = False
+
+    @property
+    def ended(self) -> BaseException | None:
+        return self._engine.ended
+
+    @property
+    def started(self) -> list[dict[str, Any]]:
+        return self._engine.started
+
+    def local_operator(self) -> TrainingOperator | None:
+        return self._engine.local_operator()
+
+    def close(self, *, force: bool) -> None:
+        self._engine.close(force=force)
+
+    def roster(self) -> Roster:
+        return replace(
+            self._engine.roster(),
+            generation=self._regrouping.generation,
+            spares=self._regrouping.ready_spares,
+            recoveries=[incident.as_dict() for incident in self._incidents],
+        )
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        retries: int = 3,
+    ) -> list[Any]:
+        return self._call(method, args, None, watch, retries)
+
+    def call_rank(self, rank: int, method: str, *args: Any) -> Any:
+        return self._call(method, args, rank, None, 3)[0]
+
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        rank: int | None,
+        watch: Callable[[dict[str, Any]], None] | None,
+        retries: int,
+    ) -> list[Any]:
+        self._muster(method)
+        attempt, lost = args, LostCounts(self._engine, method)
+        while True:
+            ranks = range(len(self._engine.members)) if rank is None else [rank]
+            hearing = self._hear(method, attempt, ranks, watch)
+            if not hearing.has_failed:
+                return [*self._engine.conclude(hearing), *lost.reports]
+            # Who was asked to leave for a newcomer has not failed.
+            retries -= 0 if self._has_dismissed and not hearing.dead else 1
+            if not hearing.is_recoverable or retries < 0:
+                return self._engine.conclude(hearing)
+            regrouped = self._recover(hearing)
+            lost.note(regrouped)
+            if method in RESUMED and regrouped.progress is not None:
+                attempt = (*args, regrouped.progress)
+            elif method not in REPEATED and method not in RESUMED:
+                raise _happened_in_part(hearing)
+
+    def _hear(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        ranks: Sequence[int],
+        watch: Callable[[dict[str, Any]], None] | None,
+    ) -> Hearing:
+        self._watchdog.begin()
+        self._has_dismissed = False
+        return self._engine.hear(method, args, ranks, watch=watch, guard=self._guard)
+
+    def _guard(self, hearing: Hearing) -> None:
+        self._watchdog.look(hearing)
+        if hearing.method == "train" and not self._has_dismissed and self._regrouping.can_grow:
+            # Each leaves before its next batch; whoever is in a step then fails in it.
+            self._has_dismissed = True
+            self._regrouping.dismiss()
+
+    def _muster(self, method: str) -> None:
+        """Before a call: newcomers take their places, and who died meanwhile is replaced."""
+        may_repeat = method in RESUMED or method in REPEATED
+        if not self._regrouping.can_grow and may_repeat:
+            return
+        hearing = self._engine.roll_call()
+        if hearing.dead or self._regrouping.can_grow:
+            self._recover(hearing)
+
+    # ------------------------------------------------------------------------- recovering
+
+    def _recover(self, hearing: Hearing) -> Regrouped:
+        began = hearing.failed_at or time.monotonic()
+        try:
+            losses = self._losses(hearing)
+            regrouped = self._regrouping.run(hearing.method, losses)
+        except BaseException as error:
+            self._engine.end(error)
+            raise
+        regrouped.losses[:0] = losses
+        self._note(hearing, regrouped, time.monotonic() - began)
+        self._stop_poison(hearing, regrouped)
+        self._regrouping.hire_for(regrouped.losses)
+        return regrouped
+
+    def _losses(self, hearing: Hearing) -> list[Loss]:
+        members, size = list(self._engine.members), len(self._engine.members)
+        num_shards = self._engine.spec.num_shards
+        return [
+            Loss(
+                members[rank],
+                rank,
+                shards_of(rank, size, num_shards),
+                died,
+                self._watchdog.last_seen(members[rank]),
+            )
+            for rank, died in hearing.deaths.items()
+        ]
+
+    def _note(self, hearing: Hearing, regrouped: Regrouped, seconds: float) -> None:
+        losses = regrouped.losses
+        if not losses and (self._has_dismissed or not hearing.has_failed):
+            _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
+            return
+        spec = self._engine.spec
+        incident = Incident(
+            at=time.time(),
+            lost=tuple(f"{loss.member}, rank {loss.rank}" for loss in losses),
+            why="; ".join(self._why(loss) for loss in losses) or "the connections broke",
+            during=self._during(hearing.method, losses),
+            step=regrouped.point[0],
+            replayed=regrouped.replayed,
+            seconds=seconds,
+            generation=regrouped.generation,
+            workers=regrouped.size,
+            same_bits=spec.options.reproducible or regrouped.size == spec.num_workers,
+        )
+        self._incidents.append(incident)
+        _log.warning("%s", incident)
+
+    def _why(self, loss: Loss) -> str:
+        return self._watchdog.verdicts.get(loss.member) or loss.died.details["cause"] or "died"
+
+    def _during(self, method: str, losses: Sequence[Loss]) -> str:
+        seen = [found.phase for loss in losses if (found := loss.last_seen) is not None]
+        return f"{method} ({', '.join(seen)})" if seen else method
+
+    def _stop_poison(self, hearing: Hearing, regrouped: Regrouped) -> None:
+        if hearing.method not in RESUMED:
+            return
+        for loss in regrouped.losses:
+            fatal = self._deaths.note((hearing.method, *regrouped.point), loss.shards)
+            if fatal:
+                error = self._poisoned(hearing.method, fatal, regrouped, loss)
+                self._engine.end(error)
+                raise error
+
+    def _poisoned(
+        self, method: str, shards: Sequence[int], regrouped: Regrouped, loss: Loss
+    ) -> PoisonedStepError:
+        purpose = "train" if method == "train" else "validation"
+        items = self._engine.conclude(
+            self._engine.hear("items_ahead", (purpose, list(shards)), [0])
+        )[0]
+        return PoisonedStepError(
+            "the same samples have ended the worker that computed them, and two in its place",
+            where=f"step {regrouped.point[0]}, shard {', '.join(map(str, shards))}",
+            got=f"samples {items}" if items else None,
+            cause=self._why(loss),
+            fix="look at these samples (too large for the memory? a crash in native code?), leave"
+            " them out, and go on from the last checkpoint",
+        )
+
+
+def _happened_in_part(hearing: Hearing) -> BaseException:
+    cause = hearing.cause()
+    died = WorkerDiedError(
+        f"a worker died during {hearing.method}, which may have happened on the others",
+        cause=None if cause is None else str(cause).splitlines()[0],
+        fix="the workers are complete again, with the survivors' state: look at it, and call again"
+        " if that is right",
+    )
+    died.__cause__ = cause
+    return died

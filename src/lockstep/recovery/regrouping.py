@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the workers that are left to the next generation of the group.
+
+::
+
+    somebody is lost -> the others leave the group, say how far they have come
+                     -> places are filled: a spare for each that is lost, or fewer places
+                     -> they meet, the furthest hands its state over, the bits are compared
+    somebody is lost meanwhile -> once more, from the top
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from lockstep.engine.placement import start_timeout_s
+from lockstep.engine.spares import Readiness, look_at
+from lockstep.errors import NotEnoughResourcesError, WorkerDiedError
+from lockstep.worker import Formation, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.engine.hearing import Hearing
+    from lockstep.engine.member import Member
+    from lockstep.engine.ray import RayEngine
+    from lockstep.recovery.watchdog import Watchdog
+    from lockstep.worker import Standing, Whereabouts
+
+_log = logging.getLogger("lockstep.recovery")
+
+_ATTEMPTS: Final = 10
+"""Formations that may fail in a row before the run ends."""
+
+_LOOK_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that is gone, with the place it had, and what it was seen doing last."""
+
+    member: Member
+    rank: int
+    shards: range
+    died: WorkerDiedError
+    last_seen: Whereabouts | None = None
+
+
+@dataclass
+class Regrouped:
+    """What came of it.
+
+    Attributes:
+        generation: the formation's number.
+        size: its workers.
+        point: steps of the run, and the epoch.
+        replayed: steps that have to be computed again.
+        progress: of the call that was interrupted.
+        losses: the workers that are gone.
+    """
+
+    generation: int
+    size: int
+    point: tuple[int, int]
+    replayed: int
+    progress: Progress | None
+    losses: list[Loss] = field(default_factory=list)
+
+
+class Regrouping:
+    """Forms generation after generation.
+
+    Attributes:
+        generation: formations so far.
+    """
+
+    def __init__(self, engine: RayEngine, min_workers: int, watchdog: Watchdog) -> None:
+        self._engine = engine
+        self._min_workers = min_workers
+        self._watchdog = watchdog
+        self.generation = 0
+
+    @property
+    def ready_spares(self) -> int:
+        """Workers that have run their `setup` and wait."""
+        return len(self._take_stock())
+
+    @property
+    def can_grow(self) -> bool:
+        """A place is free, and somebody is ready to take it."""
+        engine = self._engine
+        return len(engine.members) < engine.spec.num_workers and bool(self._take_stock())
+
+    def _take_stock(self) -> list[Member]:
+        ready: list[Member] = []
+        for member, starting in list(self._engine.spares):
+            state, error = look_at(member, starting)
+            if state is Readiness.FAILED:
+                _log.warning("%s could not be made ready: %s", member, error)
+                self._engine.bury(member)
+            elif state is Readiness.READY:
+                ready.append(member)
+        return ready
+
+    def dismiss(self) -> None:
+        """Ask all members to leave the group before their next batch."""
+        for member in self._engine.members:
+            if member.worker is not None:
+                member.worker.dismiss()
+            else:
+                member.actor.dismiss.remote()
+
+    def hire_for(self, losses: Sequence[Loss]) -> None:
+        """Start a worker for each that is lost; it will be a spare, or take a free place."""
+        for loss in losses:
+            if loss.member.seat is not None:
+                self._engine.hire(loss.member.seat, loss.member.local_rank)
+
+    # ---------------------------------------------------------------------------- forming
+
+    def run(self, method: str, losses: Sequence[Loss]) -> Regrouped:
+        """Form the next generation from who is left.
+
+        Args:
+            method: what was interrupted.
+            losses: who is not left.
+
+        Raises:
+            WorkerDiedError: nobody is left who has the state of the run.
+            NotEnoughResourcesError: fewer than `min_workers`, and no others came.
+        """
+        engine, further = self._engine, list[Loss]()
+        places: list[Member | None] = list(engine.members)
+        for loss in losses:
+            places[places.index(loss.member)] = None
+            engine.bury(loss.member)
+        for _ in range(_ATTEMPTS):
+            standings = self._stand_down(method, places, further)
+            best = _best(standings)
+            if best is None:
+                raise _nobody_left([*losses, *further])
+            roster = self._fill(places, [*losses, *further])
+            formation = self._formation(roster, standings, best)
+            if self._form(formation, further, places):
+                return self._regrouped(roster, standings, best, further)
+        raise WorkerDiedError(
+            f"the group could not be formed in {_ATTEMPTS} attempts",
+            cause="workers died, or could not reach each other, while it was being formed",
+            fix="build a new trainer and load the last checkpoint",
+        )
+
+    def _stand_down(
+        self, method: str, places: list[Member | None], further: list[Loss]
+    ) -> dict[Member, Standing]:
+        """Everybody leaves the group; who cannot is lost as well."""
+        engine = self._engine
+        while True:
+            self._watchdog.begin()
+            ranks = range(len(engine.members))
+            members = list(engine.members)
+            hearing = engine.hear("stand_down", (method,), ranks, guard=self._watchdog.look)
+            failed = [members[rank] for rank in ranks if rank not in hearing.values]
+            for member in failed:
+                self._lose(member, hearing, members.index(member), places, further)
+            if not failed:
+                return {members[rank]: standing for rank, standing in hearing.values.items()}
+
+    def _lose(
+        self,
+        member: Member,
+        hearing: Hearing,
+        rank: int,
+        places: list[Member | None],
+        further: list[Loss],
+    ) -> None:
+        died = hearing.deaths.get(rank)
+        if died is None:
+            died = WorkerDiedError(
+                f"rank {rank} could not go on after a failure", cause=str(hearing.cause())
+            )
+        if member in places:
+            places[places.index(member)] = None
+        further.append(Loss(member, rank, range(0), died))
+        self._engine.bury(member)
+
+    def _fill(self, places: list[Member | None], losses: Sequence[Loss]) -> list[Member]:
+        """Spares in the free places, in order; the members of the next generation, by rank."""
+        engine = self._engine
+        ready = self._take_stock()
+        if sum(place is not None for place in places) + len(ready) < self._min_workers:
+            ready = self._wait_for_more(places, losses)
+        while len(places) < engine.spec.num_workers:
+            places.append(None)
+        for index, place in enumerate(places):
+            if place is None and ready:
+                places[index] = newcomer = ready.pop(0)
+                engine.spares = [each for each in engine.spares if each[0] is not newcomer]
+        engine.members = [place for place in places if place is not None]
+        return engine.members
+
+    def _wait_for_more(
+        self, places: Sequence[Member | None], losses: Sequence[Loss]
+    ) -> list[Member]:
+        left = sum(place is not None for place in places)
+        wanted, patience_s = self._min_workers, start_timeout_s()
+        _log.warning(
+            "%d workers are left, min_workers=%d: waiting for others to start", left, wanted
+        )
+        hired = len(self._engine.spares)
+        self.hire_for(losses[hired:])
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            ready = self._take_stock()
+            if left + len(ready) >= wanted:
+                return ready
+            if not self._engine.spares:
+                break
+            self._engine.pause(_LOOK_S)
+        raise NotEnoughResourcesError(
+            "too few workers are left",
+            where=f"after waiting {patience_s:.0f} s for others",
+            expected=f"min_workers={wanted}",
+            got=f"{left}",
+            cause="the cluster has no room for replacements, or they could not start",
+            fix="a smaller min_workers, spare_workers, or a new trainer from the last checkpoint",
+        )
+
+    def _formation(
+        self, roster: Sequence[Member], standings: dict[Member, Standing], best: Standing
+    ) -> Formation:
+        self.generation += 1
+        points = [standings[member].point if member in standings else None for member in roster]
+        return Formation(
+            rendezvous=self._engine.rendezvous(self.generation),
+            size=len(roster),
+            source=points.index(best.point),
+            stale=tuple(rank for rank, point in enumerate(points) if point != best.point),
+        )
+
+    def _form(self, formation: Formation, further: list[Loss], places: list[Member | None]) -> bool:
+        engine = self._engine
+        self._watchdog.begin()
+
+        def guard(hearing: Hearing) -> None:
+            self._watchdog.look(hearing)
+            if hearing.has_failed:
+                engine.call_off()
+
+        members = list(engine.members)
+        hearing = engine.hear(
+            "join",
+            (),
+            range(len(members)),
+            guard=guard,
+            args_of=lambda rank: (rank, formation),
+        )
+        if not hearing.is_recoverable:
+            engine.conclude(hearing)
+        for rank in hearing.deaths:
+            self._lose(members[rank], hearing, rank, places, further)
+        return not hearing.has_failed
+
+    def _regrouped(
+        self,
+        roster: Sequence[Member],
+        standings: dict[Member, Standing],
+        best: Standing,
+        further: list[Loss],
+    ) -> Regrouped:
+        assert best.point is not None
+        return Regrouped(
+            generation=self.generation,
+            size=len(roster),
+            point=best.point,
+            replayed=1 if best.progress is not None and not best.progress.is_over else 0,
+            progress=best.progress,
+            losses=further,
+        )
+
+
+def _best(standings: dict[Member, Standing]) -> Standing | None:
+    able = [standing for standing in standings.values() if standing.point is not None]
+    return max(able, key=lambda standing: standing.point or (0, 0), default=None)
+
+
+def _nobody_left(losses: Sequence[Loss]) -> WorkerDiedError:
+    who = ", ".join(f"{loss.member}, rank {loss.rank}" for loss in losses)
+    died = WorkerDiedError(
+        "no worker is left that has the state of the run",
+        got=f"lost {who}",
+        cause=next((loss.died.details["cause"] for loss in losses), None),
+        fix="build a new trainer and load the last checkpoint",
+    )
+    if losses:
+        died.__cause__ = losses[0].died
+    return died

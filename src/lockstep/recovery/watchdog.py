@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the worker that the others wait for in vain.
+
+It judges only what it sees: a rank that makes no step while others wait for it in a collective
+(or have answered already) is at fault; where everybody waits, or nobody does, no one is named.
+Each worker is asked over a lane of its own, and its stack is read there, so that training pays
+nothing. Who does not answer is stopped, or holds the interpreter in a call into C.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from lockstep.engine.member import kill, process_state
+from lockstep.engine.outlook import Outlook
+
+if TYPE_CHECKING:
+    from lockstep.engine.hearing import Hearing
+    from lockstep.engine.member import Member
+    from lockstep.engine.outlook import Sighting
+    from lockstep.engine.ray import RayEngine
+    from lockstep.worker import Whereabouts
+
+_log = logging.getLogger("lockstep.recovery")
+
+# The first step compiles, opens its data, and warms up caches.
+_FIRST_STEP_FACTOR: Final = 10.0
+# A rank in a collective of a broken group is freed by its peers' closing sockets in milliseconds.
+_STUCK_IN_BROKEN_GROUP_S: Final = 5.0
+
+
+class Watchdog:
+    """Looks after the workers of `engine` while they perform something.
+
+    Args:
+        hang_timeout_s: how long a worker may stay at one step while others wait for it.
+
+    Attributes:
+        verdicts: why members were ended, in words.
+    """
+
+    def __init__(self, engine: RayEngine, hang_timeout_s: float) -> None:
+        self._engine = engine
+        self._limit_s = hang_timeout_s
+        self._outlook = Outlook()
+        self.verdicts: dict[Member, str] = {}
+
+    def begin(self) -> None:
+        """Another call begins."""
+        self._outlook.forget()
+
+    def last_seen(self, member: Member) -> Whereabouts | None:
+        """What `member` was seen doing last."""
+        return self._outlook.last_seen(member)
+
+    def look(self, hearing: Hearing) -> None:
+        """Ask everybody where they are, and end who hangs."""
+        working = [self._engine.members[rank] for rank in hearing.pending.values()]
+        sightings = self._outlook.look(working)
+        now = time.monotonic()
+        others_answered = len(hearing.pending) < len(self._engine.members)
+        for member, seen in sightings.items():
+            if member in self.verdicts:
+                continue
+            if (
+                hearing.has_failed
+                and self._waits(seen, now)
+                and seen.stands_for(now) > self._broken_s
+            ):
+                self._end(member, seen, now, "stayed in a collective of a group that has broken")
+                continue
+            waiting = [each for each, one in sightings.items() if self._waits(one, now)]
+            is_waited_for = others_answered or any(each is not member for each in waiting)
+            if is_waited_for and not self._waits(seen, now) and self._is_overdue(seen, now):
+                self._end(member, seen, now, self._complaint(member, seen, now))
+
+    def _waits(self, seen: Sighting, now: float) -> bool:
+        """It answers, and stands in a collective."""
+        return seen.latest is not None and seen.latest.waits and not self._is_silent(seen, now)
+
+    def _is_silent(self, seen: Sighting, now: float) -> bool:
+        return seen.silent_for(now) > min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S) / 2
+
+    @property
+    def _broken_s(self) -> float:
+        return min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S)
+
+    def _is_overdue(self, seen: Sighting, now: float) -> bool:
+        is_first = seen.latest is None or not seen.latest.is_warm
+        limit_s = self._limit_s * (_FIRST_STEP_FACTOR if is_first else 1.0)
+        return seen.stands_for(now) > limit_s
+
+    def _complaint(self, member: Member, seen: Sighting, now: float) -> str:
+        found = seen.latest
+        place = "" if found is None else f", {found.phase}"
+        if found is not None and found.line:
+            place += f" at {found.line}"
+        for_s = f"{seen.stands_for(now):.0f} s"
+        if not self._is_silent(seen, now):
+            return f"made no step for {for_s}{place}, while others waited"
+        if process_state(member) in ("T", "t"):
+            return f"was stopped (by a signal or a debugger) and made no step for {for_s}{place}"
+        return (
+            f"did not answer for {seen.silent_for(now):.0f} s{place}: stopped, cut off, or in a"
+            " call into C that holds the interpreter"
+        )
+
+    def _end(self, member: Member, seen: Sighting, now: float, complaint: str) -> None:
+        self.verdicts[member] = complaint
+        stack = "" if seen.latest is None else f"; its stack:\n{seen.latest.stack}"
+        _log.error("%s %s: it is ended%s", member, complaint, stack)
+        kill(member, self._engine.members)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine a trainer's workers live in, and whether it survives their death."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.engine.inline import InlineEngine
+from lockstep.errors import NotAvailableError
+
+if TYPE_CHECKING:
+    from lockstep.engine import Engine
+    from lockstep.engine.ray import RayEngine
+    from lockstep.recovery import Policy
+    from lockstep.worker import WorkerSpec
+
+__all__ = ["InlineEngine", "recovering", "refuse_spares"]
+
+
+def recovering(engine: RayEngine, policy: Policy) -> Engine:
+    """The engine, and around it what forms its group anew, where that can be done."""
+    if not engine.spec.is_recoverable:
+        return engine
+    from lockstep.recovery.recovering import RecoveringEngine
+
+    return RecoveringEngine(engine, policy)
+
+
+def refuse_spares(spec: WorkerSpec, num_spares: int) -> None:
+    """A run that ends with its first worker has no use for spares.
+
+    Raises:
+        NotAvailableError: says why it would.
+    """
+    if not num_spares:
+        return
+    options = spec.options
+    if not options.wrap_ddp:
+        got, cause = "wrap_ddp=False", "a wrapper of your own keeps the broken group"
+    elif not options.add_dist_sampler:
+        got, cause = "add_dist_sampler=False", "only the lost worker knows its part of the data"
+    else:
+        got, cause = f"sync={options.sync!r}", "a part of the state is lost with the worker"
+    raise NotAvailableError(
+        "a spare worker cannot take over here",
+        got=f"spare_workers={num_spares}, {got}",
+        cause=cause,
+        fix='sync="replicate", or leave spare_workers out and save checkpoints',
+    )

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of `train` or `validate` while it runs: passes over the data, and what they gave.
+
+It outlives a failure of the group: what was committed before stays counted, and the call goes
+on from there with the peers that are left.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
+from lockstep.operator.joint import reduction_of
+from lockstep.operator.loops import checked_metrics, registered
+from lockstep.operator.registration import step_schedulers
+from lockstep.randomness import preserved
+from lockstep.reduction import activate
+from lockstep.worker.deliveries import Deliveries, Tally
+from lockstep.worker.report import Counted, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker.deliveries import Cursor
+    from lockstep.worker.rollback import Rollback
+
+_COUNT_EVERY_S: Final = 0.25
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        purpose: "train" or "validation".
+        num_steps: global batches; None for the rest of the epoch.
+        profile: time the phases.
+        info: the user's.
+    """
+
+    purpose: str
+    num_steps: int | None
+    profile: bool
+    info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far all workers have come with a call that was interrupted.
+
+    Attributes:
+        epoch: the one in which the call began.
+        step: the step in that epoch with which it began.
+        steps: global batches that it has committed.
+        pass_began: how many it had committed when the pass over the data began that it is in.
+        is_over: nothing is left to do.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    pass_began: int
+    is_over: bool
+
+
+class Underway:
+    """One worker's side of a call.
+
+    Args:
+        operator: whose loops run.
+        cursor: the position in the data, which moves on.
+        request: what was asked for.
+        arithmetic: entered around the passes.
+        on_commit: told of every step.
+        rollback: remembers what a step changes before it is committed; None for validation.
+        progress: where the other workers stand, for a worker that joins in the middle.
+
+    Attributes:
+        cursor: the position in the data.
+        tally: what was delivered and committed so far.
+        is_over: all that was asked for has happened.
+        counted: what was counted a moment ago.
+    """
+
+    def __init__(
+        self,
+        operator: TrainingOperator,
+        cursor: Cursor,
+        request: Request,
+        *,
+        arithmetic: Callable[[], AbstractContextManager[None]],
+        on_commit: Callable[[], None] | None,
+        rollback: Rollback | None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._operator = operator
+        self.cursor = cursor
+        self.request = request
+        self._info = {
+            **request.info,
+            NUM_STEPS: request.num_steps,
+            USE_FP16: operator.use_fp16,
+            SCHEDULER_STEP: operator.scheduler_step_freq,
+        }
+        self._arithmetic = arithmetic
+        self._rollback = rollback
+        self.tally = Tally(on_commit=on_commit)
+        self.first_epoch, self.first_step = cursor.epoch, cursor.step
+        self.is_over = False
+        self._pass_began = 0
+        self._counted_at = time.monotonic()
+        self.counted: Counted | None = None
+        if progress is not None:
+            # A newcomer: the steps before were those of somebody who is gone.
+            self._take_over(progress)
+        self._metrics: list[dict[str, Any]] = []
+        self._summaries: list[dict[str, Any] | None] = []
+        self._samples_by_pass: list[int] = []
+        self._epoch = cursor.epochs_entered
+        operator._lockstep.begin_call()
+        operator.timers.reset()
+        operator.timers.enable() if request.profile else operator.timers.disable()
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            self.first_epoch, self.first_step, self.tally.steps, self._pass_began, self.is_over
+        )
+
+    def catch_up(self, progress: Progress) -> None:
+        """Count a step that the others have committed, and this worker has taken part in."""
+        shards = self._operator._lockstep.setting.placement.shards
+        first, missed = self.first_step + self.tally.steps, progress.steps - self.tally.steps
+        samples = self.cursor.source.samples_of(shards, first, missed) or 0
+        self.tally.samples += samples
+        self._operator._lockstep.meters.n += samples
+        self._take_over(progress)
+
+    def _take_over(self, progress: Progress) -> None:
+        self.first_epoch, self.first_step = progress.epoch, progress.step
+        self.tally.steps, self.is_over = progress.steps, progress.is_over
+        self._pass_began = progress.pass_began
+
+    def note_counts(self) -> None:
+        """Now and then, for who asks from another thread; the meters are not to be read there."""
+        now = time.monotonic()
+        if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
+            return  # reading a number would make the host wait for the device
+        self._counted_at = now
+        sums = self._operator._lockstep.meters.state()
+        self.counted = Counted(self.tally.samples, sums)
+
+    def rewind(self) -> None:
+        """Back to the position at which the call began."""
+        self.cursor.move_to(self.first_epoch, self.first_step)
+
+    def run(self) -> Report:
+        """One pass per epoch touched, until `num_steps` or the epoch's end.
+
+        Collective:
+            What the operator's loop communicates, and one exchange at the start of an epoch.
+        """
+        sync = self._operator._lockstep.sync
+        if sync is not None:
+            # Also for validation: weights that are in shards are gathered by all ranks at once.
+            sync.begin_step(self._operator._lockstep.committed)
+        with preserved(), self._arithmetic(), activate(reduction_of(self._operator, None)):
+            while not self.is_over:
+                self.is_over = self._pass()
+        registered(self._operator).seal()
+        return self.report()
+
+    def _pass(self) -> bool:
+        """One pass over (the rest of) an epoch; whether it was the last one."""
+        operator, cursor, tally = self._operator, self.cursor, self.tally
+        purpose, num_steps = self.request.purpose, self.request.num_steps
+        if not cursor.at_epoch_start and cursor.is_exhausted():
+            self._end_epoch()
+        if cursor.at_epoch_start:
+            cursor.source.agree(operator._lockstep.setting.group, cursor.epoch)
+        operator._lockstep.summary = None
+        left = None if num_steps is None else num_steps - tally.steps
+        deliveries = Deliveries(
+            operator,
+            cursor,
+            tally,
+            limit=left,
+            purpose=purpose,
+            rollback=self._rollback,
+            first_index=tally.steps - self._pass_began,
+        )
+        metrics = self._loop(deliveries)
+        deliveries.commit()
+        self._metrics.append(metrics)
+        self._summaries.append(operator._lockstep.summary)
+        self._pass_began = tally.steps
+        self._samples_by_pass.append(tally.samples - sum(self._samples_by_pass))
+        self._epoch = max(self._epoch, cursor.epochs_entered)
+        if deliveries.epoch_over:
+            self._end_epoch()
+        finished = num_steps is None or tally.steps >= num_steps
+        return finished or not deliveries.epoch_over or deliveries.delivered == 0
+
+    def _loop(self, deliveries: Deliveries) -> dict[str, Any]:
+        operator = self._operator
+        if self.request.purpose == "validation":
+            result = operator.validate(deliveries, dict(self.request.info))
+            return checked_metrics(operator, "validate", result)
+        self._info["epoch_idx"] = self.cursor.epoch
+        return checked_metrics(
+            operator, "train_epoch", operator.train_epoch(deliveries, self._info)
+        )
+
+    def _end_epoch(self) -> None:
+        """Also where an epoch of unknown length turns out to have ended with the last call."""
+        operator = self._operator
+        training = self.request.purpose == "train"
+        wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+        # A loop of the user's own steps them itself, unless it ran ours.
+        if wanted and (operator._lockstep.ran_our_epoch or not operator._brings("train_epoch")):
+            step_schedulers(registered(operator).schedulers)
+        operator._lockstep.ran_our_epoch = False
+        self.cursor.finish_epoch()
+
+    def report(self) -> Report:
+        operator, training = self._operator, self.request.purpose == "train"
+        return Report(
+            metrics=self._metrics,
+            summaries=self._summaries,
+            sums=operator._lockstep.meters.state(),
+            samples_by_pass=self._samples_by_pass,
+            samples=self.tally.samples,
+            steps=self.tally.steps,
+            epoch=max(self._epoch, self.cursor.epochs_entered) if training else None,
+            timers=operator.timers.stats() if self.request.profile else None,
+            weighed_by=operator._lockstep.weighed_by.get(self.request.purpose),
+        )

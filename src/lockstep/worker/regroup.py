@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaving a group that has broken, and joining the next one in the same process.
+
+A rank counts a step only after everything of it was communicated, so its weights then hold
+every rank's contribution; and nobody can finish the communication of the next step before all
+have entered it. So survivors are at most one step apart, and the furthest one holds the truth:
+the others take it over, and the step that nobody has counted is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.group import Group
+from lockstep.worker import handover
+from lockstep.worker.passes import Progress
+from lockstep.worker.process_group import form_group
+from lockstep.worker.sources import open_source
+
+if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
+    from lockstep.operator.registration import Registered
+    from lockstep.worker.process_group import Rendezvous
+    from lockstep.worker.worker import Worker
+
+Undone = Literal["all", "step", "nothing"]
+"""What of a call was taken back: the whole of it, the step that was not counted; or it cannot."""
+
+Point = tuple[int, int]
+"""Steps of the run that have happened, and the epoch; further on is larger."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a worker stands after it has left its group.
+
+    Attributes:
+        point: how far its state has come; None if it has no state of the run (it is a spare, or
+            an optimizer stepped in the middle of a batch that cannot be computed again).
+        progress: of the call that was interrupted; None without one.
+    """
+
+    point: Point | None
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Formation:
+    """The next generation of the group.
+
+    Attributes:
+        source: the rank whose state counts.
+        stale: ranks that take it over.
+    """
+
+    rendezvous: Rendezvous
+    size: int
+    source: int
+    stale: tuple[int, ...]
+
+
+def stand_down(worker: Worker, interrupted: str | None) -> Standing:
+    """Leave the group and undo what was not committed. Idempotent.
+
+    Args:
+        interrupted: the method that could not be completed by all workers.
+    """
+    worker.leave()
+    if not worker.has_state:
+        return Standing(None)
+    call = worker.underway if interrupted in ("train", "validate") else None
+    # Who has trained to the end of the call is ahead. A validation is done again by all:
+    # what a lost worker had counted is not to be had otherwise.
+    if call is None or (call.is_over and interrupted == "train"):
+        return Standing(_point(worker), None if call is None else call.progress)
+    undone = worker.undo(call)
+    if undone == "nothing":
+        worker.has_state = False
+        return Standing(None)
+    if undone == "all":
+        worker.underway = None
+        return Standing(_point(worker), Progress(call.first_epoch, call.first_step, 0, 0, False))
+    return Standing(_point(worker), call.progress)
+
+
+def _point(worker: Worker) -> Point:
+    epoch = worker.cursors["train"].epoch if "train" in worker.cursors else 0
+    return worker.operator._lockstep.committed, epoch
+
+
+def join(worker: Worker, rank: int, formation: Formation) -> None:
+    """Become rank `rank` of the next generation.
+
+    Collective:
+        Every rank of `formation`: forms the group, hands the state over where somebody needs
+        it, attaches the gradients' synchronisation, compares the bits.
+
+    Raises:
+        PeerLostError: a rank did not come, or went away.
+        ReplicasDifferError: the ranks do not hold the same state; on every rank.
+    """
+    _take_place(worker, rank, formation)
+    operator, group = worker.operator, worker.operator._lockstep.setting.group
+    if formation.stale:
+        _hand_over(worker, group, rank, formation)
+    worker.run.rejoin(operator._lockstep.setting)
+    worker.expect_usual_weight()
+    with_optimizers = worker.spec.options.sync != "parameter_server"
+    handover.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
+
+
+def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
+    operator = worker.operator
+    worker.take_rank(rank, formation.size)
+    before = operator._lockstep.setting
+    process_group = form_group(formation.rendezvous, rank, formation.size, before.device)
+    worker.enter(process_group, formation.rendezvous)
+    placement = worker.placement_for(before.placement)
+    operator._lockstep.setting = replace(
+        before,
+        world_rank=rank,
+        world_size=formation.size,
+        group=Group(process_group, before.device),
+        placement=placement,
+        is_spare=False,
+        owner=formation.rendezvous.owner,
+    )
+    if placement != before.placement:
+        _reopen(worker, operator)
+
+
+def _reopen(worker: Worker, operator: TrainingOperator) -> None:
+    for purpose, cursor in worker.cursors.items():
+        cursor.use(open_source(operator, operator._lockstep.loaders[purpose], purpose))
+
+
+def _hand_over(worker: Worker, group: Group, rank: int, formation: Formation) -> None:
+    if rank == formation.source:
+        handover.send(group, _everything(worker))
+    elif rank in formation.stale:
+        worker.has_state = False
+        _take_over(worker, handover.receive(group, formation.source))
+        worker.has_state = True
+    else:
+        handover.decline(group, formation.source)
+
+
+def _everything(worker: Worker) -> dict[str, Any]:
+    """The state of a checkpoint, and what a checkpoint leaves to `setup`."""
+    run = worker.run
+    return {
+        "state": worker.state_dict(),
+        "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
+        "buffers": [buffer for module in run.modules() for buffer in module.buffers()],
+        "weighed_by": worker.operator._lockstep.weighed_by,
+    }
+
+
+def _take_over(worker: Worker, given: dict[str, Any]) -> None:
+    worker.go_to(given["state"])
+    run: Registered = worker.run
+    for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
+        parameter.requires_grad_(flag)
+    own = [buffer for module in run.modules() for buffer in module.buffers()]
+    for mine, theirs in zip(own, given["buffers"], strict=True):
+        mine.data = theirs.to(mine.device)
+    worker.operator._lockstep.weighed_by = dict(given["weighed_by"])

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker brings back from `train` or `validate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.keys import NUM_SAMPLES
+from lockstep.metrics import AverageMeterCollection
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one worker brings back from `train` or `validate`.
+
+    Attributes:
+        metrics: what the operator's loop returned, one entry a pass over (part of) an epoch.
+        summaries: what lockstep's own loop had returned inside it; None where it did not run.
+        sums: the sums behind the summaries, over the whole call (see `lockstep.metrics.merge`).
+        samples_by_pass: this worker's samples in each pass.
+        samples: samples of this worker, each counted once.
+        steps: global batches.
+        epoch: passes over the training data begun, this call's included; None for `validate`.
+        timers: seconds by phase; None unless asked for (`profile`).
+        weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
+        is_of_a_lost_worker: it is what was known of a worker that did not live to report.
+    """
+
+    metrics: list[dict[str, Any]]
+    summaries: list[dict[str, Any] | None]
+    sums: dict[str, Any]
+    samples_by_pass: list[int]
+    samples: int
+    steps: int
+    epoch: int | None
+    timers: dict[str, float] | None
+    weighed_by: str | None = None
+    is_of_a_lost_worker: bool = False
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a worker had counted when it was last asked.
+
+    Attributes:
+        samples: delivered and committed in the call.
+        sums: as `Report.sums`.
+    """
+
+    samples: int
+    sums: dict[str, Any]
+
+
+def lost_report(samples: int, counted: Counted | None) -> Report:
+    """What is known of a worker that is gone: its samples, and the metrics that were heard of.
+
+    The steps that it had counted are in everybody's weights; only what it would have said of
+    the latest ones is missing from the means.
+    """
+    sums = AverageMeterCollection().state() if counted is None else counted.sums
+    return Report(
+        metrics=[],
+        summaries=[],
+        sums={**sums, NUM_SAMPLES: samples},
+        samples_by_pass=[],
+        samples=samples,
+        steps=0,
+        epoch=None,
+        timers=None,
+        is_of_a_lost_worker=True,
+    )

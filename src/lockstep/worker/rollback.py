@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step changes before it is committed, as it was when the step began.
+
+A step that a peer's death interrupts is computed again. In the default loop nothing but
+buffers (running statistics) has changed by then, for the optimizer steps when everything has
+been communicated. A `train_batch` of the user's own may communicate after an optimizer has
+stepped (two models with two optimizers): then the weights and the optimizers' state are copied
+before the first of them steps. Whether it does is learned from its first batch, which is
+copied in any case.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.operator.registration import Registered
+    from lockstep.sync import Synchroniser
+    from lockstep.worker.deliveries import Cursor, Tally
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a step began: position in the data, steps of the run, counts of the call."""
+
+    epoch: int
+    step: int
+    committed: int
+    tally_steps: int
+    tally_samples: int
+    meters: Any
+
+
+class Rollback:
+    """Takes an operator back to the beginning of the step that is not committed yet.
+
+    Args:
+        operator: after its `setup`.
+        run: what it registered.
+    """
+
+    def __init__(self, operator: TrainingOperator, run: Registered) -> None:
+        self._operator = operator
+        self._run = run
+        self._mark: Mark | None = None
+        self._places: list[tuple[nn.Module, str]] = []
+        self._buffers: list[Any] = []
+        self._kept: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._rounds_before = 0
+        self._settings: _Settings | None = None
+        self._stepped_at: int | None = None
+        self._everything: _Everything | None = None
+        # None: not known yet.
+        self._steps_early: bool | None = None
+        self._handles = []
+        if operator._brings_own_loop():
+            self._handles = [
+                optimizer.register_step_pre_hook(lambda *_: self._about_to_step())
+                for optimizer in run.optimizers
+            ]
+
+    def close(self) -> None:
+        """Take the hooks off the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_call(self) -> None:
+        """Look where the modules' buffers are: too dear for every step."""
+        self._places = [
+            (owner, key)
+            for module in self._run.modules()
+            for owner in module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def keep(self, cursor: Cursor, tally: Tally) -> None:
+        """A batch is about to be computed on; the first one of a step, unless one is open."""
+        if self._mark is not None:
+            return
+        stage = self._operator._lockstep
+        # Several batches a step: those of an interrupted one are counted again.
+        counts = bool(self._handles) or stage.setting.options.accumulate > 1
+        self._mark = Mark(
+            cursor.epoch,
+            cursor.step,
+            stage.committed,
+            tally.steps,
+            tally.samples,
+            stage.meters.copy() if counts else None,
+        )
+        # A loop of the user's own may let schedulers step between the batches of a window.
+        self._settings = _Settings(self._run) if self._handles else None
+        sync = stage.sync
+        self._rounds_before = 0 if sync is None else sync.rounds
+        self._versions = [parameter._version for parameter in self._run.parameters()]
+        self._buffers = [owner._buffers[key] for owner, key in self._places]
+        _copy(self._buffers, self._kept)
+
+    def settle(self, cursor: Cursor) -> None:
+        """A batch is committed, and its step with it, unless gradients wait for further ones."""
+        sync = self._operator._lockstep.sync
+        if cursor.window_start != cursor.step or (sync is not None and self._gathers(sync)):
+            return
+        if self._stepped_at is not None:
+            went_on = sync is not None and sync.rounds > self._stepped_at
+            self._steps_early = bool(self._steps_early) or went_on
+        self._mark = self._stepped_at = self._everything = None
+
+    def _gathers(self, sync: Synchroniser) -> bool:
+        """Gradients have come that no optimizer has consumed."""
+        if not self._handles:
+            return False
+        waits = self._stepped_at is None and sync.rounds > self._rounds_before
+        return waits or sync.has_open_window
+
+    def _about_to_step(self) -> None:
+        if self._mark is None or self._stepped_at is not None:
+            return
+        sync = self._operator._lockstep.sync
+        self._stepped_at = 0 if sync is None else sync.rounds
+        if self._steps_early is not False:
+            self._everything = _Everything(self._run)
+
+    def undo(self, cursor: Cursor, tally: Tally) -> bool:
+        """Go back; False if the weights have moved and there is no copy of them.
+
+        Between steps there is nothing to undo but what was read ahead.
+        """
+        mark, self._mark = self._mark, None
+        everything, self._everything = self._everything, None
+        has_stepped, self._stepped_at = self._stepped_at is not None, None
+        if mark is None:
+            cursor.move_to(cursor.epoch, cursor.step)
+            return True
+        cursor.move_to(mark.epoch, mark.step)
+        stage = self._operator._lockstep
+        stage.committed = self._operator.global_step = mark.committed
+        tally.steps, tally.samples = mark.tally_steps, mark.tally_samples
+        if mark.meters is not None:
+            stage.meters = mark.meters
+        for (owner, key), buffer in zip(self._places, self._buffers, strict=True):
+            owner._buffers[key] = buffer
+        _put_back(self._kept, self._buffers)
+        for parameter in self._run.parameters():
+            parameter.grad = None
+        if self._settings is not None:
+            self._settings.put_back()
+        if everything is not None:
+            everything.put_back()
+            return True
+        if has_stepped:
+            self._steps_early = True
+        return self._versions == [parameter._version for parameter in self._run.parameters()]
+
+
+class _Settings:
+    """What schedulers change: their own state, and the optimizers' learning rates."""
+
+    def __init__(self, run: Registered) -> None:
+        self._run = run
+        self._schedulers = [copy.deepcopy(each.state_dict()) for each in run.schedulers]
+        self._groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            for groups in (optimizer.param_groups for optimizer in run.optimizers)
+        ]
+
+    def put_back(self) -> None:
+        for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                group.update(settings)
+
+
+class _Everything:
+    """Weights, and the states of optimizers and schedulers, before the first of them steps."""
+
+    def __init__(self, run: Registered) -> None:
+        self._run = run
+        self._live = [parameter.detach() for parameter in run.parameters()]
+        self._weights: list[torch.Tensor] = []
+        _copy(self._live, self._weights)
+        self._states = [copy.deepcopy(each.state_dict()) for each in self._steppers]
+
+    @property
+    def _steppers(self) -> list[Any]:
+        return [*self._run.optimizers, *self._run.schedulers]
+
+    def put_back(self) -> None:
+        _put_back(self._weights, self._live)
+        for stepper, state in zip(self._steppers, self._states, strict=True):
+            stepper.load_state_dict(state)
+
+
+def _copy(values: list[Any], into: list[Any]) -> None:
+    """Copies of `values` in `into`, whose memory is used again where it fits; no host waits."""
+    fits = len(values) == len(into) and all(
+        one.shape == other.shape and one.dtype == other.dtype
+        for one, other in zip(values, into, strict=True)
+    )
+    if fits:
+        _put_back(values, into)
+    else:
+        into[:] = [value.detach().clone() for value in values]
+
+
+def _put_back(values: list[Any], into: list[Any]) -> None:
+    if values:
+        with torch.no_grad():
+            torch._foreach_copy_(into, values)

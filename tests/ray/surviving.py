@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators whose workers die, and what their runs come to when nobody does."""
+
+import hashlib
+from functools import cache
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.keys import BATCH_SIZE
+from lockstep.testing import struck
+
+ROWS, GLOBAL_BATCH = 104, 16
+STEPS_IN_EPOCH = 7
+
+
+def _data():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(ROWS, 10, generator=generator)
+    return TensorDataset(features, torch.randint(5, (ROWS,), generator=generator))
+
+
+def _network():
+    return nn.Sequential(
+        nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 5)
+    )
+
+
+class Classifier(TrainingOperator):
+    """The default loop, with everything that a step changes before it is committed."""
+
+    def setup(self, config):
+        model = _network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        self.model, self.optimizer, self.criterion, _ = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            schedulers=scheduler,
+        )
+        data = _data()
+        self.register_data(
+            train_loader=DataLoader(data, config[BATCH_SIZE], shuffle=True),
+            validation_loader=DataLoader(data, config[BATCH_SIZE]),
+        )
+
+
+class TwoPlayers(TrainingOperator):
+    """Two optimizers step in one batch, the second after further communication."""
+
+    def setup(self, config):
+        one, other = _network(), nn.Linear(5, 5)
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (one, other)]
+        self.models, self.optimizers = self.register(models=[one, other], optimizers=optimizers)
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        for player, optimizer in zip(range(2), self.optimizers, strict=True):
+            output = self.models[0](features)
+            if player:
+                output = self.models[1](output.detach())
+            loss = nn.functional.cross_entropy(output, classes)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class OwnEpoch(Classifier):
+    """Only this loop knows what lies between two batches."""
+
+    def train_epoch(self, iterator, info):
+        losses = []
+        for features, classes in iterator:
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(features), classes)
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return {"train_loss": sum(losses) / len(losses)}
+
+
+class Windows(Classifier):
+    """Gradients of two batches in one step, in a loop of its own."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        if batch_info["batch_idx"] % 2 == 0:
+            self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), classes)
+        loss.backward()
+        if batch_info["batch_idx"] % 2 == 1:
+            self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+def digest(trainer):
+    """Of parameters and buffers, bit by bit."""
+    models = trainer.get_model()
+    models = models if isinstance(models, list) else [models]
+    tensors = [tensor for model in models for tensor in model.state_dict().values()]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def trainer_of(operator_cls, strikes=(), **arguments):
+    arguments = {"num_workers": 2, "config": {BATCH_SIZE: GLOBAL_BATCH}} | arguments
+    if operator_cls in (Classifier, OwnEpoch, Windows):
+        arguments.setdefault("scheduler_step_freq", "batch")
+    operator_cls = struck(operator_cls, *strikes) if strikes else operator_cls
+    return TorchTrainer(training_operator_cls=operator_cls, **arguments)
+
+
+def run(trainer, epochs=3):
+    """Epochs and a part of one; results and the digest of the weights."""
+    results = [trainer.train() for _ in range(epochs)]
+    results.append(trainer.train(num_steps=4))
+    return results, digest(trainer)
+
+
+@cache
+def undisturbed(operator_cls, epochs=3, **arguments):
+    with trainer_of(operator_cls, **arguments) as trainer:
+        return run(trainer, epochs)

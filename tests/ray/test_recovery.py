@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers die and hang, and the run ends where the undisturbed one ends."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from tests.ray.surviving import (
+    Classifier,
+    OwnEpoch,
+    TwoPlayers,
+    Windows,
+    digest,
+    run,
+    trainer_of,
+    undisturbed,
+)
+
+from lockstep.errors import PoisonedStepError, WorkerDiedError
+from lockstep.testing import Strike
+
+KILLED = ("data", "forward", "backward", "buckets", "optimizer", "applied")
+
+
+def counts(results):
+    return [(each["num_samples"], each["batch_count"], each["epoch"]) for each in results]
+
+
+def until_complete(trainer, workers):
+    """Wait until everybody who was lost has been replaced by somebody who is ready."""
+    deadline = time.monotonic() + 100
+    while sum(trainer.status()[key] for key in ("workers", "spares")) < workers:
+        assert time.monotonic() < deadline, trainer.status()
+        trainer._engine._engine.pause(0.1)
+
+
+def train_by_parts(trainer, workers, parts=(7, 7, 11)):
+    """As many steps as `parts` say, the losses of each made up for before the next one."""
+    results = []
+    for steps in parts:
+        until_complete(trainer, workers)
+        results.append(trainer.train(num_steps=steps))
+    return results, digest(trainer)
+
+
+@pytest.mark.timeout(180)
+def test_five_workers_die_one_after_the_other_and_no_bit_changes():
+    """Rank 0 too, in every phase; a spare takes over, then fewer go on, then they are complete."""
+    strikes = [
+        Strike("kill", rank=1, step=3, phase="buckets"),
+        Strike("kill", rank=0, step=6, phase="applied"),
+        Strike("kill", rank=2, step=9, phase="data"),
+        Strike("kill", rank=1, step=9, phase="forward"),
+        Strike("kill", rank=1, step=20, phase="optimizer"),
+    ]
+    arguments = {"num_workers": 3, "num_shards": 4, "reproducible": True}
+    with trainer_of(Classifier, **arguments) as trainer:
+        expected, bits = train_by_parts(trainer, 3)
+    with trainer_of(Classifier, strikes, spare_workers=1, **arguments) as trainer:
+        results, got = train_by_parts(trainer, 4)
+        status = trainer.status()
+        validated = trainer.validate()
+    assert got == bits
+    assert counts(results) == counts(expected)
+    assert status["step"] == 25
+    assert sum(len(each["lost"]) for each in status["recoveries"]) == len(strikes)
+    assert all(each["same_bits"] for each in status["recoveries"])
+    assert validated["num_samples"] == 104
+
+
+@pytest.mark.parametrize("operator_cls", [TwoPlayers, OwnEpoch, Windows])
+def test_loops_of_ones_own_are_computed_again(operator_cls):
+    """A spare in the place of the dead: the same bits without any further promise."""
+    strikes = [Strike("kill", rank=1, step=5, phase="buckets")]
+    expected, bits = undisturbed(operator_cls)
+    with trainer_of(operator_cls, strikes, spare_workers=1) as trainer:
+        results, got = run(trainer)
+        (recovery,) = trainer.status()["recoveries"]
+    assert got == bits
+    assert counts(results) == counts(expected)
+    assert recovery["same_bits"]
+
+
+def test_a_worker_that_is_stopped_is_replaced():
+    strikes = [Strike("stop", rank=1, step=12, phase="forward")]
+    _, bits = undisturbed(Classifier)
+    with trainer_of(Classifier, strikes, spare_workers=1, hang_timeout_s=1) as trainer:
+        _, got = run(trainer)
+        (recovery,) = trainer.status()["recoveries"]
+    assert got == bits
+    assert "stopped" in recovery["why"]
+
+
+def test_a_worker_that_died_between_calls_is_found_by_any_call(tmp_path):
+    _, bits = undisturbed(Classifier)
+    with trainer_of(Classifier, spare_workers=1) as trainer:
+        results = [trainer.train(), trainer.train()]
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        pids = trainer.apply_all_workers(os.getpid)
+        assert len(set(pids)) == 2
+        os.kill(pids[0], signal.SIGKILL)
+        trainer.save(tmp_path / "saved")
+        results += [trainer.train(), trainer.train(num_steps=4)]
+        assert digest(trainer) == bits
+    assert [each["num_samples"] for each in results[:3]] == [104] * 3
+
+
+def test_samples_that_kill_everybody_are_named():
+    strikes = [Strike("kill", rank=0, step=2, phase="forward") for _ in range(3)]
+    with (
+        pytest.raises(PoisonedStepError, match="shard 0") as caught,
+        trainer_of(
+            Classifier, strikes, num_workers=2, num_shards=1 + 1, spare_workers=2
+        ) as trainer,
+    ):
+        trainer.train(max_retries=10)
+    assert "samples [" in str(caught.value)
+
+
+def test_nobody_left():
+    strikes = [Strike("kill", rank=rank, step=2, phase="forward") for rank in range(2)]
+    with (
+        pytest.raises(WorkerDiedError, match="no worker is left"),
+        trainer_of(Classifier, strikes) as trainer,
+    ):
+        trainer.train()
+
+
+def _random_strikes(generator):
+    """Two in each part of the run, whose beginning finds three workers and a spare."""
+    return [
+        Strike(
+            generator.choice(["kill", "kill", "kill", "stop"]),
+            rank=generator.randrange(2),
+            step=step,
+            phase=generator.choice(KILLED),
+        )
+        for part in (range(1, 7), range(8, 14), range(15, 25))
+        for step in sorted(generator.choices(part, k=2))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", range(9))
+def test_random_kills(seed):
+    """Fifty-four in all; a stopped worker is found after a second."""
+    strikes = _random_strikes(random.Random(seed))
+    arguments = {"num_workers": 3, "num_shards": 4, "reproducible": True}
+    with trainer_of(Classifier, **arguments) as trainer:
+        _, bits = train_by_parts(trainer, 3)
+    with trainer_of(Classifier, strikes, spare_workers=1, hang_timeout_s=1, **arguments) as trainer:
+        _, got = train_by_parts(trainer, 4)
+        status = trainer.status()
+    assert got == bits, strikes
+    assert status["step"] == 25
