@@ -47,7 +47,10 @@ def refusal(path: Path, content: bytes) -> CheckpointError:
 
 
 def with_mark(torch_bytes: bytes, *, version: int = 1) -> bytes:
-    """What a writer of another version, or a forger, would make: the mark's own definition."""
+    """What a writer of another version, or a forger, would make: the mark's own definition.
+
+    Of a file without large records it is that of version 2, too.
+    """
     digest = hashlib.sha256(torch_bytes).hexdigest()
     body = b'lockstep-checkpoint {"sha256":"%s","version":%d} ' % (digest.encode(), version)
     mark = body + b"%08x" % zlib.crc32(body)
@@ -79,7 +82,18 @@ def test_the_mark_is_as_documented(tmp_path: Path, good: bytes) -> None:
     path.write_bytes(good)
     with zipfile.ZipFile(path) as archive:
         length = len(archive.comment)
-    assert with_mark(good[: -length - 2] + b"\0\0") == good
+    assert with_mark(good[: -length - 2] + b"\0\0", version=2) == good
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+    state = {"small": torch.ones(3), "large": torch.randn(100_000)}
+    path = tmp_path / "c.pt"
+    content = with_mark(saved_by_torch(tmp_path / "t.pt", state), version=1)
+    path.write_bytes(content)
+    assert torch.equal(checkpoint.read(path)["large"], state["large"])
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    assert "checksum" in str(refusal(path, bytes(flipped)))
 
 
 def test_a_missing_file_is_both_kinds_of_error(tmp_path: Path) -> None:
@@ -128,7 +142,7 @@ def test_bytes_added_or_taken(tmp_path: Path, good: bytes, where: str) -> None:
 def test_a_newer_version_says_upgrade(tmp_path: Path, good: bytes) -> None:
     newer = with_mark(saved_by_torch(tmp_path / "t.pt", {"later": "layout"}), version=7)
     message = str(refusal(tmp_path / "c.pt", newer))
-    assert "written by format 7, this lockstep reads up to 1: upgrade" in message
+    assert "written by format 7, this lockstep reads up to 2: upgrade" in message
 
 
 @pytest.mark.parametrize("value", [{"weight": torch.ones(2)}, torch.ones(2)])
@@ -183,11 +197,34 @@ def test_marked_but_not_torch(tmp_path: Path) -> None:
 
 
 def test_the_whole_file_at_a_size_of_many_chunks(tmp_path: Path) -> None:
-    state = {"big": torch.randn(700_000, dtype=torch.float64)}
+    """Large records and small ones, the headers between them, and the directory behind them."""
+    names = ("a", "b", "c", "d")
+    state = {name: torch.randn(200_000, dtype=torch.float64) for name in names}
+    state |= {name * 2: torch.randn(50) for name in names}
     path = Path(checkpoint.write(tmp_path / "c.pt", state))
-    assert torch.equal(checkpoint.read(path)["big"], state["big"])
+    assert all(map(torch.equal, checkpoint.read(path).values(), state.values()))
     content = bytearray(path.read_bytes())
-    for position in (1 << 20, (1 << 20) - 1, 5_000_001):
-        content[position] ^= 1
-        assert "checksum" in str(refusal(path, bytes(content)))
-        content[position] ^= 1
+    with zipfile.ZipFile(path) as archive:
+        headers = [entry.header_offset for entry in archive.infolist()]
+    draw = random.Random(0)
+    places = {*draw.sample(range(len(content)), 40), (1 << 20) - 1, 1 << 20, 5_000_001}
+    places |= {header + draw.randrange(200) for header in headers}
+    places |= set(draw.sample(range(len(content) - 1200, len(content)), 100))
+    for position in places:
+        content[position] ^= (change := draw.randrange(1, 256))
+        assert "damaged" in str(refusal(path, bytes(content)))
+        content[position] ^= change
+    page = slice(1 << 20, (1 << 20) + 4096)
+    content[page] = bytes(4096)
+    assert "the checksum of" in str(refusal(path, bytes(content)))
+
+
+def test_a_process_that_tells_torch_to_write_no_checksums(tmp_path: Path) -> None:
+    state = {"large": torch.randn(100_000)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = checkpoint.write(tmp_path / "c.pt", state)
+        assert torch.equal(checkpoint.read(path)["large"], state["large"])
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)

@@ -148,6 +148,24 @@ def test_a_full_disk_names_the_path_and_the_cause(old: Path) -> None:
     assert_untouched(old)
 
 
+def test_a_disk_that_fails_while_more_is_written(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system says so once: a later call, which then succeeds, must not hide it."""
+    real, answers = os.fsync, [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def fsync(descriptor: int) -> None:
+        if answers:
+            raise answers.pop()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointWriteError) as caught:
+        checkpoint.write(old, {"step": 2, "weight": torch.zeros(20_000_000)})
+    assert caught.value.errno == errno.EIO
+    assert_untouched(old)
+
+
 def test_folders_that_cannot_be_written_to(old: Path) -> None:
     cases = {
         old / "below a file" / "c.pt": "a file, not a folder",

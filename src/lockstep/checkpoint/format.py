@@ -5,45 +5,51 @@
 
     torch's zip file without its last two bytes | length of the mark (2 bytes) | the mark
 
-    mark: lockstep-checkpoint {"sha256":"<64 hex>","version":1} <crc32 of all before it, 8 hex>
+    mark: lockstep-checkpoint {"sha256":"<64 hex>","version":2} <crc32 of all before it, 8 hex>
 
 The comment is the last field of a zip file, and its length the last but one: torch writes
-none, and readers skip it. Every byte is covered: torch's by the checksum (computed as torch
-wrote them, length zero), the length by the mark's real length, the mark by its own CRC. So the
-mark can be believed before the content is, and a newer file is called newer, not damaged.
+none, and readers skip it. Every byte is covered: the content of large records by their own CRCs
+and the rest of torch's by the checksum (see `cover`; of the file as torch wrote it, length
+zero), the length by the mark's real length, the mark by its own CRC. So the mark can be believed
+before the content is, and a newer file is called newer, not damaged. Version 1, whose checksum
+is that of all of torch's bytes, is read as well.
 
 Rejected: a record of our own inside the archive (it cannot hold a checksum of the archive,
 and adding one needs torch's private writer); a second file (two files cannot be replaced in
-one step); the zip's CRC-32 per record (does not cover the directory, and torch may skip it).
+one step); the zip's CRC-32 per record alone (it does not cover the directory).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
 
+from lockstep.checkpoint.cover import (
+    changed_record,
+    digest_around,
+    digest_of_all,
+    large_records,
+)
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-VERSION: Final = 1
+VERSION: Final = 2
 _NAME: Final = b"lockstep-checkpoint "
 _LOCAL_HEADER: Final = b"PK\x03\x04"
 _END_OF_DIRECTORY: Final = b"PK\x05\x06"
 _END_SIZE: Final = 22
 _NO_COMMENT: Final = b"\0\0"
 _MAX_COMMENT: Final = 0xFFFF
-_CHUNK: Final = 1 << 20
 _RESAVE: Final = "load an older checkpoint, or copy this one again from where it was written"
 
 
@@ -53,8 +59,8 @@ def serialise(state: Mapping[str, Any], file: IO[bytes]) -> None:
     Raises:
         OSError: the file could not be written.
     """
-    with ThreadPoolExecutor(max_workers=1) as hasher:
-        writer = _HashingWriter(file, hasher)
+    writer = _Writer(file)
+    with _records_have_crcs():
         torch.save(state, cast("IO[bytes]", writer))
     if writer.failure is not None:
         raise writer.failure
@@ -65,8 +71,9 @@ def serialise(state: Mapping[str, Any], file: IO[bytes]) -> None:
             got=f"torch {torch.__version__}, a file that ends in {writer.tail!r}",
             fix="use a torch version that lockstep was tested with",
         )
-    mark = _make_mark(writer.digest.hexdigest())
-    file.seek(-len(_NO_COMMENT), os.SEEK_END)
+    content_size = file.seek(-len(_NO_COMMENT), os.SEEK_END)
+    mark = _make_mark(digest_around(file, large_records(file), content_size))
+    file.seek(content_size)
     file.write(struct.pack("<H", len(mark)) + mark)
 
 
@@ -99,8 +106,9 @@ def load(file: IO[bytes], path: str) -> dict[str, Any]:
             where=path,
             fix="pip install --upgrade lockstep-train",
         )
-    if _checksum(file, content_size) != mark["sha256"]:
-        raise _damage(path, "its checksum does not match its content")
+    damage = _damage_of(file, mark, content_size)
+    if damage is not None:
+        raise _damage(path, damage)
     file.seek(0)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -129,41 +137,41 @@ def load(file: IO[bytes], path: str) -> dict[str, Any]:
     return state
 
 
-class _HashingWriter:
-    """Passes torch's bytes on to the file, and hashes them in another thread meanwhile.
+@contextmanager
+def _records_have_crcs() -> Iterator[None]:
+    """torch can be told, for the whole process, to write none."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _Writer:
+    """Passes torch's bytes on to the file.
 
     An OSError must not travel through torch's C++ writer: it would come out as a
     RuntimeError about positions, or end the process in a destructor. So the first one is kept
     and the rest is swallowed.
     """
 
-    def __init__(self, file: IO[bytes], hasher: ThreadPoolExecutor) -> None:
-        self.digest = hashlib.sha256()
+    def __init__(self, file: IO[bytes]) -> None:
         self.tail = b""
         self.failure: OSError | None = None
         self._file = file
-        self._hasher = hasher
 
     def write(self, data: memoryview | bytes) -> int:
         if self.failure is None:
             self.tail = (self.tail + bytes(data[-_END_SIZE:]))[-_END_SIZE:]
-            if len(data) < _CHUNK:
-                self.digest.update(data)
-                self._pass_on(data)
-            else:
-                hashed = self._hasher.submit(self.digest.update, data)
-                self._pass_on(data)
-                hashed.result()  # `data` is torch's memory, ours only until we return
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.failure = error
         return len(data)
 
     def flush(self) -> None:
         """torch calls it at the end; the file is flushed by its owner."""
-
-    def _pass_on(self, data: memoryview | bytes) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.failure = error
 
 
 def _make_mark(sha256: str, version: int = VERSION) -> bytes:
@@ -194,15 +202,23 @@ def _read_mark(file: IO[bytes], path: str) -> tuple[dict[str, Any], int]:
     return fields, start_of_tail + at - len(_NO_COMMENT)
 
 
-def _checksum(file: IO[bytes], content_size: int) -> str:
-    digest = hashlib.sha256()
-    file.seek(0)
-    left = content_size
-    while left > 0 and (chunk := file.read(min(left, _CHUNK))):
-        digest.update(chunk)
-        left -= len(chunk)
-    digest.update(_NO_COMMENT)
-    return digest.hexdigest()
+def _damage_of(file: IO[bytes], mark: Mapping[str, Any], content_size: int) -> str | None:
+    """What is wrong with torch's part of the file; None if it is what was written."""
+    other = "its checksum does not match its content"
+    if mark["version"] == 1:
+        return None if digest_of_all(file, content_size) == mark["sha256"] else other
+    try:
+        records = large_records(file)
+    except OSError:
+        raise
+    except Exception as error:  # what a reader of zip files raises for one that is damaged
+        return f"its directory cannot be read ({_first_line(error)})"
+    if digest_around(file, records, content_size) != mark["sha256"]:
+        return other
+    changed = changed_record(file, records)
+    if changed is not None:
+        return f"the checksum of {changed.name} does not match its content"
+    return None
 
 
 def _damage(path: str, got: str) -> CheckpointError:

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file is there whole, or is what it was before: temporary file, fsync, rename, fsync."""
+"""A file is there whole, or is what it was before: temporary file, fsync, rename, fsync.
+
+A large file is brought to the disk while the rest of it is still written: the disk would
+otherwise idle first, and the writer then wait for it.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
 import stat
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from lockstep.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_SYNCED_AT_ONCE: Final = 1 << 26
+"""Bytes: a call that waits for the disk should have something to wait for."""
 
 _CAUSES: Final = {
     errno.ENOSPC: ("the disk is full", "free some space, or save elsewhere"),
@@ -66,12 +75,54 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
 
 
 def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]) -> None:
-    with open(temporary, "x+b") as file:
+    with (
+        ThreadPoolExecutor(max_workers=1) as syncer,
+        _SyncedMeanwhile(temporary, syncer) as raw,
+        io.BufferedRandom(raw) as file,
+    ):
         with suppress(FileNotFoundError):
             os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
         fill(file)
         file.flush()
-        os.fsync(file.fileno())
+        raw.sync()
+
+
+class _SyncedMeanwhile(io.FileIO):
+    """A new file whose content another thread brings to the disk while more is written."""
+
+    def __init__(self, path: str, syncer: ThreadPoolExecutor) -> None:
+        self._syncer = syncer
+        self._syncing: list[Future[None]] = []
+        self._since = 0
+        super().__init__(path, "x+b")
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        self._since += written
+        if self._since >= _SYNCED_AT_ONCE:
+            self._since = 0
+            self._syncing.append(self._syncer.submit(os.fsync, self.fileno()))
+        return written
+
+    def sync(self) -> None:
+        """Return when everything is on the disk.
+
+        Raises:
+            OSError: it is not. The system reports a failed write once, to whoever asks first: so
+                the earlier calls are asked, too.
+        """
+        for syncing in self._syncing:
+            syncing.result()
+        os.fsync(self.fileno())
+
+    def close(self) -> None:
+        # A call that is still waiting must not find its number given to another file.
+        for syncing in self._syncing:
+            syncing.cancel()
+        for syncing in self._syncing:
+            if not syncing.cancelled():
+                syncing.exception()
+        super().close()
 
 
 def _sync_folder(folder: str) -> None:

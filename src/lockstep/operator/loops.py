@@ -10,6 +10,7 @@ reduction: so the step depends on the shards alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from lockstep.operator.staging import Part, ShardedBatch, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
 
@@ -153,14 +155,14 @@ def train_batch(
     results: list[Result] = []
     for position, part in enumerate(parts):
         buffers.begin_part(position)
-        reduces = operator._lockstep.place.closes and position == len(parts) - 1 and not in_order
+        reduces = operator._lockstep.place.closes and position == len(parts) - 1
         with computing(operator, batch, part.num_samples):
             metrics, weight = _train_part(operator, part, batch_info, reduces)
         results.append((metrics, weight))
         buffers.end_part(position, counts=weight > 0)
-        if in_order and run.sync is not None:
+        if in_order and run.sync is not None and not reduces:
             run.sync.take_shard(part.shard)
-    if run.sync is not None and operator._lockstep.place.closes and (in_order or not parts):
+    if run.sync is not None and operator._lockstep.place.closes and not parts:
         run.sync.reduce_pending()
     buffers.commit()
     if operator._lockstep.place.closes:
@@ -203,12 +205,20 @@ def _train_part(
     weight = take_weight(operator, "train", part, metrics)
     with operator.timers.record("grad"):
         scaled = operator._lockstep.precision.scale(loss)
-        if reduces:
+        with _turn(operator, part, reduces):
             backward(operator, scaled, weight)
-        else:
-            with operator.no_sync():
-                backward(operator, scaled, weight)
     return {"train_loss": _reported(operator, loss, part), **metrics}, weight
+
+
+def _turn(operator: TrainingOperator, part: Part, reduces: bool) -> AbstractContextManager[None]:
+    """Around a part's backward: whether it reduces, and as which of the shards in order."""
+    sync = operator._lockstep.sync
+    if sync is None:
+        return nullcontext()
+    if not reduces:
+        return sync.no_sync()
+    in_order = operator._lockstep.setting.options.reproducible
+    return sync.last_shard(part.shard) if in_order else nullcontext()
 
 
 def _reported(operator: TrainingOperator, loss: torch.Tensor, part: Part) -> torch.Tensor:

@@ -36,6 +36,7 @@ REPEATED: Final = frozenset(
     {
         "whole",
         "state_dict",
+        "state_to_write",
         "models",
         "operator_state",
         "check_state",

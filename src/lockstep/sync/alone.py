@@ -7,11 +7,12 @@ torch's, and a window of weighted backwards is their weighted mean, as one write
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -125,6 +126,9 @@ class Alone:
         return None
 
     def take_shard(self, shard: int) -> None: ...
+
+    def last_shard(self, shard: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def expect_weight(self, total: float | None) -> None: ...
 

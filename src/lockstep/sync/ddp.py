@@ -11,7 +11,7 @@ backward) stays this rank's, and the optimizer guard refuses to step with it.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
@@ -75,7 +75,7 @@ class DDPSync(WindowedSync):
         self._found = found
         self._settings = [sorted(map(repr, arguments.items())), buffers, averages]
         agree(group, found, self._settings)
-        super().__init__(group, found, fixed_units=not averages)
+        super().__init__(group, found, Units(group.size, fixed=not averages))
         self.averages = averages
         forward_buffers = arguments.get("forward_sync_buffers", True)
         self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
@@ -181,9 +181,11 @@ class DDPSync(WindowedSync):
             slot.param.grad = None
         self._reset()
 
-    def take_shard(self, shard: int) -> None:
+    def take_shard(self, shard: int) -> NoReturn:
         """Not under DDP, whose buckets mix what its order mixes."""
         raise WrongUseError('sums over shards in a fixed order need sync="replicate"')
+
+    last_shard = take_shard
 
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's, unless ``ddp_args`` say not to.

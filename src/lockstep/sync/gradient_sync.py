@@ -13,6 +13,7 @@ around them), and patching ``Tensor.backward`` (``torch.autograd.backward`` goes
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
@@ -25,11 +26,11 @@ from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.window import Window, checked_weight, weighted_root
+from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch.utils.hooks import RemovableHandle
@@ -75,8 +76,8 @@ class GradientSync(WindowedSync):
         self._averages = averages
         self._order = order
         self._taken_weight = 0.0
-        # In a fixed order of shards nothing may follow the ranks.
-        super().__init__(group, found, fixed_units=not averages or order is not None)
+        self._last_shard: int | None = None
+        super().__init__(group, found, _units(group, order, averages=averages))
         self._owns_group = owns_group
         self._syncs_buffers = buffers == "after_backward"
         if broadcast:
@@ -186,6 +187,22 @@ class GradientSync(WindowedSync):
         self._reducer.take_shard(shard, self._window.weight - self._taken_weight)
         self._taken_weight = self._window.weight
 
+    @contextmanager
+    def last_shard(self, shard: int) -> Iterator[None]:
+        """With a shard order: the backward inside is that of `shard`, and ends the step's shards.
+
+        Gradient:
+            After it, those of all shards, added up in order.
+
+        Collective:
+            Those of a synchronised backward.
+        """
+        self._last_shard = shard
+        try:
+            yield
+        finally:
+            self._last_shard = None
+
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's.
 
@@ -292,7 +309,7 @@ class GradientSync(WindowedSync):
             self._window.aside = self._reducer.set_aside()
 
     def _check_in_order(self) -> None:
-        if not self._is_paused:
+        if not self._is_paused and self._last_shard is None:
             raise verdict.out_of_order(self.place)
         # Unfrozen since the layout was made: every worker runs the same operator.
         if self._window.kind is None and self._lineup.has_unfrozen:
@@ -329,6 +346,9 @@ class GradientSync(WindowedSync):
         contribution = self._window.contribution(self._units)
         contribution.thaws = self._lineup.has_unfrozen
         self._reducer.start(contribution, self._step)
+        if self._last_shard is not None and isinstance(self._reducer, OrderedReducer):
+            weight = self._window.weight - self._taken_weight
+            self._reducer.end_with(self._last_shard, weight)
         self._is_open = True
         self._arrive = self._lineup.listener()
 
@@ -388,6 +408,13 @@ class GradientSync(WindowedSync):
         self._is_open = False
         self._is_driven = False
         self._arrive = None
+
+
+def _units(group: Group, order: ShardOrder | None, *, averages: bool) -> Units:
+    if not averages:
+        return Units(1, fixed=True)
+    # In a fixed order of shards nothing may follow the ranks.
+    return Units(group.size) if order is None else Units(order.num_shards, learns=False)
 
 
 def _put_grads(grads: dict[Slot, torch.Tensor | None]) -> None:

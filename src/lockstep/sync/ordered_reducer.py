@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round whose sum is added in the order of the shards: the same bits at any worker count.
 
-Every shard's gradient is taken out of ``parameter.grad`` as soon as its backward has ended
-(`take_shard`), because adding the next one to it would add in the order in which this worker
-happens to carry them. Gradients of several batches of one accumulation window add up shard by
-shard first. Nothing overlaps backward: what a shard contributes is known when it is over.
+Every shard's gradient but the last is taken out of ``parameter.grad`` as soon as its backward
+has ended (`take_shard`), because adding the next one to it would add in the order in which this
+worker happens to carry them. The last one's is added to them bucket by bucket, as the buckets
+leave. Gradients of several batches of one accumulation window add up shard by shard first.
+
+What two workers hold of a sum, half of the shards each, is added by one all-reduce, which
+overlaps backward as it does without an order. More workers' parts are added when it is over.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 
 from lockstep.group import Pending
 from lockstep.sync.reducer import Reducer
-from lockstep.sync.shard_order import Node, ShardOrder, fold, ordered_sum
+from lockstep.sync.shard_order import Node, ShardOrder, fold, is_one_addition, ordered_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,17 +42,22 @@ class OrderedReducer(Reducer):
         divides: bool = True,
     ) -> None:
         super().__init__(slots, group, cap_bytes, self._sum_in_order, signature, divides=divides)
+        self._share = 1.0 / order.num_shards if divides else 1.0
         self._order = order
+        self._adds_once = {
+            bucket: is_one_addition(group, order, bucket.flat) for bucket in self.layout.buckets
+        }
         self._forget_shards()
 
     @property
     def can_overlap(self) -> bool:
-        return False
+        return super().can_overlap and all(self._adds_once.values())
 
     def _forget_shards(self) -> None:
         self._leaves: dict[Bucket, dict[Node, torch.Tensor]] = {b: {} for b in self.layout.buckets}
-        self._used = {bucket: [False] * len(bucket.slots) for bucket in self.layout.buckets}
+        self._used: dict[Bucket, list[bool]] = {}
         self._weights: dict[Node, torch.Tensor] = {}
+        self._last: Node | None = None
 
     def take_shard(self, shard: int, weight: float) -> None:
         """Move what one shard's backward left in ``parameter.grad`` to where it is added up.
@@ -60,19 +68,41 @@ class OrderedReducer(Reducer):
         node = (shard, shard + 1)
         with torch.no_grad():
             for bucket in self.layout.buckets:
-                if not self._packs_densely(bucket):
-                    continue
-                leaves, used = self._leaves[bucket], self._used[bucket]
-                if node in leaves:
-                    leaves[node].add_(bucket.payload)
-                else:
-                    leaves[node] = bucket.payload.clone()
-                self._used[bucket] = [a or b for a, b in zip(used, bucket.used, strict=True)]
-            # In the tail's dtype and on its device, because it is added up like the gradients.
-            added = torch.full_like(self.layout.tail[:1], weight)
-            self._weights[node] = self._weights.get(node, torch.zeros_like(added)) + added
+                if self._packs_shard(bucket, node):
+                    self._leaves[bucket][node] = bucket.payload.clone()
+                    self._used[bucket] = bucket.used
+            self._weigh(node, weight)
         for slot in self.layout.slots:
             slot.param.grad = None
+
+    def end_with(self, shard: int, weight: float) -> None:
+        """The round that has begun reduces what is in ``parameter.grad``, or comes there, too.
+
+        It is not taken beforehand: its buckets may leave while its backward still runs.
+
+        Args:
+            weight: as of `take_shard`.
+        """
+        self._last = (shard, shard + 1)
+        with torch.no_grad():
+            self._weigh(self._last, weight)
+
+    def _weigh(self, node: Node, weight: float) -> None:
+        # In the tail's dtype and on its device, because it is added up like the gradients.
+        added = torch.full_like(self.layout.tail[:1], weight * self._share)
+        self._weights[node] = self._weights[node] + added if node in self._weights else added
+
+    def _packs_shard(self, bucket: Bucket, node: Node) -> bool:
+        """Pack; what the shard brought earlier in the window is added."""
+        if not self._packs_densely(bucket, self._share):
+            return False
+        earlier = self._leaves[bucket].get(node)
+        if earlier is not None:
+            bucket.payload.add_(earlier)
+        used = self._used.get(bucket)
+        if used is not None:
+            bucket.used = [a or b for a, b in zip(used, bucket.used, strict=True)]
+        return True
 
     def start(self, contribution: Contribution, step: int = 0) -> None:
         faults = self.contribution.faults
@@ -80,27 +110,50 @@ class OrderedReducer(Reducer):
         contribution.faults.extend(faults)  # of the shards, found when they were taken
 
     def _pack(self, bucket: Bucket) -> None:
-        bucket.used = self._used[bucket]
-        for slot, used in zip(bucket.slots, bucket.used, strict=True):
-            if used:
-                slot.param.grad = slot.view
+        if self._last is not None:
+            if self._packs_shard(bucket, self._last):
+                self._leaves[bucket][self._last] = bucket.payload
+        else:
+            bucket.used = self._used.get(bucket) or [False] * len(bucket.slots)
+        if bucket in self._used:
+            for slot, used in zip(bucket.slots, bucket.used, strict=True):
+                if used:
+                    slot.param.grad = slot.view
 
     def _sum_in_order(self, group: Group, bucket: Bucket) -> Pending:
+        is_last = bucket is self.layout.buckets[-1]
+        weight = self.layout.sums_on_device[:1]
+        nodes = self._order.subtrees(self._order.rank)
+        if group.is_alone or self._adds_once[bucket]:
+            (node,) = nodes
+            self._fold_into(bucket.payload, node, self._leaves[bucket])
+            if is_last:
+                self._fold_into(weight, node, self._weights)
+            return group.all_reduce(bucket.flat)
         if bucket.payload.numel():
-            bucket.payload.copy_(self._summed(group, self._leaves[bucket], bucket.payload))
-        if bucket is self.layout.buckets[-1]:
+            bucket.payload.copy_(self._summed(group, nodes, self._leaves[bucket], bucket.payload))
+        if is_last:
             group.all_reduce(bucket.tail).wait()
-            weight = self._summed(group, self._weights, bucket.tail[:1])
-            self.layout.sums_on_device[:1].copy_(weight)
+            weight.copy_(self._summed(group, nodes, self._weights, weight))
         return Pending(None, "", "")
 
+    def _fold_into(self, place: torch.Tensor, node: Node, leaves: dict[Node, torch.Tensor]) -> None:
+        total = fold(node, self._every(leaves, place), place)
+        if total is not place:
+            place.copy_(total)
+
     def _summed(
-        self, group: Group, leaves: dict[Node, torch.Tensor], like: torch.Tensor
+        self, group: Group, nodes: list[Node], leaves: dict[Node, torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        own = [(shard, shard + 1) for shard in self._order.shards]
-        every = {node: leaves[node] if node in leaves else torch.zeros_like(like) for node in own}
-        nodes = self._order.subtrees(self._order.rank)
+        every = self._every(leaves, like)
         return ordered_sum(group, self._order, {node: fold(node, every) for node in nodes})
+
+    def _every(
+        self, leaves: dict[Node, torch.Tensor], like: torch.Tensor
+    ) -> dict[Node, torch.Tensor]:
+        """The sum of each of this rank's shards, zero where one brought nothing."""
+        own = [(shard, shard + 1) for shard in self._order.shards]
+        return {node: leaves[node] if node in leaves else torch.zeros_like(like) for node in own}
 
     def abandon(self) -> None:
         super().abandon()

@@ -64,6 +64,9 @@ class Synchroniser(Protocol):
     def take_shard(self, shard: int) -> None:
         """The backwards since the last call were those of `shard`; only under a shard order."""
 
+    def last_shard(self, shard: int) -> AbstractContextManager[None]:
+        """Inside, the backward of this rank's last shard reduces; only under a shard order."""
+
     def broadcast_buffers(self) -> None:
         """Make every rank's buffers equal to rank 0's."""
 

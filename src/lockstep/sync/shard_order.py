@@ -62,14 +62,20 @@ def _covered(node: Node, shards: range) -> list[Node]:
     return _covered((low, middle), shards) + _covered((middle, high), shards)
 
 
-def fold(node: Node, sums: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-    """The sum over `node`, from sums over subtrees that together cover it."""
+def fold(
+    node: Node, sums: Mapping[Node, torch.Tensor], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum over `node`, from sums over subtrees that together cover it.
+
+    Args:
+        out: where an addition may put it; may be one of `sums`.
+    """
     found = sums.get(node)
     if found is not None:
         return found
     low, high = node
     middle = (low + high) // 2
-    return fold((low, middle), sums) + fold((middle, high), sums)
+    return torch.add(fold((low, middle), sums), fold((middle, high), sums), out=out)
 
 
 def ordered_sum(
@@ -87,16 +93,12 @@ def ordered_sum(
         None: runs on gradients, without recording.
 
     Collective:
-        Every rank of `group`. Blocks. One all-reduce where two ranks hold the two halves; one
-        all-gather of small sums; else an all-to-all and an all-gather.
+        Every rank of `group`. Blocks. One all-gather of small sums; else an all-to-all and an
+        all-gather.
     """
     root = (0, order.num_shards)
     if group.size == 1:
         return fold(root, partials)
-    if _is_one_addition(group, order, partials):
-        total = fold(order.subtrees(order.rank)[0], partials).clone()
-        group.all_reduce(total).wait()
-        return total
     own = torch.stack([partials[node] for node in order.subtrees(order.rank)])
     most = max(len(order.subtrees(rank)) for rank in range(group.size))
     if own[0].numel() * own.element_size() * most * group.size <= _GATHERED_WHOLE_BYTES:
@@ -104,19 +106,16 @@ def ordered_sum(
     return _by_slices(group, order, own, root)
 
 
-def _is_one_addition(
-    group: Group, order: ShardOrder, partials: Mapping[Node, torch.Tensor]
-) -> bool:
+def is_one_addition(group: Group, order: ShardOrder, like: torch.Tensor) -> bool:
     """Each of two ranks holds one child of the root: a + b is b + a, also in the last bit.
 
-    That holds for the additions of IEEE 754 in full precision, as a CPU does them. How halves are
-    rounded, and what other backends do with the smallest numbers, differs from torch's own sums.
+    An all-reduce of the two then has the bits of the tree. That holds for the additions of IEEE 754
+    in full precision, as a CPU does them. How halves are rounded, and what other backends do with
+    the smallest numbers, differs from torch's own sums.
     """
     if group.size != 2 or any(len(order.subtrees(rank)) != 1 for rank in range(2)):
         return False
-    (sum_of_half,) = partials.values()
-    exact = sum_of_half.dtype in (torch.float32, torch.float64)
-    return exact and sum_of_half.device.type == "cpu"
+    return like.dtype in (torch.float32, torch.float64) and like.device.type == "cpu"
 
 
 def _gathered_whole(

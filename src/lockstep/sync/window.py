@@ -76,20 +76,22 @@ def weighted_root(
 
 
 class Units:
-    """About the mean weight of a rank: in units of it a weight is a number near 1.
+    """About the mean weight of a part: in units of it a weight is a number near 1.
 
     What nobody says beforehand (that there are tokens where samples were expected) is made up
     for by the power of two nearest to the last round's weights, for each kind of backward: a
     power of two, so that the result does not depend on what that round was.
 
     Args:
-        size: number of ranks.
+        size: number of parts that a step is made of: ranks, or shards.
         fixed: the units stay 1.
+        learns: they follow what earlier rounds weighed.
     """
 
-    def __init__(self, size: int, *, fixed: bool = False) -> None:
+    def __init__(self, size: int, *, fixed: bool = False, learns: bool = True) -> None:
         self._size = size
         self._fixed = fixed
+        self._learns = learns and not fixed
         self._of = {PLAIN: 1.0, WEIGHTED: 1.0}
         self._mean = 1.0
 
@@ -97,12 +99,12 @@ class Units:
         return self._mean * self._of[kind]
 
     def expect(self, total_weight: float | None) -> None:
-        """What all ranks weigh together is known; equal weights then need no division."""
+        """What all parts weigh together is known; equal weights then need no division."""
         self._mean = total_weight / self._size if total_weight and not self._fixed else 1.0
 
     def learn(self, sums: Sums) -> None:
         """Take the next unit from a round's sums; they are the same on every rank."""
-        if self._fixed:
+        if not self._learns:
             return
         for kind, ranks in ((PLAIN, sums.plain), (WEIGHTED, sums.weighted)):
             if ranks and math.isfinite(sums.weight) and sums.weight > 0.0:

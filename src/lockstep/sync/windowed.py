@@ -15,7 +15,7 @@ from lockstep.errors import WeightError
 from lockstep.sync import verdict
 from lockstep.sync.buckets import Slot
 from lockstep.sync.inventory import agree_on_values
-from lockstep.sync.window import Units, Window, checked_weight
+from lockstep.sync.window import Window, checked_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.inventory import Inventory
+    from lockstep.sync.window import Units
 
 
 class WindowedSync:
@@ -32,14 +33,14 @@ class WindowedSync:
     Args:
         group: the peers; until `detach`.
         found: what is synchronised, after the ranks have agreed on it.
-        fixed_units: nothing may follow what the ranks' batches weigh (see `Units`).
+        units: of its weights.
 
     Attributes:
         place: this rank among its peers, for errors.
         rounds: how many reductions there have been.
     """
 
-    def __init__(self, group: Group, found: Inventory, *, fixed_units: bool) -> None:
+    def __init__(self, group: Group, found: Inventory, units: Units) -> None:
         self.place = f"rank {group.rank} of {group.size}"
         self.rounds = 0
         self._group: Group | None = group
@@ -48,7 +49,7 @@ class WindowedSync:
             Slot(number, name, param, self)
             for number, (name, param) in enumerate(found.parameters.items())
         ]
-        self._units = Units(group.size, fixed=fixed_units)
+        self._units = units
         self._window = Window()
         self._delivered: float | WeightError | None = None
         self._is_paused = False

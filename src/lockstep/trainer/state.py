@@ -46,7 +46,10 @@ class KeepsState(Calls):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
-        state: dict[str, Any] = self._from_rank_0("state_dict")
+        return self._state("state_dict")
+
+    def _state(self, method: str) -> dict[str, Any]:
+        state: dict[str, Any] = self._from_rank_0(method)
         if self._spec.num_workers > 1 and self._operator_cls._brings("state_dict"):
             state["operator_by_rank"] = self._call("operator_state")
         return state
@@ -94,7 +97,9 @@ class KeepsState(Calls):
         """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""
         in_shards = self._spec.options.sync == "fsdp"
         write = checkpoint.write_directory if in_shards else checkpoint.write
-        return write(os.fspath(path), self.state_dict())
+        self._check_open()
+        is_here = self._engine.local_operator() is not None  # else it is a copy in any case
+        return write(os.fspath(path), self._state("state_to_write" if is_here else "state_dict"))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a file of `save`, check it, and go on from it in every worker.

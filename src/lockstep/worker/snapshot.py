@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.worker import handover
 from lockstep.worker import state as states
 from lockstep.worker.shelf import Shelf
+from lockstep.worker.state import copied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +172,7 @@ class Snapshots:
         if worker.rank != 0 and not everybody:
             return
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
-        state = worker.state_dict(self._shelf) if whole else {}
+        state = worker.state_dict(partial(copied, shelf=self._shelf)) if whole else {}
         self._shelf.clear()
         if everybody and worker.operator._brings("state_dict"):
             own = state["operator"] if whole else states.copied(worker.operator.state_dict())

@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
@@ -29,22 +29,22 @@ _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def collect(
-    operator: TrainingOperator, run: Registered, shelf: Shelf | None = None
+    operator: TrainingOperator, run: Registered, take: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """A copy, on the CPU, of everything that the operator registered.
+    """Everything that the operator registered, on the CPU.
 
     Args:
-        shelf: where to take the memory from.
+        take: `copied`, or `moved` for who is done with it before training goes on.
     """
     state: dict[str, Any] = {
-        "models": [copied(model.state_dict(), shelf) for model in run.plain_models()],
-        "optimizers": [copied(optimizer.state_dict(), shelf) for optimizer in run.optimizers],
-        "schedulers": [copied(scheduler.state_dict(), shelf) for scheduler in run.schedulers],
-        "criterion": copied(run.plain_criterion().state_dict(), shelf)
+        "models": [take(model.state_dict()) for model in run.plain_models()],
+        "optimizers": [take(optimizer.state_dict()) for optimizer in run.optimizers],
+        "schedulers": [take(scheduler.state_dict()) for scheduler in run.schedulers],
+        "criterion": take(run.plain_criterion().state_dict())
         if isinstance(run.criterion, nn.Module)
         else None,
-        "precision": copied(operator._lockstep.precision.state_dict(), shelf),
-        "operator": copied(operator.state_dict(), shelf),
+        "precision": take(operator._lockstep.precision.state_dict()),
+        "operator": take(operator.state_dict()),
         "global_step": operator._lockstep.committed,
     }
     return state
@@ -60,12 +60,30 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(value: Any, shelf: Shelf | None = None) -> Any:
-    """The same structure with tensors cloned to the CPU; later training must not move them."""
-    if isinstance(value, torch.Tensor):
-        tensor = whole(value.detach())
+    """The same structure with tensors cloned to the CPU; later training must not move them.
+
+    Args:
+        shelf: where to take the memory from.
+    """
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", copy=True) if shelf is None else shelf.copy_of(tensor)
+
+    return _rebuilt(value, clone, copy.deepcopy)
+
+
+def moved(value: Any) -> Any:
+    """The same structure on the CPU; what is there already is not copied."""
+    return _rebuilt(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
+
+
+def _rebuilt(
+    value: Any, move: Callable[[torch.Tensor], torch.Tensor], keep: Callable[[Any], Any]
+) -> Any:
+    if isinstance(value, torch.Tensor):
+        return move(whole(value.detach()))
     if isinstance(value, Mapping):
-        copies = OrderedDict((key, copied(item, shelf)) for key, item in value.items())
+        copies = OrderedDict((key, _rebuilt(item, move, keep)) for key, item in value.items())
         # A module's `state_dict()` carries the versions of its layouts.
         metadata = getattr(value, "_metadata", None)
         if metadata is None:
@@ -73,8 +91,8 @@ def copied(value: Any, shelf: Shelf | None = None) -> Any:
         vars(copies)["_metadata"] = copy.deepcopy(metadata)
         return copies
     if type(value) in (list, tuple):
-        return type(value)(copied(item, shelf) for item in value)
-    return copy.deepcopy(value)
+        return type(value)(_rebuilt(item, move, keep) for item in value)
+    return keep(value)
 
 
 def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:

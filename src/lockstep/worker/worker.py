@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from lockstep.operator.registration import Registered
     from lockstep.worker.passes import Progress
     from lockstep.worker.report import Report
-    from lockstep.worker.shelf import Shelf
     from lockstep.worker.spec import WorkerSpec
 
 
@@ -363,14 +362,18 @@ class Worker(Inquiries):
 
     # ------------------------------------------------------------------------------- state
 
-    def state_dict(self, shelf: Shelf | None = None) -> dict[str, Any]:
+    def state_to_write(self) -> dict[str, Any]:
+        """`state_dict` for who is done with it before training goes on: not all is copied."""
+        return self.state_dict(states.moved)
+
+    def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:
         """Everything that this rank knows of the run; the same on every rank but "operator".
 
         Args:
-            shelf: where to take the memory from.
+            take: see `states.collect`.
         """
         self.run.seal()
-        state = states.collect(self.operator, self.run, shelf)
+        state = states.collect(self.operator, self.run, take)
         state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
         state["position"] = {
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
