@@ -25,12 +25,27 @@ FIRST_STEPS: Final = 64
 FIRST_STEPS_WATCH: Final = 8
 
 
-def is_detailed(step: int, first: int) -> bool:
-    """Is step `step`, from 0, one that is written down in detail?"""
+def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:
+    """Is step `step`, from 0, one that is written down in detail?
+
+    Args:
+        first: so many are, one after the other.
+        rarest: at least every `rarest`-th is; None: they become rarer for ever.
+    """
     if step < first:
         return True
     stride: int = 1 << (step // first).bit_length()
-    return step % stride == 0
+    return step % (stride if rarest is None else min(stride, rarest)) == 0
+
+
+def thin_out(steps: list[Step], keep: int) -> None:
+    """Leave every second step out when there are more than `keep`; the first and the last stay.
+
+    The same ones on every rank that wrote down the same steps.
+    """
+    if len(steps) > keep:
+        head = keep // 4
+        steps[head:-1] = steps[head:-1:2]
 
 
 @dataclass

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lockstep.operator import Options
 
 _NOT_YET: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audit": ("off",),
     "min_workers": (),
     "spare_workers": (0,),
     "hang_timeout_s": (),
@@ -213,6 +212,11 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     )
     require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
+
+
+def pick_audit(audit: str) -> str:
+    require(audit in ("off", "watch", "full"), "audit", audit, '"off", "watch" or "full"')
+    return audit
 
 
 _SYNCS: Final = ("replicate", "ddp", "fsdp", "parameter_server", "data_parallel")

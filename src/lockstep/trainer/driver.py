@@ -31,6 +31,7 @@ from lockstep.trainer.arguments import (
     checked_workers,
     is_int,
     is_positive_int,
+    pick_audit,
     pick_backend,
     pick_gpu,
     pick_precision,
@@ -41,6 +42,7 @@ from lockstep.trainer.arguments import (
 )
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, has_ended, no_batch, two_calls, was_shut_down
+from lockstep.trainer.watched import Comparison
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class TorchTrainer:
             last window of an epoch may be shorter, and counts rightly.
         clip_grad_norm: largest norm of the global gradient, for the default loop.
         bucket_cap_mb: size of the buckets that gradients travel in, in MiB.
+        audit: "watch", "full" (every step, at a cost) or "off": what looks whether replicas agree.
         callbacks: `Callback` objects.
 
     Raises:
@@ -129,6 +132,7 @@ class TorchTrainer:
         accumulate: int = 1,
         clip_grad_norm: float | None = None,
         bucket_cap_mb: float = 25,
+        audit: str = "watch",
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
@@ -170,7 +174,9 @@ class TorchTrainer:
             threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=gpu,
             options=options,
+            audit=pick_audit(audit),
         )
+        self._watched = Comparison(self._spec)
         resources = Resources(
             num_cpus=num_cpus_per_worker,
             num_gpus=int(gpu) * replicas,
@@ -223,6 +229,7 @@ class TorchTrainer:
                 fix="register a loader in setup: self.register_data(train_loader=...)",
             )
         reports = self._loop("train", num_steps, profile, info)
+        self._watched.judge(reports)
         self._give_back()
         return self._announced("on_train_end", reports, reduce_results)
 

@@ -29,6 +29,7 @@ class WorkerSpec:
     threads: int | None = None
     use_gpu: bool = False
     options: Options = field(default_factory=Options)
+    audit: str = "off"
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:

@@ -34,6 +34,7 @@ from lockstep.worker.process_group import (
 )
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
+from lockstep.worker.watching import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from lockstep.audit.ledger import Ledger
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
@@ -60,6 +62,7 @@ class Report:
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
         weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
+        seen: by the watch; None for `validate`, and where nothing watches.
     """
 
     metrics: list[dict[str, Any]]
@@ -71,6 +74,7 @@ class Report:
     epoch: int | None
     timers: dict[str, float] | None
     weighed_by: str | None = None
+    seen: Ledger | None = None
 
 
 class Worker:
@@ -91,6 +95,7 @@ class Worker:
         self._before_load: dict[str, Any] | None = None
         self._tally = Tally()
         self._threads_before: int | None = None
+        self._watch = Watch(spec)
         self.on_commit: Callable[[], None] | None = None
         self.before_meeting: Callable[[], None] | None = None
 
@@ -114,7 +119,9 @@ class Worker:
                 self.before_meeting()
             self._rendezvous = rendezvous
             self._group = form_group(rendezvous, self.rank, spec.num_workers, device)
-        self._build_operator(device)
+        self._watch.attach(self.rank, spec.num_workers)
+        with self._watch.during_setup():
+            self._build_operator(device)
         loaders = {name: cursor.source.steps_per_epoch for name, cursor in self._cursors.items()}
         return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
 
@@ -163,6 +170,7 @@ class Worker:
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
+        self._watch.detach()
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
         if self._operator is not None:
@@ -226,7 +234,9 @@ class Worker:
             full_info["epoch_idx"] = cursor.epoch
             return operator.train_epoch(deliveries, full_info)
 
-        return self._passes("train", cursor, num_steps, profile, one_pass)
+        with self._watch.during_training(self.run):
+            report = self._passes("train", cursor, num_steps, profile, one_pass)
+        return replace(report, seen=self._watch.seen())
 
     def validate(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
         operator, cursor = self.operator, self._cursors["validation"]

@@ -27,7 +27,7 @@ OURS = {
     "sync": "replicate",
     "num_shards": None, "precision": "fp32", "seed": 0, "resources_per_worker": None,
     "bucket_cap_mb": 25, "callbacks": (), "reproducible": False, "accumulate": 1,
-    "clip_grad_norm": None,
+    "clip_grad_norm": None, "audit": "watch",
 }  # fmt: skip
 RAYSGD_METHODS = {
     "train": {"num_steps": None, "profile": False, "reduce_results": True, "max_retries": 3,
@@ -165,14 +165,14 @@ def test_a_wrong_kind_is_refused_with_what_to_type(arguments, needed):
     assert needed in str(caught.value)
 
 
-@pytest.mark.parametrize("argument", ["resume", "spare_workers", "audit"])
+@pytest.mark.parametrize("argument", ["resume", "spare_workers"])
 def test_what_this_version_has_not_got_says_so(argument):
     with pytest.raises(NotAvailableError, match=f"leave {argument} out"):
         trainer(**{argument: 1})
 
 
 def test_saying_what_this_version_does_anyway_is_no_error():
-    with trainer(sync="replicate", audit="off", spare_workers=0, resume=None) as one:
+    with trainer(sync="replicate", spare_workers=0, resume=None) as one:
         assert one.train()["epoch"] == 1
 
 

@@ -29,6 +29,8 @@ def install(probe: Probe) -> None:
 def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if probe.is_elsewhere():
+                return original(*args, **kwargs)
             if kind == "backward":
                 facts = probe.ledger.facts
                 facts["backwards"] = facts.get("backwards", 0) + 1
@@ -62,6 +64,8 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
         return
     given = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given
     weight = float(given) if isinstance(given, torch.Tensor) and given.numel() == 1 else 1.0
+    if probe.sync_of_lockstep():
+        weight = 1.0  # what the batch counts for, which the reduction divides by
     try:
         record.loss = float(root.detach())
         record.terms = terms_of(root, weight)

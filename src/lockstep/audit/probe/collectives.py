@@ -83,8 +83,10 @@ def _grouper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not probe.is_on or probe.inside("collective"):
+        if not probe.is_on or probe.inside("collective") or probe.is_elsewhere():
             return original(*args, **kwargs)
+        if not probe.detailed and probe.mode == "watch":
+            return original(*args, **kwargs)  # nobody asks a watch where a rank stands
         tensor = _own_tensor(name, args, kwargs)
         call = Collective(name, users_lines(), _ranks(kwargs.get("group")))
         call.in_backward = probe.in_backward

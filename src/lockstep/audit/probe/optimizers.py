@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import Parameter, Step, Track, is_detailed
+from lockstep.audit.ledger import Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.gathers import follow
@@ -58,6 +58,12 @@ class Watched:
 
 def install(probe: Probe) -> None:
     """Watch the construction and the steps of optimizers."""
+    if probe.run is not None:
+        known = [o for o in probe.run.optimizers if o not in probe.optimizers]
+        probe.made_waiting += map(weakref.ref, known)
+    if probe.run is not None and probe.run.synchronised:
+        _hook(probe)  # what was made is known
+        return
     probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
     probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
     _hook(probe)
@@ -108,6 +114,8 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if probe.is_elsewhere():
+        return None
     if id(optimizer) in probe.stepping:
         # Its last step raised, and nobody took it off.
         del probe.stepping[probe.stepping.index(id(optimizer)) :]
@@ -116,7 +124,7 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         # An optimizer inside an optimizer (ZeRO, wrappers of libraries): the outer one counts.
         return None
     watched = _watch(probe, optimizer)
-    if not is_detailed(watched.track.count, probe.first):
+    if not _is_detailed(probe, watched.track.count):
         return None
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
@@ -128,6 +136,10 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         return _with_watched_closure(probe, watched, args, kwargs, closure)
     _consume(probe, watched, optimizer)
     return None
+
+
+def _is_detailed(probe: Probe, number: int) -> bool:
+    return is_detailed(number, probe.first, probe.run.rarest if probe.run else None)
 
 
 def _with_watched_closure(
@@ -169,6 +181,8 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
 
 
 def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if probe.is_elsewhere():
+        return
     if id(optimizer) in probe.stepping:
         del probe.stepping[probe.stepping.index(id(optimizer)) :]
     watched = probe.optimizers.get(optimizer)
@@ -182,13 +196,17 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
             step.state = _state(optimizer, watched)
         track.steps.append(step)
         watched.step = None
+        if probe.run is not None:
+            thin_out(track.steps, probe.run.keep)
     track.count += 1
-    watched.next_is_detailed = is_detailed(track.count, probe.first)
-    probe.windows[optimizer] = Window()
-    probe.recent = Window()
-    probe.forget_gathered()
+    watched.next_is_detailed = _is_detailed(probe, track.count)
+    if step is not None or probe.detailed:
+        # Where nothing was written down, nothing has to be forgotten.
+        probe.windows[optimizer] = Window()
+        probe.recent = Window()
+        probe.forget_gathered()
     probe.steps_done = max(probe.steps_done, track.count)
-    probe.detailed = any(w.next_is_detailed for w in probe.optimizers.values())
+    probe.look(any(w.next_is_detailed for w in probe.optimizers.values()))
     if probe.follows and probe.detailed:
         # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
         follow(probe)
@@ -240,6 +258,7 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
             probe.made_at.get(id(optimizer), []),
             parameters=_describe(probe, optimizer),
             sharded=_is_sharded(optimizer),
+            count=probe.run.first_step if probe.run else 0,
         )
         probe.ledger.tracks.append(track)
         fresh = Watched(optimizer, track)
@@ -258,7 +277,8 @@ def _is_sharded(optimizer: Optimizer) -> bool:
 
 def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
     held = [p for g in optimizer.param_groups for p in g["params"]]
-    probe.living = [weakref.ref(module) for module in living_modules()]
+    modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
+    probe.living = [weakref.ref(module) for module in modules]
     names = parameter_names(m for r in probe.living if (m := r()) is not None)
     counts = samples_per_tensor([_local_size(p) for p in held])
     described = []

@@ -32,10 +32,32 @@ _LINES_PER_WINDOW = 8
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
     probe.patches.wrap(DistributedDataParallel, "__init__", lambda f: _constructor(probe, f))
-    probe.patches.keep(register_module_forward_pre_hook(_module_hook(probe)))
+    hook = _ForwardHook(probe)
+    if probe.mode == "watch":
+        probe.forward_hook = hook
+    hook(probe.detailed or probe.mode != "watch")
+    probe.patches.keep(hook)
     # It says that global hooks may fire twice for a compiled module, which is no harm here.
     warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global")
     probe.patches.keep(_Filter(warnings.filters[0]))
+
+
+class _ForwardHook:
+    """Torch's global hook on module calls, which can be left out for a while."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._look = _module_hook(probe)
+        self._handle: Any = None
+
+    def __call__(self, is_wanted: bool) -> None:
+        self.remove()
+        if is_wanted:
+            self._handle = register_module_forward_pre_hook(self._look)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
 
 class _Filter:
