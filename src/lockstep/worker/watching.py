@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.probe.probe import Probe, TrainersRun
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from lockstep.audit.ledger import Ledger
     from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
+
+
+WATCHED_EVERY: Final = 64
+"""Steps; replicas that have drifted apart stay apart. The first ones are looked at more often."""
 
 
 class Watch:
@@ -45,6 +49,7 @@ class Watch:
         if self._mode != "off":
             run = TrainersRun(rank, world_size, self._synchronised, self._shares_out)
             run.first_step = steps_before
+            run.rarest = 1 if self._mode == "full" else WATCHED_EVERY
             self._probe = Probe(mode=self._mode, run=run)
 
     def detach(self) -> None:
