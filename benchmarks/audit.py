@@ -42,9 +42,7 @@ def measure_audit(rounds: int | None) -> list[Result]:
             )
             for model in models
         ]
-        program = torchrun(
-            str(PROGRAM), "--mode", mode, *models, ranks=2, name=f"audit {mode}"
-        )
+        program = torchrun(str(PROGRAM), "--mode", mode, *models, ranks=2, name=f"audit {mode}")
         results += measure_pairs(rows, program, rounds=rounds or LAUNCHES)
     return results
 

@@ -56,9 +56,7 @@ def measure(name: str, mode: str, pairs: int) -> Pairs:
     model = DistributedDataParallel(make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     features = torch.randn(shape, generator=torch.Generator().manual_seed(dist.get_rank()))
-    run = TrainersRun(
-        dist.get_rank(), dist.get_world_size(), synchronised=False, shares_out=False
-    )
+    run = TrainersRun(dist.get_rank(), dist.get_world_size(), synchronised=False, shares_out=False)
     run.modules, run.optimizers, run.first_step = [model.module], [optimizer], BEGINNING
     run.rarest = 1 if mode == "full" else WATCHED_EVERY
     probe = Probe(mode=mode, run=run)

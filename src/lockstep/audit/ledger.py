@@ -96,7 +96,11 @@ class Collective:
 
 @dataclass
 class Step:
-    """One optimizer step."""
+    """One optimizer step.
+
+    `random` stands for the state of torch's default generator; `inputs` for what the wrappers'
+    forwards were given (``hash``, ``where``).
+    """
 
     number: int
     where: list[Place]
@@ -113,11 +117,17 @@ class Step:
     unowned: list[str] = field(default_factory=list)
     inside_backward: bool = False
     has_closure: bool = False
+    random: int | None = None
+    inputs: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
 class Parameter:
-    """A parameter that an optimizer holds."""
+    """A parameter that an optimizer holds.
+
+    `group` are the ranks that hold it, or the same piece of it, as replicas; None: all of them, or
+    none if it is `sharded`.
+    """
 
     name: str
     shape: list[int]
@@ -140,7 +150,6 @@ class Track:
     parameters: list[Parameter] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     count: int = 0
-    sharded: bool = False
     state_names: list[str] = field(default_factory=list)
 
 

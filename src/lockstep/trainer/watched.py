@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers' watches saw, laid side by side: an error is raised, a warning is logged once."""
+"""What the workers' watches saw, side by side: an error is raised, a warning is logged once."""
 
 from __future__ import annotations
 

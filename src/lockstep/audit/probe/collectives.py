@@ -90,11 +90,11 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         tensor = _own_tensor(name, args, kwargs)
         call = Collective(name, users_lines(), _ranks(kwargs.get("group")))
         call.in_backward = probe.in_backward
-        _note_call(probe, call)
+        probe.harmlessly(_note_call, probe, call)
         if name.startswith("all_to_all") and not probe.in_backward:
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
-            _before(probe, call, tensor, args, kwargs)
+            probe.harmlessly(_before, probe, call, tensor, args, kwargs)
         waiting, probe.ledger.stuck_in = probe.ledger.stuck_in, call
         probe.enter("collective")
         try:
@@ -104,7 +104,7 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         call.finished = True
         probe.ledger.stuck_in = waiting
         if probe.detailed and tensor is not None:
-            _after(probe, call, tensor, result, args, kwargs)
+            probe.harmlessly(_after, probe, call, tensor, result, args, kwargs)
         return result
 
     return watched

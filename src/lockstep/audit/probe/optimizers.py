@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,6 +26,12 @@ from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Window
+from lockstep.audit.probe.shards import (
+    is_fully_sharded,
+    is_piece,
+    pieces_of_flat_parameters,
+    replicas_of,
+)
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
@@ -71,13 +78,13 @@ def install(probe: Probe) -> None:
 
 def _hook(probe: Probe) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return (
-            None if torch.compiler.is_compiling() else _before_step(probe, optimizer, args, kwargs)
-        )
+        if torch.compiler.is_compiling():
+            return None
+        return probe.harmlessly(_before_step, probe, optimizer, args, kwargs)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            _after_step(probe, optimizer, args, kwargs)
+            probe.harmlessly(_after_step, probe, optimizer, args, kwargs)
 
     if not probe.ledger.facts.get("fullgraph"):
         # Called from compiled steps, too: there the graph breaks and goes on after them.
@@ -153,7 +160,7 @@ def _with_watched_closure(
             probe.stepping = outer
         optimizer = watched.ref()
         if probe.is_on and optimizer is not None and watched.step is not None:
-            _consume(probe, watched, optimizer)
+            probe.harmlessly(_consume, probe, watched, optimizer)
         return result
 
     if "closure" in kwargs:
@@ -165,16 +172,15 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     """The gradients as the optimizer is about to use them, and how they came to be."""
     step = watched.step
     assert step is not None
-    if watched.track.sharded:
-        step.gradients = None
-    else:
-        step.gradients = take([p.grad for p in watched.parameters], watched.counts)
+    step.gradients = take([p.grad for p in watched.parameters], watched.counts)
     step.hyper = [_numbers(group) for group in optimizer.param_groups]
     window = probe.windows.get(optimizer) or probe.recent
     step.backwards = list(window.backwards)
     step.collectives = list(window.collectives)
     step.clips = list(window.clips)
     step.bypasses = list(window.bypasses)
+    step.inputs = list(window.inputs)
+    step.random = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     step.scale = probe.scale
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
@@ -220,7 +226,7 @@ def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:
     found = {}
     watch_made(probe)
     for watched in probe.optimizers.values():
-        if watched.track.count < CLOSELY and not watched.track.sharded:
+        if watched.track.count < CLOSELY:
             gradients = [p.grad for p in watched.parameters]
             found[watched.track.key] = take(gradients, watched.counts)
     return found
@@ -257,7 +263,6 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
             kind,
             probe.made_at.get(id(optimizer), []),
             parameters=_describe(probe, optimizer),
-            sharded=_is_sharded(optimizer),
             count=probe.run.first_step if probe.run else 0,
         )
         probe.ledger.tracks.append(track)
@@ -266,20 +271,13 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
     return fresh
 
 
-def _is_sharded(optimizer: Optimizer) -> bool:
-    """Are its tensors pieces (FSDP's flat parameters)?"""
-    return any(
-        type(p).__name__ == "FlatParameter" or hasattr(p, "_local_shard")
-        for g in optimizer.param_groups
-        for p in g["params"]
-    )
-
-
 def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
     held = [p for g in optimizer.param_groups for p in g["params"]]
     modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
     probe.living = [weakref.ref(module) for module in modules]
     names = parameter_names(m for r in probe.living if (m := r()) is not None)
+    pieces = pieces_of_flat_parameters(modules)
+    probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
     counts = samples_per_tensor([_local_size(p) for p in held])
     described = []
     for place, (param, count) in enumerate(zip(held, counts, strict=True)):
@@ -291,8 +289,8 @@ def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
                 list(param.shape),
                 str(param.dtype).removeprefix("torch."),
                 wrapper=wrapper.key if wrapper else None,
-                group=wrapper.ranks if wrapper else None,
-                sharded=_is_piece(param),
+                group=wrapper.ranks if wrapper else replicas_of(param),
+                sharded=is_piece(param) or id(param) in pieces,
                 local=is_local(param) or ignored,
                 in_module=id(param) in names,
                 samples=count,
@@ -303,12 +301,6 @@ def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
 
 def _local_size(param: torch.Tensor) -> int:
     return int(param.to_local().numel()) if hasattr(param, "to_local") else param.numel()
-
-
-def _is_piece(param: torch.Tensor) -> bool:
-    """A DTensor of which each rank holds another piece."""
-    placements = getattr(param, "placements", None)
-    return placements is not None and not all(p.is_replicate() for p in placements)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
@@ -330,7 +322,7 @@ def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
             if isinstance(value, torch.Tensor) and not described.sharded:
                 tensors.append(value)
                 names.append(f"{described.name}.{key}")
-    if not tensors or watched.track.sharded:
+    if not tensors:
         return None
     watched.track.state_names = names
     return take(tensors, [0] * len(tensors))

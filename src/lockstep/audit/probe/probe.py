@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _kept: list[Any] = []
+_UNSEEN: Final = 8
 
 
 @dataclass
@@ -113,6 +114,7 @@ class Window:
         self.collectives: list[Collective] = []
         self.clips: list[dict[str, Any]] = []
         self.bypasses: list[list[Place]] = []
+        self.inputs: list[dict[str, Any]] = []
 
     LIMIT = 400
     """Of each kind: an unbounded window (no optimizer ever steps) must not fill the memory."""
@@ -209,6 +211,16 @@ class Probe:
             self.detailed = closely
             if self.forward_hook is not None:
                 self.forward_hook(closely)
+
+    def harmlessly(self, look: Callable[..., Any], *args: Any) -> Any:
+        """``look(*args)``; what it raises is ours, and not the program's to deal with."""
+        try:
+            return look(*args)
+        except Exception as error:
+            unseen = self.ledger.facts.setdefault("unseen", [])
+            if len(unseen) < _UNSEEN:
+                unseen.append(f"{look.__name__}: {type(error).__name__}: {error}"[:300])
+            return None
 
     def is_elsewhere(self) -> bool:
         """Is this another thread than the one that a trainer's worker runs in?"""

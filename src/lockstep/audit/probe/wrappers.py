@@ -11,6 +11,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.loaders import tensors_in
 from lockstep.audit.probe.probe import Wrapper
 
 if TYPE_CHECKING:
@@ -90,10 +92,12 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
             return
         if not torch.is_grad_enabled():
             if not module.training and probe.ledger.started_group:
-                _note_evaluation(probe, module)
+                probe.harmlessly(_note_evaluation, probe, module)
             return
         if isinstance(module, DistributedDataParallel):
             _arm(probe, module)
+            if probe.detailed:
+                probe.harmlessly(_note_inputs, probe, args)
         elif DistributedDataParallel._active_ddp_module is None and probe.detailed:
             known = probe.owned.get(id(module))
             if known is not None and known() is module:
@@ -110,6 +114,17 @@ def _arm(probe: Probe, module: Any) -> None:
             wrapper.is_armed = bool(module.require_backward_grad_sync)
             wrapper.was_unsynced = not wrapper.is_armed
             wrapper.joins |= bool(module._join_config.enable)
+
+
+def _note_inputs(probe: Probe, args: Any) -> None:
+    tensors = tensors_in(args, 4)
+    if not tensors:
+        return
+    held = take(tensors, [0] * len(tensors), norms=False)
+    noted = {"hash": int(np.bitwise_xor.reduce(held.hashes)), "where": users_lines()}
+    for window in probe.each_window():
+        if len(window.inputs) < _LINES_PER_WINDOW:
+            window.inputs.append(noted)
 
 
 def _note_bypass(probe: Probe) -> None:
