@@ -99,7 +99,7 @@ class Step:
     """One optimizer step.
 
     `random` stands for the state of torch's default generator; `inputs` for what the wrappers'
-    forwards were given (``hash``, ``where``).
+    forwards were given (``hash``), and the generator's state then (``random``, ``where``).
     """
 
     number: int

@@ -24,5 +24,5 @@ for step in range(4):
     x, y = batch(step)
     x = x + 0.1 * torch.randn_like(x)
     optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()  # here LS507
+    nn.functional.cross_entropy(model(x), y).backward()  # here LS507
+    optimizer.step()

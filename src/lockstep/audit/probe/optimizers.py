@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-import zlib
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.audit.fingerprint import take
+from lockstep.audit.fingerprint import random_state, take
 from lockstep.audit.ledger import Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
@@ -180,7 +179,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.clips = list(window.clips)
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
-    step.random = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    step.random = random_state()
     step.scale = probe.scale
     if step.number == 0:
         step.unowned = _unowned(probe, watched)

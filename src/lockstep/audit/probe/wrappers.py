@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.audit.fingerprint import take
+from lockstep.audit.fingerprint import random_state, take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.loaders import tensors_in
@@ -121,7 +121,11 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     if not tensors:
         return
     held = take(tensors, [0] * len(tensors), norms=False)
-    noted = {"hash": int(np.bitwise_xor.reduce(held.hashes)), "where": users_lines()}
+    noted = {
+        "hash": int(np.bitwise_xor.reduce(held.hashes)),
+        "random": random_state(),
+        "where": users_lines(),
+    }
     for window in probe.each_window():
         if len(window.inputs) < _LINES_PER_WINDOW:
             window.inputs.append(noted)

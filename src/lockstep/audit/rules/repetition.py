@@ -42,24 +42,27 @@ class Repetition:
 
 
 def _same_random(track: SharedTrack) -> Finding | None:
-    states: list[int] = []
+    """Between a step and the next forward: a dropout inside the model has the samples to differ."""
+    drawn = 0
     where: list[Place] = []
-    for number in track.numbers[:16]:
-        at_once = {step.random for step in track.steps(number).values()}
-        if len(at_once) != 1 or len(track.steps(number)) < len(track.ranks):
+    for before, number in itertools.pairwise(track.numbers[:16]):
+        ends = {step.random for step in track.steps(before).values()}
+        steps = track.steps(number).values()
+        begins = {step.inputs[0]["random"] if step.inputs else None for step in steps}
+        if len(ends) != 1 or len(begins) != 1 or None in begins or len(steps) < len(track.ranks):
             return None
-        states += [state for state in at_once if state is not None]
-        where = where or next(iter(track.steps(number).values())).where
-    # Drawn from in every step: an epoch's shuffling alone draws once.
-    if len(states) < _STEPS or any(a == b for a, b in itertools.pairwise(states)):
+        if number == before + 1 and ends != begins:
+            drawn += 1
+            where = where or next(iter(steps)).inputs[0]["where"]
+    # An epoch's shuffling alone draws once.
+    if drawn < _STEPS:
         return None
     return RANDOM.finding(
-        f"in {len(states)} steps each rank drew random numbers from torch's generator, and all "
-        "ranks drew the same: noise, dropout and augmentation repeat from rank to rank",
+        f"before {drawn} forwards each rank drew random numbers from torch's generator, and all "
+        "ranks drew the same: noise and augmentation repeat from rank to rank",
         "after the model is built, `torch.manual_seed(seed + rank)`, if they are meant to differ",
         rank=track.ranks,
-        step=track.numbers[0] + 1,
-        evidence={"steps": len(states)},
+        evidence={"forwards": drawn},
         where=where,
     )
 
