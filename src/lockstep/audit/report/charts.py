@@ -7,6 +7,8 @@ import html
 import math
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.tables import drift_table, gradient_table
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,6 +36,22 @@ def curves(evidence: dict[str, Any]) -> str:
         points = {"drift": [(row["step"], row["drift"]) for row in drift]}
         found += _chart("Largest difference between replicas after the step", points)
     return found
+
+
+def curves_of_tracks(world: World) -> str:
+    """The same of every optimizer, where nothing was found: lines that lie on one another."""
+    blocks = [
+        curves(
+            {
+                "gradients": gradient_table(track, track.parameters[0].name),
+                "drift": drift_table(track),
+            }
+        )
+        for track in world.tracks
+        if len(track.ranks) > 1 and track.parameters
+    ]
+    found = "".join(blocks)
+    return f"<section><h2>Gradients and replicas</h2>{found}</section>" if found else ""
 
 
 def _chart(title: str, lines: dict[str, list[tuple[int, float | None]]]) -> str:

@@ -7,7 +7,7 @@ import html
 import linecache
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.report.charts import curves, differences_map
+from lockstep.audit.report.charts import curves, curves_of_tracks, differences_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,8 @@ def page(findings: Sequence[Finding], world: World, summary: dict[str, Any]) -> 
     body = "".join(_section(f) for f in shown)
     if more > 0:
         body += f"<p class=soft>and {more} more in the JSON report</p>"
+    if not any("gradients" in f.evidence or "drift" in f.evidence for f in shown):
+        body += curves_of_tracks(world)
     verdict = _verdict(findings, world)
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
