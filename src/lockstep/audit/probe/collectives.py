@@ -149,7 +149,17 @@ def _after(
 ) -> None:
     if call.before is not None and result is None:
         call.after = _size(tensor)
+    if call.op in ("all_gather", "all_gather_into_tensor"):
+        _note_piece(probe, tensor)
     gathers.note(probe, call, tensor, args, kwargs)
+
+
+def _note_piece(probe: Probe, tensor: torch.Tensor) -> None:
+    """A parameter of no module whose values are gathered from all ranks: a shard made by hand."""
+    for watched in probe.optimizers.values():
+        for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+            if not described.in_module and param.data_ptr() == tensor.data_ptr():
+                described.sharded = True
 
 
 def _reduction_name(op: Any) -> str:

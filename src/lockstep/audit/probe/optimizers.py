@@ -279,12 +279,15 @@ def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
     probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
     counts = samples_per_tensor([_local_size(p) for p in held])
     described = []
+    known: dict[str, int] = {}
     for place, (param, count) in enumerate(zip(held, counts, strict=True)):
         wrapper = probe.wrapper_of(param)
         ignored = any(id(param) in w.ignored for w in probe.wrappers)
+        name = names.get(id(param), f"parameter {place}")
+        known[name] = known.get(name, -1) + 1
         described.append(
             Parameter(
-                names.get(id(param), f"parameter {place}"),
+                f"{name}#{known[name]}" if known[name] else name,
                 list(param.shape),
                 str(param.dtype).removeprefix("torch."),
                 wrapper=wrapper.key if wrapper else None,
