@@ -19,7 +19,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 # The version that constraints.txt is made for; everything else there is the newest that fits.
 TORCH := 2.13.0
 
-.PHONY: help setup demo check fix test test-all bench bench-full bench-gpu bench-growth \
+.PHONY: help setup demo check fix test test-all browser bench bench-full bench-gpu bench-growth \
   bench-page docs constraints clean
 
 help: ## list the targets
@@ -43,7 +43,7 @@ fix: $(VENV)/.installed ## repair what lint and format can repair
 test: $(VENV)/.installed ## the tests, without the slow ones
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-test-all: $(VENV)/.installed ## all tests
+test-all: $(VENV)/.installed $(VENV)/.audited browser ## all tests, with the libraries and the browser they need
 	$(BIN)/python -m pytest -q -n 2
 
 bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
@@ -78,8 +78,8 @@ $(PEERS)/.tried: benchmarks/peers.txt constraints.txt pyproject.toml $(VENV)/bin
 constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything
 	rm -rf build/constraints
 	$(BIN)/python -m venv build/constraints
-	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,dev]'
-	{ echo "# Made by 'make constraints': .[all,dev] with torch $(TORCH), Python 3.11, Linux."; \
+	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,audited,dev]'
+	{ echo "# Made by 'make constraints': .[all,audited,dev] with torch $(TORCH), Python 3.11, Linux."; \
 	  build/constraints/bin/pip freeze --all --exclude pip --exclude-editable \
 	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -88,6 +88,18 @@ constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installa
 clean: ## remove .venv, caches and results
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Scripts of these libraries are audited by the long tests.
+$(VENV)/.audited: $(VENV)/.installed
+	@echo "installing the libraries whose scripts are audited"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audited]'
+	@touch $@
+
+# The audit's page is looked at in a real browser.
+browser:
+	@command -v $${CHROMIUM:-chromium chromium-browser google-chrome google-chrome-stable} > /dev/null \
+	  || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } \
+	  || { echo "install Chromium (Debian: apt-get install chromium), or say CHROMIUM=/path/to/it" >&2; exit 1; }
 
 # The stamp is written last, so an interrupted installation is resumed by the next call.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python

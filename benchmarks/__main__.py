@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    audit,
     calls,
     checkpoints,
     contrastive,
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "training_cuda": training.CUDA_FAMILY,
     "reproducible": reproducibility.FAMILY,
     "calls": calls.FAMILY,
+    "audit": audit.FAMILY,
 }
 """In the order of the table. Those that need a Ray of the same size share one."""
 

@@ -28,6 +28,7 @@
     ├── LostUpdateError           RuntimeError  LS302  a write to a replica that would be lost
     ├── DataOrderError            ValueError    LS501  ranks would read different data plans
     ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
+    ├── AuditError                RuntimeError  (any)  what the watch over a run found
     ├── PeerLostError             RuntimeError  LS601  a collective failed: another rank went away
     ├── WorkerDiedError           RuntimeError  LS602  a worker process died
     └── PoisonedStepError         RuntimeError  LS603  samples that end every worker that gets them
@@ -77,7 +78,7 @@ class LockstepError(Exception):
         return _rebuild, (type(self), self.what, self.details), self.__dict__
 
 
-def _rebuild(cls: type[LockstepError], what: str, details: dict[str, str | None]) -> LockstepError:
+def _rebuild(cls: type[LockstepError], what: str, details: dict[str, Any]) -> LockstepError:
     return cls(what, **details)
 
 
@@ -231,6 +232,26 @@ class NotShardableError(LockstepError, TypeError):
     """Data that cannot be shared out so that every sample is seen exactly once."""
 
     code = "LS502"
+
+
+class AuditError(LockstepError, RuntimeError):
+    """What the watch over a run found; its code is that of the gravest finding.
+
+    Attributes:
+        findings: all that are errors, as `lockstep.audit` has them.
+    """
+
+    code = "LS100"
+
+    def __init__(self, what: str, *, findings: tuple[Any, ...] = (), **details: str | None) -> None:
+        self.findings = findings
+        if findings:
+            vars(self)["code"] = findings[0].code
+        super().__init__(what, **details)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, (cls, what, details), attributes = super().__reduce__()
+        return _rebuild, (cls, what, {**details, "findings": self.findings}), attributes
 
 
 class PeerLostError(LockstepError, RuntimeError):

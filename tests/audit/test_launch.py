@@ -54,6 +54,31 @@ def test_a_bypass_is_reported_with_tables_and_files(tmp_path):
     assert not any(mark in text for mark in ("<script", "http:", "https:", "url("))
 
 
+def test_the_toy_with_and_without_its_fix(tmp_path):
+    """The audit's two tables, from the running script, are those that the script measures."""
+    report, page = tmp_path / "report.json", tmp_path / "report.html"
+    broken = audit("--json", report, SCRIPTS / "toy.py")
+    assert broken.returncode == 65, broken.stderr
+    measured = json.loads(broken.stdout)
+    (finding,) = [f for f in json.loads(report.read_text())["findings"] if f["code"] == "LS101"]
+    rows, drift = finding["evidence"]["gradients"], finding["evidence"]["drift"]
+    assert [row["step"] for row in rows] == [row["step"] for row in drift] == [1, 2, 3, 4, 5]
+    lines = broken.stderr.splitlines()
+    for own, row, apart in zip(measured, rows, drift, strict=True):
+        ranks = own["gradients"][row["parameter"]]
+        assert [row["values"]["0"], row["values"]["1"]] == pytest.approx(ranks, rel=1e-6)
+        assert apart["drift"] == pytest.approx(own["drift"], rel=1e-6)
+        shown = f"{row['step']:>6} | {ranks[0]:>11.5f} {ranks[1]:>11.5f} | no"
+        assert shown in lines
+        assert f"{row['step']:>6} | {own['drift']:>12.6f}" in lines
+    assert drift[4]["drift"] > drift[0]["drift"] > 0
+    mended = audit("--html", page, SCRIPTS / "toy.py", "--fix")
+    assert mended.returncode == 0, mended.stderr
+    assert "in lockstep" in mended.stderr
+    assert all(own["drift"] == 0.0 for own in json.loads(mended.stdout))
+    assert "Gradients and replicas" in page.read_text()
+
+
 def test_the_script_is_what_it_is_without_us(tmp_path):
     script = SCRIPTS / "leaves_with_7.py"
     report = tmp_path / "report.json"

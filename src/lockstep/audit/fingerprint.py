@@ -8,6 +8,7 @@ equal hashes, whatever the layout, at half a percent of a training step. A *norm
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,11 @@ def take(
                 lengths[where] = _norms(present)
             _fill_samples(samples, plain, counts)
     return Fingerprint(hashes, lengths, samples)
+
+
+def random_state() -> int:
+    """What stands for the state of torch's default generator."""
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

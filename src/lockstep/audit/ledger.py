@@ -25,12 +25,27 @@ FIRST_STEPS: Final = 64
 FIRST_STEPS_WATCH: Final = 8
 
 
-def is_detailed(step: int, first: int) -> bool:
-    """Is step `step`, from 0, one that is written down in detail?"""
+def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:
+    """Is step `step`, from 0, one that is written down in detail?
+
+    Args:
+        first: so many are, one after the other.
+        rarest: at least every `rarest`-th is; None: they become rarer for ever.
+    """
     if step < first:
         return True
     stride: int = 1 << (step // first).bit_length()
-    return step % stride == 0
+    return step % (stride if rarest is None else min(stride, rarest)) == 0
+
+
+def thin_out(steps: list[Step], keep: int) -> None:
+    """Leave every second step out when there are more than `keep`; the first and the last stay.
+
+    The same ones on every rank that wrote down the same steps.
+    """
+    if len(steps) > keep:
+        head = keep // 4
+        steps[head:-1] = steps[head:-1:2]
 
 
 @dataclass
@@ -81,7 +96,11 @@ class Collective:
 
 @dataclass
 class Step:
-    """One optimizer step."""
+    """One optimizer step.
+
+    `random` stands for the state of torch's default generator; `inputs` for what the wrappers'
+    forwards were given (``hash``), and the generator's state then (``random``, ``where``).
+    """
 
     number: int
     where: list[Place]
@@ -98,11 +117,17 @@ class Step:
     unowned: list[str] = field(default_factory=list)
     inside_backward: bool = False
     has_closure: bool = False
+    random: int | None = None
+    inputs: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
 class Parameter:
-    """A parameter that an optimizer holds."""
+    """A parameter that an optimizer holds.
+
+    `group` are the ranks that hold it, or the same piece of it, as replicas; None: all of them, or
+    none if it is `sharded`.
+    """
 
     name: str
     shape: list[int]
@@ -125,7 +150,6 @@ class Track:
     parameters: list[Parameter] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     count: int = 0
-    sharded: bool = False
     state_names: list[str] = field(default_factory=list)
 
 

@@ -108,8 +108,11 @@ class SharedTrack:
         return found
 
     def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:
-        if any(p.sharded or p.local for p in described.values()):
+        if any(p.local for p in described.values()):
             return []
+        if any(p.sharded for p in described.values()):
+            pieces = {tuple(r for r in p.group or () if r in described) for p in described.values()}
+            return [list(g) for g in sorted(pieces) if len(g) > 1]
         declared = [p.group for p in described.values() if p.group] or self._reduced_in(name)
         smaller = [g for g in declared if 1 < len(g) < self.world_size]
         if not smaller:
@@ -194,13 +197,14 @@ class SharedTrack:
             return True  # a NaN or an infinity on some ranks only
         if max(norms) - min(norms) > allowed * max(norms):
             return True
-        table = np.array([self._sample(prints[r], shared, r) for r in ranks])
+        table = np.array([self.sampled(prints[r], shared, r) for r in ranks])
         if not table.size:
             return False
         spread = float(np.max(table.max(axis=0) - table.min(axis=0)))
         return spread > allowed * float(np.max(np.abs(table)))
 
-    def _sample(self, held: Fingerprint, shared: Shared, rank: int) -> list[float]:
+    def sampled(self, held: Fingerprint, shared: Shared, rank: int) -> list[float]:
+        """The elements that were kept of one parameter; NaN where it was None."""
         start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
         return [float(x) for x in held.samples[start:end]]
 
@@ -210,7 +214,7 @@ class SharedTrack:
         return Difference(
             shared.name,
             {r: float(prints[r].norms[shared.index[r]]) for r in ranks},
-            {r: self._sample(prints[r], shared, r) for r in ranks},
+            {r: self.sampled(prints[r], shared, r) for r in ranks},
         )
 
     @cached_property

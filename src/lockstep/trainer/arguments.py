@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
 
-from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
+from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.operator import Options
-
-_NOT_YET: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audit": ("off",),
-}
-"""Arguments of later versions, with the values that say what this one does anyway."""
 
 
 class _UnsaidSeed(int):
@@ -56,20 +51,13 @@ def require(holds: bool, name: str, got: Any, expected: str, fix: str | None = N
 
 
 def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
-    """An argument of RaySGD that is gone, of a later version, or of nobody."""
+    """An argument of RaySGD that is gone, or of nobody."""
     for name, value in arguments.items():
         if name in _GONE:
             raise ConfigurationError(
                 f"TorchTrainer takes no {name}", got=f"{name}={value!r:.60}", fix=_GONE[name]
             )
-        if name in _NOT_YET:
-            if any(value is same or value == same for same in _NOT_YET[name]):
-                continue
-            raise NotAvailableError(
-                f"TorchTrainer has no {name}={value!r:.40} in this version",
-                fix=f"leave {name} out",
-            )
-        alike = difflib.get_close_matches(name, [*known, *_NOT_YET], n=1)
+        alike = difflib.get_close_matches(name, list(known), n=1)
         fix = f"did you mean {alike[0]}?" if alike else None
         raise WrongTypeError(f"TorchTrainer has no argument {name!r}", fix=fix)
 
@@ -233,6 +221,11 @@ def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
     )
     require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
+
+
+def pick_audit(audit: str) -> str:
+    require(audit in ("off", "watch", "full"), "audit", audit, '"off", "watch" or "full"')
+    return audit
 
 
 _SYNCS: Final = ("replicate", "ddp", "fsdp", "parameter_server", "data_parallel")

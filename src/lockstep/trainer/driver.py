@@ -27,6 +27,7 @@ from lockstep.trainer.arguments import (
     explicit_identity,
     is_int,
     is_positive_int,
+    pick_audit,
     pick_backend,
     pick_gpu,
     pick_precision,
@@ -38,6 +39,7 @@ from lockstep.trainer.arguments import (
 from lockstep.trainer.durable import Durability, SavesMeanwhile
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
+from lockstep.trainer.watched import Comparison
 from lockstep.trainer.workers import InlineEngine, recovering, refuse_spares
 from lockstep.worker import WorkerSpec
 
@@ -101,6 +103,7 @@ class TorchTrainer(SavesMeanwhile):
         keep_checkpoints: how many of them stay.
         resume: "auto" goes on from the newest good checkpoint in `checkpoint_dir`, if there is
             one; a path from that one. `num_shards` and `seed` come from it.
+        audit: "watch", "full" (every step, at a cost) or "off": what looks whether replicas agree.
         callbacks: `Callback` objects.
 
     Raises:
@@ -142,6 +145,7 @@ class TorchTrainer(SavesMeanwhile):
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 3,
         resume: str | os.PathLike[str] | None = None,
+        audit: str = "watch",
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
@@ -181,10 +185,12 @@ class TorchTrainer(SavesMeanwhile):
             threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=gpu,
             options=options,
+            audit=pick_audit(audit),
         )
         durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
         self._spec = self._as_found(spec, durability)
         backend = pick_backend(backend, gpu)
+        self._watched = Comparison(self._spec)
         resources = Resources(
             num_cpus_per_worker, int(gpu) * replicas, resources_per_worker, backend, timeout_s
         )
@@ -249,6 +255,7 @@ class TorchTrainer(SavesMeanwhile):
         require(is_int(max_retries) and max_retries >= 0, "max_retries", max_retries, "an int >= 0")
         with self._saving_meanwhile():
             reports = self._loop("train", num_steps, profile, info, retries=max_retries)
+        self._watched.judge(reports)
         self._give_back()
         return self._saved(self._announced("on_train_end", reports, reduce_results))
 

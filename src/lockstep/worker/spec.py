@@ -32,6 +32,7 @@ class WorkerSpec:
     use_gpu: bool = False
     options: Options = field(default_factory=Options)
     checkpoint_every: int | None = None
+    audit: str = "off"
 
     @property
     def is_recoverable(self) -> bool:

@@ -34,6 +34,7 @@ from lockstep.worker.rollback import Rollback
 from lockstep.worker.snapshot import Snapshots
 from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
+from lockstep.worker.watching import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,6 +80,7 @@ class Worker(Inquiries):
         self.has_state = False
         self.underway = None
         self.snapshots = Snapshots(self)
+        self._watch = Watch(spec)
         self.on_commit: Callable[[], None] | None = None
         self.before_meeting: Callable[[], None] | None = None
 
@@ -96,7 +98,9 @@ class Worker(Inquiries):
                 self.before_meeting()
             self._rendezvous = rendezvous
             self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
-        self._build_operator(device)
+        self.watch_from(0)
+        with self._watch.during_setup():
+            self._build_operator(device)
         self.has_state = True
         return self._introduction(device)
 
@@ -180,6 +184,7 @@ class Worker(Inquiries):
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
+        self._watch.detach()
         run = None if self._operator is None else self._operator._lockstep.registered
         if run is not None:
             run.part()
@@ -243,6 +248,10 @@ class Worker(Inquiries):
         done = self._rollback is not None and self._rollback.undo(call.cursor, call.tally)
         return "step" if done else "nothing"
 
+    def watch_from(self, step: int) -> None:
+        """Compare with the peers of this generation, from `step` of the run on."""
+        self._watch.attach(self.rank, self.spec.num_workers, step)
+
     def take_rank(self, rank: int, size: int) -> None:
         """Be rank `rank` of `size` from now on."""
         self.rank = rank
@@ -304,7 +313,9 @@ class Worker(Inquiries):
         """Train; go on with the call that stopped at `interrupted`, if there was one."""
         if self.run.attached:
             self.run.refuse_replaced()
-        return self._run(Request("train", num_steps, profile, info), interrupted)
+        with self._watch.during_training(self.run):
+            report = self._run(Request("train", num_steps, profile, info), interrupted)
+        return replace(report, seen=self._watch.seen())
 
     def validate(
         self,

@@ -28,6 +28,8 @@ OURS = {
     "num_shards": None, "precision": "fp32", "seed": 0, "resources_per_worker": None,
     "bucket_cap_mb": 25, "callbacks": (), "reproducible": False, "accumulate": 1,
     "clip_grad_norm": None, "spare_workers": 0, "min_workers": 1, "hang_timeout_s": 60,
+    "audit": "watch", "checkpoint_dir": None, "checkpoint_every": None, "keep_checkpoints": 3,
+    "resume": None,
 }  # fmt: skip
 RAYSGD_METHODS = {
     "train": {"num_steps": None, "profile": False, "reduce_results": True, "max_retries": 3,
@@ -166,17 +168,6 @@ def test_a_wrong_kind_is_refused_with_what_to_type(arguments, needed):
     with pytest.raises(TypeError) as caught:
         trainer(**arguments)
     assert needed in str(caught.value)
-
-
-@pytest.mark.parametrize("argument", ["resume", "checkpoint_dir", "audit"])
-def test_what_this_version_has_not_got_says_so(argument):
-    with pytest.raises(NotAvailableError, match=f"leave {argument} out"):
-        trainer(**{argument: 1})
-
-
-def test_saying_what_this_version_does_anyway_is_no_error():
-    with trainer(sync="replicate", audit="off", resume=None) as one:
-        assert one.train()["epoch"] == 1
 
 
 def test_a_misspelt_argument_is_recognised():

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._functorch import maybe_current_level
 
 from lockstep.audit.ledger import Backward
 from lockstep.audit.probe import gathers
@@ -29,18 +30,21 @@ def install(probe: Probe) -> None:
 def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if probe.is_elsewhere():
+                return original(*args, **kwargs)
             if kind == "backward":
                 facts = probe.ledger.facts
                 facts["backwards"] = facts.get("backwards", 0) + 1
                 if probe.delivered is not None:
                     probe.delivered.training = True
-            if not probe.detailed or probe.in_backward:
+            if not probe.detailed or probe.in_backward or maybe_current_level() is not None:
+                # Inside a transform of torch.func tensors have no numbers to read.
                 return original(*args, **kwargs)
             record = Backward(kind, users_lines())
             roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
             if kind == "backward":
                 given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-                _describe(probe, record, roots, given)
+                probe.harmlessly(_describe, probe, record, roots, given)
             before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
             probe.backward, probe.in_backward = record, True
             try:
@@ -48,8 +52,8 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
             finally:
                 probe.backward, probe.in_backward = None, False
                 probe.following.undo()
-                _note_reducers(probe, record, before)
-                _remember(probe, record)
+                probe.harmlessly(_note_reducers, probe, record, before)
+                probe.harmlessly(_remember, probe, record)
 
         return watched
 
@@ -62,6 +66,9 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
         return
     given = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given
     weight = float(given) if isinstance(given, torch.Tensor) and given.numel() == 1 else 1.0
+    if probe.sync_of_lockstep():
+        probe.ledger.facts["lockstep"] = True  # it may be detached when the script ends
+        weight = 1.0  # what the batch counts for, which the reduction divides by
     try:
         record.loss = float(root.detach())
         record.terms = terms_of(root, weight)

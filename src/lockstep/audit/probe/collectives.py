@@ -83,16 +83,18 @@ def _grouper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not probe.is_on or probe.inside("collective"):
+        if not probe.is_on or probe.inside("collective") or probe.is_elsewhere():
             return original(*args, **kwargs)
+        if not probe.detailed and probe.mode == "watch":
+            return original(*args, **kwargs)  # nobody asks a watch where a rank stands
         tensor = _own_tensor(name, args, kwargs)
         call = Collective(name, users_lines(), _ranks(kwargs.get("group")))
         call.in_backward = probe.in_backward
-        _note_call(probe, call)
+        probe.harmlessly(_note_call, probe, call)
         if name.startswith("all_to_all") and not probe.in_backward:
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
-            _before(probe, call, tensor, args, kwargs)
+            probe.harmlessly(_before, probe, call, tensor, args, kwargs)
         waiting, probe.ledger.stuck_in = probe.ledger.stuck_in, call
         probe.enter("collective")
         try:
@@ -102,7 +104,7 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         call.finished = True
         probe.ledger.stuck_in = waiting
         if probe.detailed and tensor is not None:
-            _after(probe, call, tensor, result, args, kwargs)
+            probe.harmlessly(_after, probe, call, tensor, result, args, kwargs)
         return result
 
     return watched
@@ -147,7 +149,17 @@ def _after(
 ) -> None:
     if call.before is not None and result is None:
         call.after = _size(tensor)
+    if call.op in ("all_gather", "all_gather_into_tensor"):
+        _note_piece(probe, tensor)
     gathers.note(probe, call, tensor, args, kwargs)
+
+
+def _note_piece(probe: Probe, tensor: torch.Tensor) -> None:
+    """A parameter of no module whose values are gathered from all ranks: a shard made by hand."""
+    for watched in probe.optimizers.values():
+        for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+            if not described.in_module and param.data_ptr() == tensor.data_ptr():
+                described.sharded = True
 
 
 def _reduction_name(op: Any) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,16 +20,17 @@ _OURS: Final = str(Path(__file__).resolve().parents[2])
 _TORCH: Final = str(Path(torch.__file__).parent)
 _LIBRARY: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED: Final = ("site-packages", "dist-packages")
+_RAY: Final = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in _INSTALLED)
 _DEPTH: Final = 4
 
 _known: dict[str, int] = {}
 
 
 def _distance(file: str) -> int:
-    """0: the user's own file. 1: an installed library. 2: torch, Python or ours."""
+    """0: the user's own file. 1: an installed library. 2: torch, Python, Ray or ours."""
     distance = _known.get(file)
     if distance is None:
-        if file.startswith((_OURS, _TORCH, "<")):
+        if file.startswith((_OURS, _TORCH, "<")) or any(folder in file for folder in _RAY):
             distance = 2
         elif any(folder in file for folder in _INSTALLED):
             distance = 1

@@ -93,15 +93,19 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
             probe.tainted.append((output, origin))
         if context is not None:
             probe.gather_nodes.append((context, origin))
-    elif call.op == "all_reduce" and tensor.grad_fn is not None and _function_context() is None:
+    elif call.op == "all_reduce":
+        context = _function_context()
         origin = {
             "op": call.op,
             "where": call.where,
             "reduction": call.reduction,
+            "differentiable": context is not None,
             "group": len(call.group),
             "rows": list(tensor.shape),
         }
-        probe.reduced_in_place.append((tensor, tensor.grad_fn, origin))
+        node = tensor.grad_fn if context is None else context
+        if node is not None:
+            probe.reduced_in_place.append((tensor, node, origin))
 
 
 def _function_context() -> Any:
@@ -132,6 +136,8 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
     found: dict[int, dict[str, Any]] = {
         id(origin): origin for context, origin in probe.gather_nodes if context in nodes
     }
+    # Put together with rows that have a gradient, they are part of the graph themselves.
+    found |= {id(origin): origin for t, origin in probe.tainted if t.grad_fn in nodes}
     for node in nodes:
         for origin in _saved_from(node, pointers):
             found[id(origin)] = origin

@@ -93,7 +93,7 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
         batch = original(self)
         loading = probe.loading.get(self)
         if loading is not None and len(loading.batches) < _BATCHES:
-            tensors = list(_tensors(batch, 4))
+            tensors = tensors_in(batch, 4)
             if tensors:
                 held = take(tensors, [0] * len(tensors))
                 loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)))
@@ -104,7 +104,8 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
     return watched
 
 
-def _tensors(batch: Any, most: int) -> list[torch.Tensor]:
+def tensors_in(batch: Any, most: int) -> list[torch.Tensor]:
+    """The first tensors of a batch, however it is nested."""
     if isinstance(batch, torch.Tensor):
         return [batch] if batch.numel() else []
     parts = batch.values() if isinstance(batch, dict) else batch
@@ -112,5 +113,5 @@ def _tensors(batch: Any, most: int) -> list[torch.Tensor]:
     if isinstance(batch, dict | list | tuple):
         for part in parts:
             if len(found) < most:
-                found.extend(_tensors(part, most - len(found)))
+                found.extend(tensors_in(part, most - len(found)))
     return found

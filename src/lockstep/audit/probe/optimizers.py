@@ -18,13 +18,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import Parameter, Step, Track, is_detailed
+from lockstep.audit.fingerprint import random_state, take
+from lockstep.audit.ledger import Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Window
+from lockstep.audit.probe.shards import (
+    is_fully_sharded,
+    is_piece,
+    pieces_of_flat_parameters,
+    replicas_of,
+)
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
@@ -58,6 +64,12 @@ class Watched:
 
 def install(probe: Probe) -> None:
     """Watch the construction and the steps of optimizers."""
+    if probe.run is not None:
+        known = [o for o in probe.run.optimizers if o not in probe.optimizers]
+        probe.made_waiting += map(weakref.ref, known)
+    if probe.run is not None and probe.run.synchronised:
+        _hook(probe)  # what was made is known
+        return
     probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
     probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
     _hook(probe)
@@ -65,13 +77,13 @@ def install(probe: Probe) -> None:
 
 def _hook(probe: Probe) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return (
-            None if torch.compiler.is_compiling() else _before_step(probe, optimizer, args, kwargs)
-        )
+        if torch.compiler.is_compiling():
+            return None
+        return probe.harmlessly(_before_step, probe, optimizer, args, kwargs)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            _after_step(probe, optimizer, args, kwargs)
+            probe.harmlessly(_after_step, probe, optimizer, args, kwargs)
 
     if not probe.ledger.facts.get("fullgraph"):
         # Called from compiled steps, too: there the graph breaks and goes on after them.
@@ -108,6 +120,8 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if probe.is_elsewhere():
+        return None
     if id(optimizer) in probe.stepping:
         # Its last step raised, and nobody took it off.
         del probe.stepping[probe.stepping.index(id(optimizer)) :]
@@ -116,7 +130,7 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         # An optimizer inside an optimizer (ZeRO, wrappers of libraries): the outer one counts.
         return None
     watched = _watch(probe, optimizer)
-    if not is_detailed(watched.track.count, probe.first):
+    if not _is_detailed(probe, watched.track.count):
         return None
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
@@ -130,6 +144,10 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
     return None
 
 
+def _is_detailed(probe: Probe, number: int) -> bool:
+    return is_detailed(number, probe.first, probe.run.rarest if probe.run else None)
+
+
 def _with_watched_closure(
     probe: Probe, watched: Watched, args: Any, kwargs: Any, closure: Callable[[], Any]
 ) -> tuple[Any, Any]:
@@ -141,7 +159,7 @@ def _with_watched_closure(
             probe.stepping = outer
         optimizer = watched.ref()
         if probe.is_on and optimizer is not None and watched.step is not None:
-            _consume(probe, watched, optimizer)
+            probe.harmlessly(_consume, probe, watched, optimizer)
         return result
 
     if "closure" in kwargs:
@@ -153,22 +171,23 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     """The gradients as the optimizer is about to use them, and how they came to be."""
     step = watched.step
     assert step is not None
-    if watched.track.sharded:
-        step.gradients = None
-    else:
-        step.gradients = take([p.grad for p in watched.parameters], watched.counts)
+    step.gradients = take([p.grad for p in watched.parameters], watched.counts)
     step.hyper = [_numbers(group) for group in optimizer.param_groups]
     window = probe.windows.get(optimizer) or probe.recent
     step.backwards = list(window.backwards)
     step.collectives = list(window.collectives)
     step.clips = list(window.clips)
     step.bypasses = list(window.bypasses)
+    step.inputs = list(window.inputs)
+    step.random = random_state()
     step.scale = probe.scale
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
 
 
 def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if probe.is_elsewhere():
+        return
     if id(optimizer) in probe.stepping:
         del probe.stepping[probe.stepping.index(id(optimizer)) :]
     watched = probe.optimizers.get(optimizer)
@@ -182,13 +201,17 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
             step.state = _state(optimizer, watched)
         track.steps.append(step)
         watched.step = None
+        if probe.run is not None:
+            thin_out(track.steps, probe.run.keep)
     track.count += 1
-    watched.next_is_detailed = is_detailed(track.count, probe.first)
-    probe.windows[optimizer] = Window()
-    probe.recent = Window()
-    probe.forget_gathered()
+    watched.next_is_detailed = _is_detailed(probe, track.count)
+    if step is not None or probe.detailed:
+        # Where nothing was written down, nothing has to be forgotten.
+        probe.windows[optimizer] = Window()
+        probe.recent = Window()
+        probe.forget_gathered()
     probe.steps_done = max(probe.steps_done, track.count)
-    probe.detailed = any(w.next_is_detailed for w in probe.optimizers.values())
+    probe.look(any(w.next_is_detailed for w in probe.optimizers.values()))
     if probe.follows and probe.detailed:
         # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
         follow(probe)
@@ -202,7 +225,7 @@ def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:
     found = {}
     watch_made(probe)
     for watched in probe.optimizers.values():
-        if watched.track.count < CLOSELY and not watched.track.sharded:
+        if watched.track.count < CLOSELY:
             gradients = [p.grad for p in watched.parameters]
             found[watched.track.key] = take(gradients, watched.counts)
     return found
@@ -239,7 +262,7 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
             kind,
             probe.made_at.get(id(optimizer), []),
             parameters=_describe(probe, optimizer),
-            sharded=_is_sharded(optimizer),
+            count=probe.run.first_step if probe.run else 0,
         )
         probe.ledger.tracks.append(track)
         fresh = Watched(optimizer, track)
@@ -247,32 +270,29 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
     return fresh
 
 
-def _is_sharded(optimizer: Optimizer) -> bool:
-    """Are its tensors pieces (FSDP's flat parameters)?"""
-    return any(
-        type(p).__name__ == "FlatParameter" or hasattr(p, "_local_shard")
-        for g in optimizer.param_groups
-        for p in g["params"]
-    )
-
-
 def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
     held = [p for g in optimizer.param_groups for p in g["params"]]
-    probe.living = [weakref.ref(module) for module in living_modules()]
+    modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
+    probe.living = [weakref.ref(module) for module in modules]
     names = parameter_names(m for r in probe.living if (m := r()) is not None)
+    pieces = pieces_of_flat_parameters(modules)
+    probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
     counts = samples_per_tensor([_local_size(p) for p in held])
     described = []
+    known: dict[str, int] = {}
     for place, (param, count) in enumerate(zip(held, counts, strict=True)):
         wrapper = probe.wrapper_of(param)
         ignored = any(id(param) in w.ignored for w in probe.wrappers)
+        name = names.get(id(param), f"parameter {place}")
+        known[name] = known.get(name, -1) + 1
         described.append(
             Parameter(
-                names.get(id(param), f"parameter {place}"),
+                f"{name}#{known[name]}" if known[name] else name,
                 list(param.shape),
                 str(param.dtype).removeprefix("torch."),
                 wrapper=wrapper.key if wrapper else None,
-                group=wrapper.ranks if wrapper else None,
-                sharded=_is_piece(param),
+                group=wrapper.ranks if wrapper else replicas_of(param),
+                sharded=is_piece(param) or id(param) in pieces,
                 local=is_local(param) or ignored,
                 in_module=id(param) in names,
                 samples=count,
@@ -283,12 +303,6 @@ def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
 
 def _local_size(param: torch.Tensor) -> int:
     return int(param.to_local().numel()) if hasattr(param, "to_local") else param.numel()
-
-
-def _is_piece(param: torch.Tensor) -> bool:
-    """A DTensor of which each rank holds another piece."""
-    placements = getattr(param, "placements", None)
-    return placements is not None and not all(p.is_replicate() for p in placements)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
@@ -310,7 +324,7 @@ def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
             if isinstance(value, torch.Tensor) and not described.sharded:
                 tensors.append(value)
                 names.append(f"{described.name}.{key}")
-    if not tensors or watched.track.sharded:
+    if not tensors:
         return None
     watched.track.state_names = names
     return take(tensors, [0] * len(tensors))

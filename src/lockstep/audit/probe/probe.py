@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,34 @@ if TYPE_CHECKING:
 
 
 _kept: list[Any] = []
+_UNSEEN: Final = 8
+
+
+@dataclass
+class TrainersRun:
+    """What lockstep's own trainer knows of the run that is watched.
+
+    Attributes:
+        synchronised: by lockstep, and not by a wrapper of the user's own.
+        shares_out: lockstep gives each rank its part of the data.
+        modules: those whose names count.
+        optimizers: those that will step.
+        first_step: the optimizer steps that the run has behind it.
+        rarest: at least every so many steps are looked at.
+        keep: so many steps are kept.
+        thread: who runs the worker; rank 0 may live in the user's process.
+    """
+
+    rank: int
+    world_size: int
+    synchronised: bool
+    shares_out: bool
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    first_step: int = 0
+    rarest: int = 64
+    keep: int = 96
+    thread: int = 0
 
 
 class Wrapper:
@@ -85,6 +114,7 @@ class Window:
         self.collectives: list[Collective] = []
         self.clips: list[dict[str, Any]] = []
         self.bypasses: list[list[Place]] = []
+        self.inputs: list[dict[str, Any]] = []
 
     LIMIT = 400
     """Of each kind: an unbounded window (no optimizer ever steps) must not fill the memory."""
@@ -101,6 +131,7 @@ class Probe:
             group may go with its wrapper, under the interpreter's lock, while a thread of the group
             waits for that lock to let go of a tensor: torch then hangs, with or without us, and
             what we do in between makes it more likely.
+        run: what a trainer knows of the run and need not be found out.
     """
 
     def __init__(
@@ -109,8 +140,10 @@ class Probe:
         steps: int | None = None,
         when_done: Callable[[], None] | None = None,
         keeps_groups: bool = False,
+        run: TrainersRun | None = None,
     ) -> None:
         self.mode = mode
+        self.run = run
         self.first = FIRST_STEPS if mode == "full" else FIRST_STEPS_WATCH
         self.limit = steps
         self.when_done = when_done
@@ -146,6 +179,7 @@ class Probe:
         self.stepping: list[int] = []
         self.steps_done = 0
         self.detailed = True
+        self.forward_hook: Callable[[bool], None] | None = None
         self.is_on = False
         self.store: Any = None
 
@@ -168,8 +202,34 @@ class Probe:
                 return wrapper
         return None
 
+    def look(self, closely: bool) -> None:
+        """From now on what happens is written down, or is not.
+
+        The hook on module calls is the only one that costs something where it does nothing.
+        """
+        if closely != self.detailed:
+            self.detailed = closely
+            if self.forward_hook is not None:
+                self.forward_hook(closely)
+
+    def harmlessly(self, look: Callable[..., Any], *args: Any) -> Any:
+        """``look(*args)``; what it raises is ours, and not the program's to deal with."""
+        try:
+            return look(*args)
+        except Exception as error:
+            unseen = self.ledger.facts.setdefault("unseen", [])
+            if len(unseen) < _UNSEEN:
+                unseen.append(f"{look.__name__}: {type(error).__name__}: {error}"[:300])
+            return None
+
+    def is_elsewhere(self) -> bool:
+        """Is this another thread than the one that a trainer's worker runs in?"""
+        return self.run is not None and self.run.thread != threading.get_ident()
+
     def sync_of_lockstep(self) -> bool:
-        """Does one of lockstep's own GradientSyncs weigh the gradients of this process?"""
+        """Does one of lockstep's own ways to synchronise weigh the gradients of this process?"""
+        if self.run is not None:
+            return self.run.synchronised
         guard = sys.modules.get("lockstep.sync.guard")
         return guard is not None and len(guard._registry._owners) > 0
 
@@ -187,7 +247,10 @@ class Probe:
 
     def note_group(self) -> None:
         """A default process group exists: its rank is the one that counts."""
-        if dist.is_initialized():
+        if self.run is not None:
+            self.ledger.started_group = True
+            self.ledger.rank, self.ledger.world_size = self.run.rank, self.run.world_size
+        elif dist.is_initialized():
             self.ledger.started_group = True
             self.ledger.rank = dist.get_rank()
             self.ledger.world_size = dist.get_world_size()
@@ -209,15 +272,20 @@ class Probe:
         assert not self.is_on
         self.is_on = True
         self.note_group()
-        for part in (
-            wrappers,
-            backwards,
-            collectives,
-            loaders,
-            clipping,
-            optimizers,
-        ):
+        parts: list[Any] = [backwards, collectives, optimizers]
+        if self.run is None or not self.run.synchronised:
+            parts = [wrappers, *parts, clipping]
+        if self.run is None or not self.run.shares_out:
+            parts.append(loaders)
+        for part in parts:
             part.install(self)
+
+    def pause(self) -> None:
+        """Take everything out, and remember what was seen: `start` goes on."""
+        self.is_on = False
+        self.forward_hook = None
+        self.patches.undo()
+        self.forget_gathered()
 
     def stop(self) -> Ledger:
         """Take everything out. The second call changes nothing."""

@@ -11,13 +11,15 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.audit.fingerprint import take
+from lockstep.audit.fingerprint import random_state, take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.loaders import tensors_in
 from lockstep.audit.probe.probe import Wrapper
 
 if TYPE_CHECKING:
@@ -32,10 +34,32 @@ _LINES_PER_WINDOW = 8
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
     probe.patches.wrap(DistributedDataParallel, "__init__", lambda f: _constructor(probe, f))
-    probe.patches.keep(register_module_forward_pre_hook(_module_hook(probe)))
+    hook = _ForwardHook(probe)
+    if probe.mode == "watch":
+        probe.forward_hook = hook
+    hook(probe.detailed or probe.mode != "watch")
+    probe.patches.keep(hook)
     # It says that global hooks may fire twice for a compiled module, which is no harm here.
     warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global")
     probe.patches.keep(_Filter(warnings.filters[0]))
+
+
+class _ForwardHook:
+    """Torch's global hook on module calls, which can be left out for a while."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._look = _module_hook(probe)
+        self._handle: Any = None
+
+    def __call__(self, is_wanted: bool) -> None:
+        self.remove()
+        if is_wanted:
+            self._handle = register_module_forward_pre_hook(self._look)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
 
 class _Filter:
@@ -68,10 +92,12 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
             return
         if not torch.is_grad_enabled():
             if not module.training and probe.ledger.started_group:
-                _note_evaluation(probe, module)
+                probe.harmlessly(_note_evaluation, probe, module)
             return
         if isinstance(module, DistributedDataParallel):
             _arm(probe, module)
+            if probe.detailed:
+                probe.harmlessly(_note_inputs, probe, args)
         elif DistributedDataParallel._active_ddp_module is None and probe.detailed:
             known = probe.owned.get(id(module))
             if known is not None and known() is module:
@@ -88,6 +114,21 @@ def _arm(probe: Probe, module: Any) -> None:
             wrapper.is_armed = bool(module.require_backward_grad_sync)
             wrapper.was_unsynced = not wrapper.is_armed
             wrapper.joins |= bool(module._join_config.enable)
+
+
+def _note_inputs(probe: Probe, args: Any) -> None:
+    tensors = tensors_in(args, 4)
+    if not tensors:
+        return
+    held = take(tensors, [0] * len(tensors), norms=False)
+    noted = {
+        "hash": int(np.bitwise_xor.reduce(held.hashes)),
+        "random": random_state(),
+        "where": users_lines(),
+    }
+    for window in probe.each_window():
+        if len(window.inputs) < _LINES_PER_WINDOW:
+            window.inputs.append(noted)
 
 
 def _note_bypass(probe: Probe) -> None:

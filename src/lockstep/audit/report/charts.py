@@ -7,15 +7,17 @@ import html
 import math
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.tables import drift_table, gradient_table
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.audit.world import SharedTrack, World
 
-_WIDTH, _HEIGHT, _MARGIN = 560, 170, 42
+_WIDTH, _HEIGHT = 560, 150
 _COLOURS = 4
 _ROWS = 60
-_CELL = 16
+_CELL = 18
 
 
 def curves(evidence: dict[str, Any]) -> str:
@@ -36,6 +38,22 @@ def curves(evidence: dict[str, Any]) -> str:
     return found
 
 
+def curves_of_tracks(world: World) -> str:
+    """The same of every optimizer, where nothing was found: lines that lie on one another."""
+    blocks = [
+        curves(
+            {
+                "gradients": gradient_table(track, track.parameters[0].name),
+                "drift": drift_table(track),
+            }
+        )
+        for track in world.tracks
+        if len(track.ranks) > 1 and track.parameters
+    ]
+    found = "".join(blocks)
+    return f"<section><h2>Gradients and replicas</h2>{found}</section>" if found else ""
+
+
 def _chart(title: str, lines: dict[str, list[tuple[int, float | None]]]) -> str:
     values = [
         v for points in lines.values() for _, v in points if v is not None and math.isfinite(v)
@@ -48,10 +66,10 @@ def _chart(title: str, lines: dict[str, list[tuple[int, float | None]]]) -> str:
     first, last = min(steps), max(max(steps), min(steps) + 1)
 
     def x(step: float) -> float:
-        return _MARGIN + (step - first) / (last - first) * (_WIDTH - _MARGIN - 10)
+        return (step - first) / (last - first) * _WIDTH
 
     def y(value: float) -> float:
-        return 10 + (high - value) / (high - low) * (_HEIGHT - 35)
+        return 3 + (high - value) / (high - low) * (_HEIGHT - 6)
 
     drawn = "".join(
         f'<polyline class="rank{place}" points="'
@@ -65,14 +83,14 @@ def _chart(title: str, lines: dict[str, list[tuple[int, float | None]]]) -> str:
         f"<span><i class=rank{place}></i>{html.escape(name)}</span>"
         for place, name in enumerate(lines)
     )
+    # The labels are text of the page: inside a picture that shrinks on a phone nobody reads them.
     return (
-        f"<p class=soft>{html.escape(title)}</p><div class=legend>{legend}</div><div class=chart>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img aria-label="{html.escape(title)}">'
-        f'<line class=axis x1={_MARGIN} x2={_WIDTH} y1="{y(0.0):.1f}" y2="{y(0.0):.1f}"/>'
-        f'<text x=0 y="{y(high) + 4:.1f}">{high:.3g}</text>'
-        f'<text x=0 y="{y(low) + 4:.1f}">{low:.3g}</text>'
-        f"<text x={_MARGIN} y={_HEIGHT - 6}>step {first}</text>"
-        f'<text x="{_WIDTH - 60}" y={_HEIGHT - 6}>step {max(steps)}</text>{drawn}</svg></div>'
+        f"<p class=soft>{html.escape(title)}</p><div class=legend>{legend}</div>"
+        f"<div class=plot><div class=scale><span>{high:.3g}</span><span>{low:.3g}</span></div>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio=none role=img '
+        f'aria-label="{html.escape(title)}">'
+        f'<line class=axis x1=0 x2={_WIDTH} y1="{y(0.0):.1f}" y2="{y(0.0):.1f}"/>{drawn}</svg>'
+        f"<div class=steps><span>step {first}</span><span>step {max(steps)}</span></div></div>"
     )
 
 
@@ -118,7 +136,7 @@ def _row(place: int, name: str, ranks: Sequence[int], differs: set[int], compare
         for column, rank in enumerate(ranks)
     )
     at = len(ranks) * _CELL + 8
-    return f"{cells}<text x={at} y={y + 11}>{html.escape(name)}</text>"
+    return f"{cells}<text x={at} y={y + 13}>{html.escape(name)}</text>"
 
 
 def _state(rank: int, differs: set[int], compared: bool) -> int:

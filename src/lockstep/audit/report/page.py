@@ -7,7 +7,7 @@ import html
 import linecache
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.report.charts import curves, differences_map
+from lockstep.audit.report.charts import curves, curves_of_tracks, differences_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,14 +39,19 @@ pre { background: var(--panel); padding: .5rem; border-radius: .25rem; font-size
 mark { background: var(--mark); color: inherit; display: inline-block; min-width: 100%; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 td, th { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
-svg { max-width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
+.chart svg { height: auto; } svg text { fill: var(--soft); font-size: 13px; }
+.plot { display: grid; grid-template-columns: auto 1fr; gap: 0 .5rem; color: var(--soft);
+  font-size: .8rem; } .plot svg { width: 100%; height: 150px; grid-column: 2; }
+.scale, .steps { display: flex; justify-content: space-between; }
+.scale { flex-direction: column; text-align: right; } .steps { grid-column: 2; }
 .legend span { margin-right: 1rem; } .legend i { display: inline-block; width: .8rem;
   height: .8rem; margin-right: .3rem; }
 .legend .rank0, .rank0.key { background: var(--a); } .legend .rank1 { background: var(--b); }
 .legend .rank2 { background: var(--c); } .legend .rank3 { background: var(--d); }
 polyline.rank0 { stroke: var(--a); } polyline.rank1 { stroke: var(--b); }
 polyline.rank2 { stroke: var(--c); } polyline.rank3 { stroke: var(--d); }
-polyline { fill: none; stroke-width: 2; } .axis { stroke: var(--line); }
+polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
+.axis { stroke: var(--line); vector-effect: non-scaling-stroke; }
 .cell-0 { fill: var(--good); } .cell-1 { fill: var(--error); } .cell-2 { fill: var(--line); }
 """
 
@@ -58,6 +63,8 @@ def page(findings: Sequence[Finding], world: World, summary: dict[str, Any]) -> 
     body = "".join(_section(f) for f in shown)
     if more > 0:
         body += f"<p class=soft>and {more} more in the JSON report</p>"
+    if not any("gradients" in f.evidence or "drift" in f.evidence for f in shown):
+        body += curves_of_tracks(world)
     verdict = _verdict(findings, world)
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.rules.buffers import Buffers
 from lockstep.audit.rules.clipping import Clipping
+from lockstep.audit.rules.consumed import Consumed
 from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients
 from lockstep.audit.rules.liveness import Liveness
 from lockstep.audit.rules.ownership import Ownership, Participation
+from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
 from lockstep.audit.rules.weights import Weights
@@ -28,12 +30,14 @@ RULES: Final[tuple[Rule, ...]] = (
     Buffers(),
     Weights(),
     Sums(),
+    Consumed(),
     Factors(),
     Gathers(),
     Clipping(),
     Ownership(),
     Participation(),
     Data(),
+    Repetition(),
     Liveness(),
 )
 

@@ -48,7 +48,9 @@ class Explained:
     """What the rules before have explained, so that its consequences are not reported again."""
 
     tracks: set[str] = field(default_factory=set)
+    sums: set[str] = field(default_factory=set)
     scales: bool = False
+    same_samples: bool = False
 
 
 class Rule(Protocol):

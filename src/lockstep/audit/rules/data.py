@@ -29,13 +29,14 @@ class Data:
     codes = (SAME, ORDER, EVALUATED, SEEDS)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        if _is_model_parallel(world):
+        if is_model_parallel(world):
             return
         reported: set[tuple[str, str]] = set()
         for loadings in _side_by_side(world):
             for found in (_same(world, loadings), _twice(loadings), _seeds(loadings)):
                 known = (found.code, loadings[min(loadings)].key) if found else None
                 if found is not None and known not in reported:
+                    explained.same_samples |= found.code == SAME.code
                     reported.add(known)  # type: ignore[arg-type]
                     yield found
         for rank, ledger in world.ledgers.items():
@@ -45,9 +46,9 @@ class Data:
                 break
 
 
-def _is_model_parallel(world: World) -> bool:
+def is_model_parallel(world: World) -> bool:
     """Ranks that share one sample's work read the same samples on purpose."""
-    sharded = any(
+    sharded = not any(world.fact("fsdp")) and any(
         p.sharded for led in world.ledgers.values() for t in led.tracks for p in t.parameters
     )
     smaller = any(

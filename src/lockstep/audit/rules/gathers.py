@@ -132,6 +132,8 @@ def _outside(
     size = fact["group"]
     weight = fact.get("weight")
     scalar = not fact["rows"] or all(d == 1 for d in fact["rows"])
+    if fact.get("differentiable"):
+        return _summed_twice(track, number, fact) if scalar else None
     if scalar:
         if weight is None or not _close(abs(weight) * size, 1.0) or fact["reduction"] != "SUM":
             return None
@@ -159,6 +161,25 @@ def _outside(
         "see, and entered the loss: what other ranks owe to it is missing",
         "use torch.distributed.nn.functional.all_reduce, whose backward adds up as well",
         {},
+    )
+
+
+def _summed_twice(track: SharedTrack, number: int, fact: dict[str, Any]) -> Finding | None:
+    """Its backward adds up as well: what each rank's own loss weighs is W times its weight here."""
+    size, weight = fact["group"], fact.get("weight")
+    if weight is None or fact["reduction"] != "SUM" or not _close(abs(weight), 1.0):
+        return None
+    return _as_finding(
+        WRONG,
+        track,
+        number,
+        fact,
+        f"the ranks' losses were added up with a gradient, and backward adds up what all {size} "
+        f"ranks owe: every rank's loss counts {size} times, and the gradients are averaged over "
+        f"ranks after that: they are {size} times those of the mean over all samples",
+        f"divide by {size} after the sum, or call backward on this rank's own loss and all_reduce "
+        "a detached copy for printing",
+        {"ratio": float(size)},
     )
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code, Explained, named, numbers
 from lockstep.audit.rules.reasons import reason_of
+from lockstep.audit.tables import drift_table, gradient_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,8 +20,6 @@ UNKNOWN = Code("LS102", "parameters that nobody synchronises")
 DIFFER = Code("LS104", "gradients differ after a reduction")
 MIXED = Code("LS105", "different parameters were reduced together")
 MISSING = Code("LS106", "gradients exist on some ranks only")
-
-TABLE_ROWS = 8
 
 
 class Gradients:
@@ -136,8 +135,8 @@ def _as_finding(
         evidence={
             "reason": reason.name,
             **reason.evidence,
-            "gradients": _gradient_table(track, worst.name),
-            "drift": _drift_table(track),
+            "gradients": gradient_table(track, worst.name),
+            "drift": drift_table(track),
             "missing": [m[0] for m in missing],
         },
         where=[*reason.where, *_places(track, number)],
@@ -154,26 +153,6 @@ def _how_many(names: list[str], track: SharedTrack) -> str:
     if len(names) == len(track.parameters) and len(names) > 3:
         return f"all {len(names)} parameters"
     return f"{named(names)} ({len(names)} of {len(track.parameters)} parameters)"
-
-
-def _gradient_table(track: SharedTrack, name: str) -> list[dict[str, Any]]:
-    """Seed numbers: the first element of that gradient on every rank, step by step."""
-    index = next(p.index for p in track.parameters if p.name == name)
-    rows = []
-    for number in track.numbers[:TABLE_ROWS]:
-        values = {}
-        for rank, step in track.steps(number).items():
-            if step.gradients is None or rank not in index:
-                continue
-            first = sum(p.samples for p in track.tracks[rank].parameters[: index[rank]])
-            if first < len(step.gradients.samples):
-                values[str(rank)] = float(step.gradients.samples[first])
-        rows.append({"step": number + 1, "parameter": name, "values": values})
-    return rows
-
-
-def _drift_table(track: SharedTrack) -> list[dict[str, float]]:
-    return [{"step": step, "drift": drift} for step, drift in track.drift()[:TABLE_ROWS]]
 
 
 def _places(track: SharedTrack, number: int) -> list[Place]:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from lockstep.audit.world import SharedTrack, World
 
 
+_REDUCING = ("all_reduce", "reduce")
+
+
 @dataclass(frozen=True)
 class Reason:
     """In a word, in a sentence, and what to type."""
@@ -32,7 +35,7 @@ def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) ->
     step = next(iter(steps.values()))
     wrapped = [p for p in track.parameters if p.name in names and p.wrapper]
     unwrapped = sorted(names - {p.name for p in wrapped})
-    others = [p for p in track.parameters if p.name not in names]
+    others = {p.name for t in track.tracks.values() for p in t.parameters} - names
     if step.inside_backward:
         return Reason(
             "stepped inside backward",
@@ -55,7 +58,7 @@ def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) ->
 def _without_wrapper(
     world: World, track: SharedTrack, step: Step, names: list[str], others: bool
 ) -> Reason:
-    reduced = {c.parameter for c in step.collectives if c.op == "all_reduce" and c.parameter}
+    reduced = {c.parameter for c in step.collectives if c.op in _REDUCING and c.parameter}
     if others and set(names) - reduced:
         return _unknown(names, "passed no reduction, and the others did")
     if reduced & set(names):

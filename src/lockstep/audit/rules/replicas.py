@@ -148,6 +148,8 @@ class States:
             if len(track.ranks) < 2 or track.key in explained.tracks or track.returns_to_agreement:
                 continue
             names = [t.state_names for t in track.tracks.values()]
+            if len({t.count for t in track.tracks.values()}) > 1:
+                continue  # the k-th steps of these ranks are not the same step
             if any(n != names[0] for n in names) or any(
                 p.local for t in track.tracks.values() for p in t.parameters
             ):
@@ -164,9 +166,12 @@ def _state_at(track: SharedTrack, number: int) -> Finding | None:
     if len(states) < 2 or len({len(s.hashes) for s in states.values()}) > 1:
         return None
     names = next(iter(track.tracks.values())).state_names
+    pieces = {p.name for t in track.tracks.values() for p in t.parameters if p.sharded}
     different = []
     for index in range(len(next(iter(states.values())).hashes)):
         norms = {r: float(s.norms[index]) for r, s in states.items()}
+        if index < len(names) and names[index].rsplit(".", 1)[0] in pieces:
+            continue
         if max(norms.values()) - min(norms.values()) > 1e-5 * max(norms.values()):
             different.append((names[index] if index < len(names) else str(index), norms))
     if not different:
@@ -225,5 +230,10 @@ class StepCounts:
                     "skip a step on every rank or on none",
                     rank=sorted(counts),
                     evidence={"steps": {str(r): int(c) for r, c in counts.items()}},
-                    where=next(iter(track.tracks.values())).where,
+                    where=[
+                        place
+                        for each in track.tracks.values()
+                        for places in (*(step.where for step in each.steps[-1:]), each.where)
+                        for place in places
+                    ],
                 )

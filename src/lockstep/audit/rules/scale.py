@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code, Explained, named
+from lockstep.audit.rules.words import line_with_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,16 +17,9 @@ if TYPE_CHECKING:
 
 TWICE = Code("LS204", "gradients were reduced twice")
 UNDIVIDED = Code("LS205", "gradients were added up and not divided")
-TIMES = Code("LS206", "the loss is multiplied by the number of ranks", "warning")
+TIMES = Code("LS206", "the loss is multiplied or divided by the number of ranks", "warning")
 
 _CLOSE = 1e-4
-_WORLD_NAMES: Final = re.compile(
-    r"\*\s*(?:\w+\.)*(?:world_?size|get_world_size|num_processes|num_gpus|n_gpus?|nprocs|"
-    r"num_replicas|num_ranks|world|W|N)\b"
-    r"|\b(?:\w+\.)*(?:world_?size|get_world_size\(\)|num_processes|num_gpus|n_gpus?|nprocs|"
-    r"num_replicas|num_ranks)\s*\*",
-    re.IGNORECASE,
-)
 
 
 class Sums:
@@ -41,6 +34,7 @@ class Sums:
             for number in track.numbers:
                 found = _twice(track, number) or _undivided(track, number)
                 if found is not None:
+                    explained.sums.add(track.key)
                     yield found
                     break
 
@@ -104,16 +98,12 @@ def _was_kept(track: SharedTrack, step: Step, call: Collective) -> bool:
 def _undivided(track: SharedTrack, number: int) -> Finding | None:
     """A sum over ranks of gradients of means; a loss that is a sum, or divided before, is fine."""
     steps = track.steps(number)
-    totals = []
-    for step in steps.values():
-        terms = [b.terms for b in step.backwards if b.kind == "backward"]
-        if len(terms) != 1 or len(terms[0]) != 1 or terms[0][0].kind != "mean":
-            return None
-        totals.append(abs(terms[0][0].weight) * terms[0][0].count)
+    if not all(map(is_one_mean, steps.values())):
+        return None
     size = len(steps)
     step = next(iter(steps.values()))
     calls = _reductions(step)
-    if len(calls) < 1 or any(_is(total, 1.0) is False for total in totals):
+    if not calls:
         return None
     kept = [c for c in calls if _was_kept(track, step, c) and len(c.group) == size]
     if len(kept) < len(calls) or any(b.wrappers for b in step.backwards if _ran(b.wrappers)):
@@ -127,7 +117,7 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
         rank=sorted(steps),
         step=number + 1,
         parameters=names,
-        evidence={"after": kept[0].after, "ranks": size, "weight_of_all_samples": sum(totals)},
+        evidence={"after": kept[0].after, "ranks": size},
         where=kept[0].where,
     )
 
@@ -136,8 +126,16 @@ def _ran(wrappers: dict[str, dict[str, object]]) -> bool:
     return any(f["armed"] for f in wrappers.values())
 
 
+def is_one_mean(step: Step) -> bool:
+    """Is the loss the mean over this rank's samples, and nothing else?"""
+    terms = [b.terms for b in step.backwards if b.kind == "backward"]
+    if len(terms) != 1 or len(terms[0]) != 1 or terms[0][0].kind != "mean":
+        return False
+    return _is(abs(terms[0][0].weight) * terms[0][0].count, 1.0)
+
+
 class Factors:
-    """A loss whose one mean counts exactly as often as there are ranks, by the program's words."""
+    """A loss that counts W times or 1/W, by its graph and by the program's words."""
 
     codes = (TIMES,)
 
@@ -156,40 +154,32 @@ class Factors:
 
 def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
     lines: list[Place] = []
+    size = float(world.size)
+    total = 0.0
     for step in track.steps(number).values():
-        backwards = [b for b in step.backwards if b.kind == "backward" and b.terms]
-        if len(backwards) != 1 or len(backwards[0].terms) != 1 or backwards[0].gathered:
+        backwards = [b for b in step.backwards if b.kind == "backward"]
+        if not backwards or any(
+            len(b.terms) != 1 or b.gathered or b.terms[0].kind != "mean" for b in backwards
+        ):
             return None
-        term = backwards[0].terms[0]
-        if term.kind != "mean" or not _is(abs(term.weight) * term.count, float(world.size)):
+        total = sum(abs(b.terms[0].weight) * b.terms[0].count for b in backwards)
+        reduced = any(f["armed"] for f in backwards[-1].wrappers.values())
+        if not reduced or not (_is(total, size) or _is(total, 1.0 / size)):
             return None
-        if not any(f["armed"] for f in backwards[0].wrappers.values()):
-            return None
-        lines = backwards[0].where
-    where = _multiplied(lines)
+        lines = backwards[-1].where
+    where = line_with_factor(lines, divides=total < 1.0)
     if where is None:
         return None
+    how, ratio = (
+        ("divided by", f"1/{world.size} of") if total < 1.0 else ("times", f"{size:g} times")
+    )
     return TIMES.finding(
-        f"step {number + 1}: the loss is a mean times {world.size}, the number of ranks (the line "
-        "below), and the wrapper then averages: gradients are "
-        f"{world.size} times those of the mean over all samples, and grow with the number of ranks",
+        f"step {number + 1}: the loss is a mean {how} {world.size}, the number of ranks (the line "
+        "below), and the wrapper averages as well: gradients are "
+        f"{ratio} those of the mean over all samples, and change with the number of ranks",
         "leave the factor out, unless the learning rate was chosen for it",
         rank=track.ranks,
         step=number + 1,
-        evidence={"factor": world.size},
+        evidence={"factor": total},
         where=[where, *lines],
     )
-
-
-def _multiplied(lines: list[Place]) -> Place | None:
-    """The line near backward, in its file, that multiplies by a world size."""
-    import linecache
-
-    from lockstep.audit.finding import Place as Line
-
-    for place in lines[:3]:
-        for number in range(place.line, max(0, place.line - 30), -1):
-            text = linecache.getline(place.file, number).split("#")[0]
-            if _WORLD_NAMES.search(text):
-                return Line(place.file, number, place.function, text.strip())
-    return None

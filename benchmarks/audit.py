@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the audit costs: a step that is watched, against the same step that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.harness import Family, PairedRow, measure_pairs
+from benchmarks.steps import torchrun
+
+if TYPE_CHECKING:
+    from benchmarks.verdict import Result
+
+PROGRAM = Path(__file__).with_name("contenders") / "audited.py"
+LAUNCHES = 2
+
+GOALS = {
+    ("watch", "5 ms"): 1.05,
+    ("watch", "50 ms"): 1.01,
+    ("watch", "25 M"): 1.01,
+    ("full", "25 M"): 1.15,
+}
+TITLES = {
+    "5 ms": "a step of some 5 ms",
+    "50 ms": "a step of some 50 ms",
+    "25 M": "25 M parameters",
+}
+
+
+def measure_audit(rounds: int | None) -> list[Result]:
+    results: list[Result] = []
+    for mode in ("watch", "full"):
+        models = [model for wanted, model in GOALS if wanted == mode]
+        rows = [
+            PairedRow(
+                key=model,
+                name=f'audit="{mode}", {TITLES[model]}, 2 ranks',
+                against="the same steps, not watched",
+                unit="ms",
+                goal=GOALS[mode, model],
+            )
+            for model in models
+        ]
+        program = torchrun(str(PROGRAM), "--mode", mode, *models, ranks=2, name=f"audit {mode}")
+        results += measure_pairs(rows, program, rounds=rounds or LAUNCHES)
+    return results
+
+
+FAMILY = Family(measure_audit)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the gradients between backward and the step, whatever carried them.
+
+Each rank's gradients are sampled when backward has returned and when the optimizer uses them. If
+the latter are the ranks' sum, one rank's own, or W times what all ranks already shared, it shows in
+the numbers: flat, asynchronous and hand-written reductions are all seen alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.scale import TWICE, UNDIVIDED, is_one_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Step
+    from lockstep.audit.world import SharedTrack, World
+
+ONE_RANK = Code("LS107", "the gradients of one rank were used, and the others' were lost")
+
+_CLOSE: Final = {"float16": 5e-3, "bfloat16": 2e-2}
+_CLOSE_OTHERWISE: Final = 1e-4
+_LEAST: Final = 3
+"""So few elements would agree by chance."""
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """`then`: (ranks, S) after the last backward; `used`: (S,) by the optimizers of all ranks."""
+
+    then: np.ndarray[Any, Any]
+    used: np.ndarray[Any, Any]
+    ranks: list[int]
+    close: float
+
+    def are_used(self, values: np.ndarray[Any, Any]) -> bool:
+        return bool(np.abs(self.used - values).max() <= self.close * np.abs(self.used).max())
+
+    @property
+    def were_equal(self) -> bool:
+        spread = self.then.max(axis=0) - self.then.min(axis=0)
+        return bool(spread.max() <= self.close * np.abs(self.then).max())
+
+
+class Consumed:
+    """Holds what was used against what each rank had."""
+
+    codes = (TWICE, UNDIVIDED, ONE_RANK)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            known = explained.tracks | explained.sums
+            if len(track.ranks) < 2 or track.key in known or track.returns_to_agreement:
+                continue
+            for number in track.numbers:
+                found = _judge_step(track, number)
+                if found is not None:
+                    yield found
+                    break
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    if len(steps) < len(track.ranks) or any(_is_changed_on_purpose(s) for s in steps.values()):
+        return None
+    samples = _samples(track, steps)
+    if samples is None:
+        return None
+    if samples.were_equal:
+        return _of_equal(track, number, samples, next(iter(steps.values())))
+    return _of_different(track, number, samples, list(steps.values()))
+
+
+def _is_changed_on_purpose(step: Step) -> bool:
+    """Clipped, unscaled, or evaluated again: not what backward left."""
+    return bool(step.clips) or step.scale is not None or step.has_closure
+
+
+def _samples(track: SharedTrack, steps: dict[int, Step]) -> _Samples | None:
+    then: dict[int, list[float]] = {rank: [] for rank in steps}
+    used: dict[int, list[float]] = {rank: [] for rank in steps}
+    close = _CLOSE_OTHERWISE
+    for shared in track.parameters:
+        if shared.groups != [sorted(steps)]:
+            continue
+        close = max(close, _CLOSE.get(shared.dtype, 0.0))
+        for rank, step in steps.items():
+            last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
+            if last is None or step.gradients is None:
+                return None
+            then[rank] += track.sampled(last, shared, rank)
+            used[rank] += track.sampled(step.gradients, shared, rank)
+    before, after = np.array(list(then.values())), np.array(list(used.values()))
+    whole = np.isfinite(before).all(axis=0) & np.isfinite(after).all(axis=0)
+    before, after = before[:, whole], after[:, whole]
+    first = after[0]
+    if np.count_nonzero(first) < _LEAST or np.abs(before).max(axis=1).min() <= 1e-12:
+        return None
+    found = _Samples(before, first, sorted(steps), close)
+    return found if all(found.are_used(row) for row in after) else None
+
+
+def _of_equal(track: SharedTrack, number: int, samples: _Samples, step: Step) -> Finding | None:
+    """The wrapper had averaged already."""
+    size = len(samples.ranks)
+    if samples.are_used(samples.then[0] * size):
+        what, ratio = f"{size} times", float(size)
+    elif samples.are_used(samples.then[0] / size) and len(step.backwards) == 1:
+        what, ratio = f"1/{size} of", 1.0 / size
+    else:
+        return None
+    return TWICE.finding(
+        f"step {number + 1}: the gradients were equal on all ranks when backward had returned, and "
+        f"the optimizer used {what} them: they were reduced, or divided by the number of ranks, "
+        "once more",
+        "reduce once: what backward leaves is the average over all ranks already",
+        rank=track.ranks,
+        step=number + 1,
+        evidence={"ratio": ratio},
+        where=step.where,
+    )
+
+
+def _of_different(
+    track: SharedTrack, number: int, samples: _Samples, steps: list[Step]
+) -> Finding | None:
+    size = len(samples.ranks)
+    if samples.are_used(samples.then.sum(axis=0)) and all(map(is_one_mean, steps)):
+        return UNDIVIDED.finding(
+            f"step {number + 1}: each rank's loss is a mean over its own batch, and the optimizer "
+            f"used the sum of the {size} ranks' gradients: {size} times those of the mean over all "
+            "samples",
+            "use op=ReduceOp.AVG, or divide by the world size after the reduction",
+            rank=track.ranks,
+            step=number + 1,
+            evidence={"ranks": size},
+            where=steps[0].where,
+        )
+    for place, rank in enumerate(samples.ranks):
+        if samples.are_used(samples.then[place]):
+            others = [other for other in samples.ranks if other != rank]
+            return ONE_RANK.finding(
+                f"step {number + 1}: the ranks had different gradients when backward had returned, "
+                f"and all of them used those of rank {rank}: what ranks {others} computed is lost",
+                "average: `dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)`, or "
+                "`lockstep.average_gradients(model)`, instead of a broadcast",
+                rank=others,
+                step=number + 1,
+                evidence={"used": rank},
+                where=steps[0].where,
+            )
+    return None

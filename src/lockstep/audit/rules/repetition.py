@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that compute the same: with the same random numbers, from the same inputs.
+
+Notices: it can be meant, and a batch that was made by hand says nothing of where it comes from.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.data import is_model_parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding, Place
+    from lockstep.audit.world import SharedTrack, World
+
+RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
+INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
+
+_STEPS = 3
+
+
+class Repetition:
+    """Compares the generator's state and the wrappers' inputs, step by step."""
+
+    codes = (RANDOM, INPUTS)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if is_model_parallel(world) or world.sync_of_lockstep() or explained.same_samples:
+            return
+        for track in world.tracks:
+            if len(track.ranks) < 2 or track.key in explained.tracks:
+                continue
+            found = [f for f in (_same_random(track), _same_inputs(track)) if f is not None]
+            yield from found
+            if found:
+                return
+
+
+def _same_random(track: SharedTrack) -> Finding | None:
+    """Between a step and the next forward: a dropout inside the model has the samples to differ."""
+    drawn = 0
+    where: list[Place] = []
+    for before, number in itertools.pairwise(track.numbers[:16]):
+        ends = {step.random for step in track.steps(before).values()}
+        steps = track.steps(number).values()
+        begins = {step.inputs[0]["random"] if step.inputs else None for step in steps}
+        if len(ends) != 1 or len(begins) != 1 or None in begins or len(steps) < len(track.ranks):
+            return None
+        if number == before + 1 and ends != begins:
+            drawn += 1
+            where = where or next(iter(steps)).inputs[0]["where"]
+    # An epoch's shuffling alone draws once.
+    if drawn < _STEPS:
+        return None
+    return RANDOM.finding(
+        f"before {drawn} forwards each rank drew random numbers from torch's generator, and all "
+        "ranks drew the same: noise and augmentation repeat from rank to rank",
+        "after the model is built, `torch.manual_seed(seed + rank)`, if they are meant to differ",
+        rank=track.ranks,
+        evidence={"forwards": drawn},
+        where=where,
+    )
+
+
+def _same_inputs(track: SharedTrack) -> Finding | None:
+    seen: list[int] = []
+    where: list[Place] = []
+    for number in track.numbers[:16]:
+        inputs = [step.inputs for step in track.steps(number).values()]
+        if len(inputs) < len(track.ranks) or any(not i for i in inputs):
+            return None
+        for at_once in zip(*inputs, strict=False):
+            if len({i["hash"] for i in at_once}) > 1:
+                return None
+            seen.append(at_once[0]["hash"])
+            where = where or at_once[0]["where"]
+    if len(set(seen)) < _STEPS:
+        return None
+    return INPUTS.finding(
+        f"the wrapper was given the same inputs on all ranks, {len(seen)} times: "
+        f"{len(track.ranks)} ranks do the work of one",
+        "give each rank its own samples: a DistributedSampler, or seed what makes the batches with "
+        "the rank",
+        rank=track.ranks,
+        evidence={"forwards": len(seen)},
+        where=where,
+    )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a program's own text multiplies its loss by the number of ranks, or divides by it."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from typing import TYPE_CHECKING, Final
+
+from lockstep.audit.finding import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_RANKS: Final = frozenset(
+    {"world", "worldsize", "worldsz", "getworldsize", "ws", "w", "n"}
+    | {"numprocesses", "nprocs", "nproc", "numranks", "nranks", "numreplicas"}
+    | {"ngpu", "ngpus", "numgpus"}
+)
+"""In lower case, without underscores."""
+
+
+def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
+    """The line that gives the loss of the backward at `lines` its factor.
+
+    Looked at are what backward is called on, what is assigned to that name or to one with "loss" in
+    it, and what functions return that such an assignment calls. A learning rate is none of them.
+    """
+    wanted = ast.Div if divides else ast.Mult
+    for place in lines[:3]:
+        try:
+            module = ast.parse("".join(linecache.getlines(place.file)))
+        except (SyntaxError, ValueError):
+            continue
+        for statement in _about_the_loss(module, place.line):
+            number = _factor_in(statement, wanted)
+            if number is not None:
+                text = linecache.getline(place.file, number).strip()
+                return Place(place.file, number, place.function, text)
+    return None
+
+
+def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
+    roots: set[str] = set()
+    calls: set[str] = set()
+    nodes = list(ast.walk(module))
+    for node in nodes:
+        if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            roots.update(_names(node))
+            calls.update(_called(node))
+            yield node
+    for node in nodes:
+        targets = _targets(node)
+        if any(name in roots or "loss" in name.lower() for name in targets):
+            assert isinstance(node, ast.stmt)
+            calls.update(_called(node))
+            yield node
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and node.name in calls:
+            yield from (n for n in ast.walk(node) if isinstance(n, ast.Return))
+
+
+def _targets(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Assign):
+        return [name for target in node.targets for name in _names(target)]
+    return _names(node.target) if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+def _names(node: ast.AST) -> list[str]:
+    found = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return found + [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+
+
+def _called(node: ast.AST) -> list[str]:
+    functions = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return [getattr(f, "attr", getattr(f, "id", "")) for f in functions]
+
+
+def _factor_in(statement: ast.stmt, wanted: type[ast.operator]) -> int | None:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, wanted):
+            operands = [node.value]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, wanted):
+            operands = [node.right] if wanted is ast.Div else [node.left, node.right]
+        else:
+            continue
+        if any(_is_number_of_ranks(operand) for operand in operands):
+            return node.lineno
+    return None
+
+
+def _is_number_of_ranks(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and node.args:
+            return _is_number_of_ranks(node.args[0])
+        node = node.func
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return name.lower().replace("_", "") in _RANKS

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers' watches saw, side by side: an error is raised, a warning is logged once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lockstep.audit.judgement import judge
+from lockstep.errors import AuditError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.audit.finding import Finding
+    from lockstep.worker import Report, WorkerSpec
+
+_log = logging.getLogger("lockstep")
+
+_NOT_OURS: Final = ("LS402", "LS404", "LS405", "LS6")
+"""What a trainer knows better: which parameters train, that workers meet, that they live."""
+
+_OWN_WRAPPER: Final = (
+    "wrap_ddp=False: synchronising the gradients is your own wrapper's business; whether they and"
+    " the replicas agree is watched"
+)
+
+
+class Comparison:
+    """Of one trainer's workers, call after call.
+
+    Args:
+        spec: with what they were told.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._logged: set[tuple[str, str]] = set()
+        if spec.audit != "off" and spec.num_workers > 1 and not spec.options.wrap_ddp:
+            _log.warning(_OWN_WRAPPER)
+
+    def judge(self, reports: Sequence[Report]) -> None:
+        """Compare what was seen during one call of `train`.
+
+        Raises:
+            AuditError: ranks are not replicas of one another, or a gradient is not what it should
+                be. The steps were taken; the trainer goes on if it is called again.
+        """
+        seen = [report.seen for report in reports]
+        if not any(ledger is not None for ledger in seen):
+            return
+        findings = [self._in_context(f) for f in judge(seen, ignore=_NOT_OURS)]
+        for finding in findings:
+            if finding.severity == "warning":
+                self._log_once(finding)
+        errors = [finding for finding in findings if finding.severity == "error"]
+        if errors:
+            raise _as_error(errors)
+
+    def _in_context(self, finding: Finding) -> Finding:
+        if finding.code == "LS503" and not self._spec.options.add_dist_sampler:
+            return replace(finding, severity="warning")  # loaders of their own were asked for
+        return finding
+
+    def _log_once(self, finding: Finding) -> None:
+        known = (finding.code, finding.name)
+        if known not in self._logged:
+            self._logged.add(known)
+            _log.warning("%s", _as_error([finding]))
+
+
+def _as_error(findings: Sequence[Finding]) -> AuditError:
+    first = findings[0]
+    ranks = f"ranks {', '.join(map(str, first.rank))}" if first.rank else None
+    step = f"step {first.step}" if first.step is not None else None
+    named = ", ".join(f"`{name}`" for name in first.parameters[:4])
+    more = f" and {len(first.parameters) - 4} more" if len(first.parameters) > 4 else ""
+    lines = [f"{place}: {place.text}" for place in first.where[:3]]
+    where = "; ".join(filter(None, (ranks, step, named + more if named else None)))
+    further = [f"{f.code}: {f.message}" for f in findings[1:]]
+    return AuditError(
+        first.name,
+        where="\n           ".join([where, *lines]) if lines else where,
+        got="\n           ".join([first.message, *further]),
+        fix=first.fix + f" (more: lockstep explain {first.code})",
+        findings=tuple(findings),
+    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watch over a run: what this worker's optimizers use and leave, for the driver to compare.
+
+It reads and communicates nothing. The audit's hooks are in torch only while the operator's `setup`
+and training loop run, so that nothing of the user's own process is watched in between; what was
+seen goes to the driver with the worker's report (see `lockstep.audit.ledger`).
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lockstep.audit.probe.probe import Probe, TrainersRun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lockstep.audit.ledger import Ledger
+    from lockstep.operator.registration import Registered
+    from lockstep.worker.spec import WorkerSpec
+
+
+WATCHED_EVERY: Final = 64
+"""Steps; replicas that have drifted apart stay apart. The first ones are looked at more often."""
+
+
+class Watch:
+    """One worker's watch, from one formation of the group to the next.
+
+    Without `attach` (a copy that `verify` makes, ``audit="off"``) it does nothing.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._mode = spec.audit
+        self._synchronised = spec.options.wrap_ddp
+        self._shares_out = spec.options.add_dist_sampler
+        self._probe: Probe | None = None
+
+    def attach(self, rank: int, world_size: int, steps_before: int = 0) -> None:
+        """The group has formed: compare with these peers from here on.
+
+        Args:
+            steps_before: optimizer steps that the run has behind it; the same on every rank.
+        """
+        self.detach()
+        if self._mode != "off":
+            run = TrainersRun(rank, world_size, self._synchronised, self._shares_out)
+            run.first_step = steps_before
+            run.rarest = 1 if self._mode == "full" else WATCHED_EVERY
+            self._probe = Probe(mode=self._mode, run=run)
+
+    def detach(self) -> None:
+        """The group is left, or lost: what was seen of it is forgotten. Idempotent."""
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.stop()
+
+    @contextmanager
+    def during_setup(self) -> Iterator[None]:
+        """While wrappers and optimizers are made; lockstep's own need not be seen being made."""
+        if self._synchronised:
+            yield
+        else:
+            with self._hooked():
+                yield
+
+    @contextmanager
+    def during_training(self, run: Registered) -> Iterator[None]:
+        """While the operator trains what it registered."""
+        if self._probe is not None and self._probe.run is not None:
+            self._probe.run.modules = run.plain_modules()
+            self._probe.run.optimizers = run.optimizers
+            for track in self._probe.ledger.tracks:
+                # The last one is where the next call's begin.
+                track.steps = track.steps[-1:]
+        with self._hooked():
+            yield
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        probe = self._probe
+        if probe is None or probe.run is None:
+            yield
+            return
+        probe.run.thread = threading.get_ident()
+        probe.start()
+        try:
+            yield
+        finally:
+            probe.pause()
+
+    def seen(self) -> Ledger | None:
+        """What this worker saw in the last call; the driver's to keep."""
+        if self._probe is None:
+            return None
+        ledger = self._probe.ledger
+        ledger.facts["lockstep"] = self._synchronised
+        tracks = [replace(track, steps=list(track.steps)) for track in ledger.tracks]
+        return replace(ledger, tracks=tracks, loadings=list(ledger.loadings))

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""C: a second loss goes round the wrapper, with a backward of its own."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    extra = 0.1 * net(x + 1.0).square().mean()
+    extra.backward()  # here LS101
+    optimizer.step()

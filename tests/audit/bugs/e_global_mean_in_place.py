@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""E: features are centred by a mean that was added up in place."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x, _ = batch(step)
+    z = model(x)
+    mean = z.mean(0)
+    dist.all_reduce(mean)  # here LS211
+    mean = mean / world
+    loss = (z - mean).square().mean() + (z - mean).prod(1).mean().square()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""G: the loader's workers draw the same numbers on all ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(4), y
+
+
+if __name__ == "__main__":
+    source = torch.Generator().manual_seed(1)
+    data = Augmented(torch.randn(24, 4, generator=source), torch.arange(24) % 2)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, 6, sampler=sampler, num_workers=1, multiprocessing_context="fork")
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in loader:  # here LS506
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H: rank 0 alone writes to its replica of a piece."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+fully_shard(net, mesh=mesh)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()  # here LS303
+    if step == 1 and rank == 0:
+        with torch.no_grad():
+            net[0].weight.to_local().mul_(1.5)

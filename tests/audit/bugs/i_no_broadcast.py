@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""I: gradients are averaged by hand, and each rank began with weights of its own."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+torch.manual_seed(rank)
+for module in net:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+    optimizer.step()  # here LS302

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first generation of sharding, with flat parameters."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+model = FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()

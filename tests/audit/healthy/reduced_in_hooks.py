@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every gradient is averaged as soon as it is there."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+def average(p):
+    dist.all_reduce(p.grad)
+    p.grad /= world
+
+
+for p in net.parameters():
+    p.register_post_accumulate_grad_hook(average)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
