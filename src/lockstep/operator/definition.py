@@ -118,6 +118,22 @@ class TrainingOperator:
         """The metrics of one batch: `val_loss`, and `val_accuracy` for class targets."""
         return loops.validate_batch(self, batch, batch_info)
 
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """The outputs for one batch, without gradients; what `trainer.predict` collects.
+
+        By default ``self.model(*features)`` of a batch ``(*features, target)``, ``(feature,)``
+        or a lone tensor.
+
+        Args:
+            batch: one item of the loader, on the device.
+            batch_info: ``"batch_idx"``.
+
+        Returns:
+            Tensors or arrays with one row per sample, lists with one entry per sample, or
+            tuples, dicts and dataclasses of them; the user gets each sample's part of it.
+        """
+        return loops.default_prediction(self, batch)
+
     def state_dict(self) -> Any:
         """Further state to save: tensors and plain Python. Models are saved without it."""
         return None

@@ -14,7 +14,13 @@ class Callback:
 
     ``TorchTrainer(callbacks=[...])`` calls them in the order given. An exception in one
     reaches the caller of the trainer's method; the workers live on.
+
+    Attributes:
+        stop_reason: why training should end, or None. Set it, and ``trainer.should_stop`` is
+            True, which the loop around `train` and `validate` asks.
     """
+
+    stop_reason: str | None = None
 
     def on_start(self, trainer: TorchTrainer) -> None:
         """The workers are ready."""

@@ -39,6 +39,7 @@ from lockstep.trainer.arguments import (
     refuse_further,
     require,
 )
+from lockstep.trainer.beside import BesideTraining
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, has_ended, no_batch, two_calls, was_shut_down
 from lockstep.worker import WorkerSpec
@@ -53,10 +54,10 @@ if TYPE_CHECKING:
     from lockstep.trainer.callbacks import Callback
     from lockstep.worker import Report
 
-_NOT_YET: Final = frozenset({"predict", "status"})
+_NOT_YET: Final = frozenset({"status"})
 
 
-class TorchTrainer:
+class TorchTrainer(BesideTraining):
     """Trains one model with `num_workers` workers, which live until `shutdown`.
 
     ::
@@ -404,14 +405,6 @@ class TorchTrainer:
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Call ``fn(operator)`` in every worker; results by rank."""
         return self._call("call_with_operator", fn)
-
-    @classmethod
-    def as_trainable(cls, *args: Any, **kwargs: Any) -> Any:
-        """Not in this version: a Ray Tune trainable around a trainer."""
-        raise NotAvailableError(
-            "TorchTrainer.as_trainable is not in this version",
-            fix="give Tune a function that builds a TorchTrainer and reports train()'s result",
-        )
 
     # ---------------------------------------------------------------------------------- ending
 

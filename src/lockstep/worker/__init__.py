@@ -2,6 +2,7 @@
 """One worker's life: process group, shards, the commit of a step."""
 
 from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
+from lockstep.worker.prediction import Predicted
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.trial import Trial
@@ -9,6 +10,7 @@ from lockstep.worker.worker import Report, Worker
 
 __all__ = [
     "Outcome",
+    "Predicted",
     "Rendezvous",
     "Report",
     "Trial",

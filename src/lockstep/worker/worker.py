@@ -21,8 +21,8 @@ from lockstep.operator.registration import step_schedulers, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.reduction import activate
+from lockstep.worker import prediction, trial
 from lockstep.worker import state as states
-from lockstep.worker import trial
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.determinism import deterministic
 from lockstep.worker.process_group import (
@@ -186,6 +186,10 @@ class Worker:
         """`num_steps` steps on copies; this worker stays as it is."""
         return trial.run(self, num_steps)
 
+    def predict(self, loader: Any) -> list[prediction.Predicted]:
+        """This worker's share of `loader`; the run stays as it is."""
+        return prediction.predict(self, loader)
+
     def copied(self, spec: WorkerSpec, *, alone: bool) -> Worker:
         """A second worker in this process, with a group of its own and no operator yet.
 
@@ -257,7 +261,7 @@ class Worker:
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved(), self._arithmetic(), activate(reduction_of(operator, None)):
+        with preserved(), self.arithmetic(), activate(reduction_of(operator, None)):
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
@@ -290,7 +294,7 @@ class Worker:
             weighed_by=operator._lockstep.weighed_by.get(purpose),
         )
 
-    def _arithmetic(self) -> AbstractContextManager[None]:
+    def arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
 
     def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
