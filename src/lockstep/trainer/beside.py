@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.trainer import prediction
 
@@ -11,15 +11,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.trainer.callbacks import Callback
+    from lockstep.trainer.driver import TorchTrainer
 
 
 class BesideTraining:
     """The part of `TorchTrainer` that trains nothing."""
 
     _callbacks: Sequence[Callback]
+    _has_told_failure = False
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         raise NotImplementedError
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if not self._has_told_failure:
+            self._has_told_failure = True
+            for callback in self._callbacks:
+                callback.on_failure(cast("TorchTrainer", self), error)
 
     @property
     def should_stop(self) -> bool:

@@ -42,6 +42,7 @@ from lockstep.trainer.arguments import (
 from lockstep.trainer.beside import BesideTraining
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, has_ended, no_batch, two_calls, was_shut_down
+from lockstep.trainer.tracing import Profile, traced
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class TorchTrainer(BesideTraining):
     def train(
         self,
         num_steps: int | None = None,
-        profile: bool = False,
+        profile: Profile = False,
         reduce_results: bool = True,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
@@ -208,7 +209,8 @@ class TorchTrainer(BesideTraining):
 
         Args:
             num_steps: global batches; None for the rest of the epoch.
-            profile: add ``"profile"``: mean seconds of each phase.
+            profile: add ``"profile"``: mean seconds of each phase. As the path of a folder, also
+                write a trace of torch's profiler there, from each worker.
             reduce_results: False for a list with each worker's own results, by rank.
             max_retries: accepted for RaySGD's sake; a worker's death is an error as yet.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
@@ -230,7 +232,7 @@ class TorchTrainer(BesideTraining):
     def validate(
         self,
         num_steps: int | None = None,
-        profile: bool = False,
+        profile: Profile = False,
         reduce_results: bool = True,
         info: dict[str, Any] | None = None,
     ) -> Any:
@@ -243,7 +245,7 @@ class TorchTrainer(BesideTraining):
         return self._announced("on_validate_end", reports, reduce_results)
 
     def _loop(
-        self, purpose: str, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None
+        self, purpose: str, num_steps: int | None, profile: Profile, info: Mapping[str, Any] | None
     ) -> list[Report]:
         self._check_open()
         require(
@@ -256,8 +258,8 @@ class TorchTrainer(BesideTraining):
             raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
         check_loader(self._engine.started, self._operator_cls.__name__, purpose)
         method = "train" if purpose == "train" else "validate"
-        with self._bar(purpose, num_steps) as watch:
-            reports = self._call(method, num_steps, profile, dict(info or {}), watch=watch)
+        with traced(self, profile, method), self._bar(purpose, num_steps) as watch:
+            reports = self._call(method, num_steps, bool(profile), dict(info or {}), watch=watch)
         if not any(report.steps for report in reports):
             raise no_batch(self._operator_cls.__name__, purpose)
         return reports
@@ -420,7 +422,10 @@ class TorchTrainer(BesideTraining):
         if engine.ended is not None:
             # Closed already; once more, for a second Ctrl-C may have interrupted that.
             self._engine = None
-            engine.close(force=True)
+            try:
+                self._tell_failure(engine.ended)
+            finally:
+                engine.close(force=True)
             return
         try:
             # While calls still work: a callback may save.
@@ -438,7 +443,11 @@ class TorchTrainer(BesideTraining):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.shutdown(force=error is not None)
+        try:
+            if error is not None:
+                self._tell_failure(error)
+        finally:
+            self.shutdown(force=error is not None)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_YET:

@@ -5,6 +5,7 @@ from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, sh
 from lockstep.worker.prediction import Predicted
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.spec import WorkerSpec
+from lockstep.worker.tracing import start_tracing, stop_tracing
 from lockstep.worker.trial import Trial
 from lockstep.worker.worker import Report, Worker
 
@@ -21,4 +22,6 @@ __all__ = [
     "failure",
     "is_peer_lost",
     "shown_error",
+    "start_tracing",
+    "stop_tracing",
 ]
