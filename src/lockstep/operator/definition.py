@@ -222,6 +222,35 @@ class TrainingOperator:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
         self._lockstep.loaders = {"train": train_loader, "validation": validation_loader}
 
+    def register_metrics(self, *, train: Any = None, validation: Any = None) -> None:
+        """Hand over torchmetrics objects; results hold ``train_<name>`` and ``val_<name>``.
+
+        ::
+
+            self.register_metrics(validation={"f1": MulticlassF1Score(num_classes=10)})
+
+        The default `compute_loss` and `validate_batch` call ``metric.update(output, target)``;
+        methods of your own call it themselves. Each call of `train` or `validate` starts from
+        nothing, so the same object may be given twice. At its end the workers' states are
+        merged: every sample counts once, whoever saw it.
+
+        Args:
+            train: a metric, a ``MetricCollection``, or a dict from names to such.
+            validation: the same.
+
+        Collective:
+            None: the driver merges. Nor does ``metric.compute()`` in a worker communicate: it is
+            over that worker's samples.
+
+        Raises:
+            WrongTypeError: something is no torchmetrics object.
+        """
+        for purpose, given in (("train", train), ("validation", validation)):
+            if given is not None:
+                self._lockstep.measures.register(
+                    purpose, given, self.device, self._lockstep.is_borrowed
+                )
+
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Backpropagate `loss`, the mean over `weight` samples (or tokens, or any count).
 

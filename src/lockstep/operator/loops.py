@@ -286,7 +286,9 @@ def default_loss(operator: TrainingOperator, batch: Any) -> tuple[torch.Tensor, 
         )
     *features, target = batch
     output = model(*features)
-    return criterion(output, target), output, target
+    loss = criterion(output, target)
+    operator._lockstep.measures.observe(operator._lockstep.purpose, output, target)
+    return loss, output, target
 
 
 def default_prediction(operator: TrainingOperator, batch: Any) -> Any:

@@ -266,6 +266,7 @@ class TorchTrainer(BesideTraining):
 
     def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:
         """What the call returns; callbacks hear of the reduced results in either case."""
+        results.refuse_unused_metrics(reports)
         reduced = results.merged(reports)
         self._tell(event, reduced)
         return reduced if reduce_results else [results.merged([report]) for report in reports]

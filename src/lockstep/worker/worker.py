@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +60,7 @@ class Report:
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
         weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
+        measured: the registered torchmetrics objects, by the key of their result.
     """
 
     metrics: list[dict[str, Any]]
@@ -71,6 +72,7 @@ class Report:
     epoch: int | None
     timers: dict[str, float] | None
     weighed_by: str | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 class Worker:
@@ -253,7 +255,7 @@ class Worker:
         operator.timers.reset()
         operator.timers.enable() if profile else operator.timers.disable()
         self._tally = tally = Tally(on_commit=self.on_commit)
-        operator._lockstep.begin_call()
+        operator._lockstep.begin_call(purpose)
         if operator._lockstep.sync is not None:
             # Also for validation: weights that are in shards are gathered by all ranks at once.
             operator._lockstep.sync.begin_step(operator._lockstep.committed)
@@ -292,6 +294,7 @@ class Worker:
             epoch=epoch if purpose == "train" else None,
             timers=operator.timers.stats() if profile else None,
             weighed_by=operator._lockstep.weighed_by.get(purpose),
+            measured=operator._lockstep.measures.collected(purpose),
         )
 
     def arithmetic(self) -> AbstractContextManager[None]:
