@@ -94,6 +94,11 @@ def prestart(
     _waiting.append(hire(bundle, range(num_workers), own_cluster))
 
 
+def keep_crews() -> None:
+    """From now on, workers of this stay in a cluster wait for the next trainer (see `prestart`)."""
+    _keeping.add(session())
+
+
 def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
     """The crew that waits, if it is the one that is asked for; else a new one."""
     if _waiting and _waiting[0].asked == (bundle, ranks) and _waiting[0].session == session():
@@ -109,7 +114,8 @@ def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
     try:
         further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
         for index, rank in enumerate(ranks):
-            strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
+            seat = placement.seat_of(room, index)
+            strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=seat)
             options = RemoteWorker.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),

@@ -20,8 +20,10 @@ def required(module: str, *, extra: str, by: str) -> Any:
     """
     try:
         return import_module(module)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise NotAvailableError(
             f"{by} needs {error.name or module}, which is not installed",
+            # Some packages look for theirs themselves, and say what they miss in words.
+            cause=None if error.name else str(error).splitlines()[0],
             fix=f'pip install "lockstep-train[{extra}]"',
         ) from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.trainer import prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lockstep.trainer.callbacks import Callback
     from lockstep.trainer.driver import TorchTrainer
@@ -18,6 +18,7 @@ class BesideTraining:
     """The part of `TorchTrainer` that trains nothing."""
 
     _callbacks: Sequence[Callback]
+    _engine: Any
     _has_told_failure = False
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -33,6 +34,41 @@ class BesideTraining:
     def should_stop(self) -> bool:
         """Whether a callback has a reason to train no further; see `Callback.stop_reason`."""
         return any(callback.stop_reason is not None for callback in self._callbacks)
+
+    @classmethod
+    def as_trainable(
+        cls,
+        *,
+        override_tune_step: Callable[[TorchTrainer, dict[str, Any]], dict[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """A class for ``tune.Tuner`` and ``tune.run``: each trial trains with its own workers.
+
+        ::
+
+            trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2)
+            tune.Tuner(trainable, param_space={"lr": tune.loguniform(1e-3, 1)}).fit()
+
+        What Tune chooses is merged over `config`; a ``num_workers`` in it is the trial's own.
+
+        Args:
+            override_tune_step: one iteration of a trial: ``fn(trainer, {"iteration": n})``, which
+                returns a dict of results. By default one `train` and, if the operator registered
+                a validation loader, one `validate`.
+            arguments: those of `TorchTrainer`.
+
+        Raises:
+            ConfigurationError: `override_tune_step` takes something else than two arguments.
+            NotAvailableError: Ray Tune, or what it needs, is not installed.
+        """
+        from lockstep.integrations import tune
+
+        return tune.as_trainable(
+            cast("type[TorchTrainer]", cls), override_tune_step=override_tune_step, **arguments
+        )
+
+    def _has_loader(self, purpose: str) -> bool:
+        return all(purpose in worker["loaders"] for worker in self._engine.started)
 
     def predict(self, loader: Any) -> list[Any]:
         """The model's outputs for every sample of `loader`, each once; see `predict_batch`.
