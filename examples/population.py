@@ -12,33 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-from digits import digits
-from torch import nn
-from torch.utils.data import DataLoader
-
 import ray
-from lockstep import TorchTrainer, TrainingOperator
+from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
 from ray import tune
 
 RATES = [1e-4, 1e-3, 1e-2, 1e-1]
-
-
-class SmallDigits(TrainingOperator):
-    def setup(self, config):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9),
-            criterion=nn.CrossEntropyLoss(),
-        )
-        train, validation = digits()
-        self.register_data(
-            train_loader=DataLoader(train, config[BATCH_SIZE], shuffle=True),
-            validation_loader=DataLoader(validation, config[BATCH_SIZE]),
-        )
 
 
 def tune_step(trainer, info):
@@ -56,7 +35,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--storage", type=Path, default=Path("out/tune"))
-    parser.add_argument("--reuse-actors", action="store_true", help="start fewer processes")
     arguments = parser.parse_args()
 
     # Four trials of two workers and a driver: Ray counts CPUs, it does not need to have them.
@@ -77,12 +55,7 @@ def main() -> None:
     found = tune.Tuner(
         trainable,
         param_space={"lr": tune.grid_search(RATES)},
-        tune_config=tune.TuneConfig(
-            metric="val_accuracy",
-            mode="max",
-            scheduler=scheduler,
-            reuse_actors=arguments.reuse_actors,
-        ),
+        tune_config=tune.TuneConfig(metric="val_accuracy", mode="max", scheduler=scheduler),
         run_config=tune.RunConfig(
             stop={"training_iteration": arguments.iterations},
             storage_path=str(arguments.storage.resolve()),

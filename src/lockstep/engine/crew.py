@@ -94,11 +94,6 @@ def prestart(
     _waiting.append(hire(bundle, range(num_workers), own_cluster))
 
 
-def keep_crews() -> None:
-    """From now on, workers of this stay in a cluster wait for the next trainer (see `prestart`)."""
-    _keeping.add(session())
-
-
 def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
     """The crew that waits, if it is the one that is asked for; else a new one."""
     if _waiting and _waiting[0].asked == (bundle, ranks) and _waiting[0].session == session():

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
-from lockstep.engine.crew import dismiss_waiting, keep_crews
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.integrations.packages import required
 from lockstep.integrations.tune import checkpoints
@@ -67,13 +66,6 @@ class TorchTrainable(Trainable):
             arguments["num_workers"] = config["num_workers"]
         return self.trainer_cls(**arguments)
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Another trial in this process (``reuse_actors=True``): the workers stay, too."""
-        keep_crews()
-        self.trainer.shutdown()
-        self.setup(new_config)
-        return True
-
     def step(self) -> dict[str, Any]:
         info = {"iteration": self.training_iteration}
         if self.tune_step is None:
@@ -95,7 +87,6 @@ class TorchTrainable(Trainable):
 
     def cleanup(self) -> None:
         self.trainer.shutdown()
-        dismiss_waiting()
 
 
 def _train_and_validate(trainer: TorchTrainer) -> dict[str, Any]:
