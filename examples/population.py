@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from small_digits import SmallDigits
+
 import ray
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE

@@ -80,7 +80,7 @@ def test_population_based_training_ends_with_the_better_learning_rate(tmp_path):
     rows = [line.split() for line in shown.splitlines() if line.strip()[0:1].isdigit()]
     asked, in_use = ([float(row[column]) for row in rows] for column in (0, 1))
     assert len(rows) == 4
-    # What a trial was told is what its optimizers use, whoever's state it went on from.
+    # What a trial was told is what its optimizers use, whosever state it went on from.
     assert in_use == asked
     # Of four rates the two that learn nothing are left behind by somebody, and the best is good.
     assert max(asked) >= 0.01
