@@ -25,9 +25,9 @@ THREADS_END_WITHIN_S = 2.0
 """A thread that was told to stop may need a moment; one that was not stays for ever."""
 
 # The others are set by torch when its compiler is first imported (by an optimizer, say), and by
-# Ray when it is.
+# Ray and tensorboardX (which Ray Tune imports) when they are.
 _SET_BY_THE_RUNNER = frozenset(
-    {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "RAY_CLIENT_MODE"}
+    {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "RAY_CLIENT_MODE", "CRC32C_SW_MODE"}
 )
 
 

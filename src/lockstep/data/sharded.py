@@ -10,7 +10,7 @@ how many there are, changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -37,11 +37,14 @@ class Part:
         batch: as the user's loader makes it.
         num_samples: real samples; 0 if the batch is borrowed.
         shards: whose samples these are; of a borrowed batch, all that the worker carries.
+        indices: what the loader's sampler gave for them, one for each sample (or for the whole
+            batch, if the dataset holds ready batches); empty where there is no sampler.
     """
 
     batch: Any
     num_samples: int
     shards: tuple[int, ...]
+    indices: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class ShardedLoader:
         borrow: with `joint`, a worker without samples in a step gets shard 0's, to be counted
             as 0 samples, so that it takes part in what its peers compute.
         global_batch_size: in samples; overrides what the loader says.
+        keeps_last: also an incomplete last batch that the loader would leave out.
         keeps_generators: reading leaves the global random generators as they were. A reader that
             seeds them for every part, before it computes, can do without.
 
@@ -88,12 +92,15 @@ class ShardedLoader:
         joint: bool,
         borrow: bool,
         global_batch_size: int | None = None,
+        keeps_last: bool = False,
         keeps_generators: bool = True,
     ) -> None:
         self.placement = placement
         self.joint = joint
         self._borrow = borrow
         self._layout = describe(loader, placement.num_shards, global_batch_size)
+        if keeps_last:
+            self._layout = replace(self._layout, drop_last=False)
         kind, seed = self._layout.kind, placement.seed
         self._is_plain = not isinstance(loader, DataLoader)
         self._delivery: DirectDelivery | LoaderDelivery
@@ -252,7 +259,13 @@ class ShardedLoader:
         return sum(leading_length(item) for item in items) if self._is_plain else None
 
     def _part(self, plan: PartPlan, batch: Any) -> Part:
-        num_samples = plan.num_samples
-        return Part(
-            batch, leading_length(batch) if num_samples is None else num_samples, plan.shards
-        )
+        num_samples = leading_length(batch) if plan.num_samples is None else plan.num_samples
+        return Part(batch, num_samples, plan.shards, self._indices(plan))
+
+    def _indices(self, plan: PartPlan) -> tuple[Any, ...]:
+        items = [item for segment in plan.request.segments for item in segment.items]
+        if self._layout.kind in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
+            return tuple(items)
+        if self._layout.kind is ItemKind.BATCH_OF_INDICES:
+            return tuple(index for indices in items for index in indices)
+        return ()

@@ -46,7 +46,7 @@ def leading_length(batch: Any) -> int:
 def _first_length(batch: Any) -> int | None:
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return int(batch.shape[0]) if batch.ndim else None
-    children = _children(batch)
+    children = children_of(batch)
     if children is None:
         return len(batch) if _is_rows(batch) else None
     lengths = (_first_length(child) for _, child in children)
@@ -68,13 +68,13 @@ def _join(parts: list[Any], place: str) -> Any:
         raise _refusal("joined", place, ", ".join(type(part).__name__ for part in parts))
     if isinstance(first, (torch.Tensor, np.ndarray)):
         return _join_arrays(parts, place)
-    children = _children(first)
+    children = children_of(first)
     if children is None:
         return _join_plain(parts, place)
     columns = []
     for key, _ in children:
         columns.append((key, _join([_child(part, key, place) for part in parts], place + key)))
-    return _rebuilt(first, columns)
+    return rebuilt(first, columns)
 
 
 def _join_arrays(parts: list[Any], place: str) -> Any:
@@ -114,11 +114,9 @@ def _sliced(batch: Any, rows: slice, place: str) -> Any:
             return batch[rows]
         except (RuntimeError, IndexError, NotImplementedError) as error:
             raise _unsliceable(place, f"{type(batch).__name__}: {error}") from error
-    children = _children(batch)
+    children = children_of(batch)
     if children is not None:
-        return _rebuilt(
-            batch, [(key, _sliced(child, rows, place + key)) for key, child in children]
-        )
+        return rebuilt(batch, [(key, _sliced(child, rows, place + key)) for key, child in children])
     if _is_rows(batch):
         return batch[rows]
     if isinstance(batch, _PLAIN):
@@ -128,19 +126,19 @@ def _sliced(batch: Any, rows: slice, place: str) -> Any:
 
 def map_leaves(batch: Any, function: Callable[[Any, str], Any], place: str = "") -> Any:
     """The same structure around ``function(leaf, place)`` of all that is not structure."""
-    children = _children(batch)
+    children = children_of(batch)
     if children is None:
         return function(batch, place)
     columns = [(key, map_leaves(child, function, place + key)) for key, child in children]
-    return _rebuilt(batch, columns)
+    return rebuilt(batch, columns)
 
 
 def map_children(batch: Any, change: Callable[[Any], Any]) -> Any:
     """The same container around what `change` makes of each child; a leaf is itself."""
-    children = _children(batch)
+    children = children_of(batch)
     if children is None:
         return batch
-    return _rebuilt(batch, [(key, change(child)) for key, child in children])
+    return rebuilt(batch, [(key, change(child)) for key, child in children])
 
 
 def content_digest(value: Any) -> str:
@@ -158,7 +156,7 @@ def _absorb(value: Any, update: Callable[[bytes], None]) -> None:
         update(value.view(torch.uint8).numpy().tobytes() if value.numel() else b"")
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         update(value.tobytes())
-    elif (children := _children(value)) is not None:
+    elif (children := children_of(value)) is not None:
         for key, child in children:
             update(key.encode())
             _absorb(child, update)
@@ -171,7 +169,7 @@ def _is_rows(batch: Any) -> bool:
     return isinstance(batch, (list, tuple)) and all(isinstance(row, _PLAIN) for row in batch)
 
 
-def _children(batch: Any) -> list[tuple[str, Any]] | None:
+def children_of(batch: Any) -> list[tuple[str, Any]] | None:
     """What a container holds, keyed as one would write it; None for what is not structure."""
     if isinstance(batch, PackedSequence):
         return None  # a tuple of tensors whose rows are interleaved
@@ -185,13 +183,14 @@ def _children(batch: Any) -> list[tuple[str, Any]] | None:
 
 
 def _child(batch: Any, key: str, place: str) -> Any:
-    for own, child in _children(batch) or []:
+    for own, child in children_of(batch) or []:
         if own == key:
             return child
     raise _refusal("joined", place, f"a {type(batch).__name__} without {key}")
 
 
-def _rebuilt(like: Any, columns: list[tuple[str, Any]]) -> Any:
+def rebuilt(like: Any, columns: list[tuple[str, Any]]) -> Any:
+    """A container of the kind of `like` around other children, keyed as `children_of` does."""
     values = [value for _, value in columns]
     if isinstance(like, Mapping):
         named: Any = dict(zip(like, values, strict=True))

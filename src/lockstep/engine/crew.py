@@ -107,7 +107,10 @@ def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
     room = placement.find_room(bundle, len(ranks), own_cluster)
     actors: list[Any] = []
     try:
-        actors += [_hired(room, bundle, seat, rank) for seat, rank in enumerate(ranks)]
+        actors += [
+            _hired(room, bundle, placement.seat_of(room, index), rank)
+            for index, rank in enumerate(ranks)
+        ]
         nodes = placement.nodes_of(room, len(ranks))
     except BaseException:
         # Ctrl-C most of all: nobody else knows of them yet.

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # What a trainer held is free some milliseconds after its shutdown.
 _GIVING_BACK_S = 5.0
 
+_lent: set[str] = set()
+"""Placement groups of somebody else (a Tune trial) in which workers of this process live now."""
+
 START_TIMEOUT_VARIABLE = "LOCKSTEP_START_TIMEOUT_S"
 
 
@@ -49,6 +52,9 @@ def bundle_for(
 def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> PlacementGroup:
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
+    A program that itself runs in the first bundle of a placement group, as a trial of Tune does,
+    has room reserved in the further ones, if they are large enough.
+
     Args:
         own_cluster: Ray was started by this process for itself: nothing can join it, and
             only this process can give back what it holds.
@@ -56,6 +62,9 @@ def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Pla
     Raises:
         NotEnoughResourcesError: no room within the start timeout; nothing stays reserved.
     """
+    lent = _room_around_us(bundle, count)
+    if lent is not None:
+        return lent
     timeout_s = start_timeout_s()
     asked = {name: amount * count for name, amount in bundle.items()}
     if own_cluster:
@@ -74,10 +83,26 @@ def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Pla
         raise
 
 
+def _room_around_us(bundle: Mapping[str, float], count: int) -> PlacementGroup | None:
+    group: PlacementGroup | None = ray.util.get_current_placement_group()
+    if group is None or group.id.hex() in _lent:
+        return None
+    offered = group.bundle_specs[1 : 1 + count]
+    if len(offered) < count or any(_lacking(bundle, each) for each in offered):
+        return None
+    _lent.add(group.id.hex())
+    return group
+
+
+def seat_of(group: PlacementGroup, index: int) -> int:
+    """The bundle of a room's `index`-th worker."""
+    return index + (group.id.hex() in _lent)
+
+
 def nodes_of(group: PlacementGroup, count: int) -> list[str]:
-    """The node id of each bundle, in order."""
+    """The node id of each worker's bundle, in order."""
     table = placement_group_table(group)
-    return [table["bundles_to_node_id"][index] for index in range(count)]
+    return [table["bundles_to_node_id"][seat_of(group, index)] for index in range(count)]
 
 
 def local_ranks(nodes: Sequence[str]) -> list[int]:
@@ -129,5 +154,8 @@ def _way_out(asked: Mapping[str, float], total: Mapping[str, float], too_small: 
 
 def release(group: PlacementGroup) -> None:
     """Give the room back; harmless when Ray is already gone."""
+    if group.id.hex() in _lent:
+        _lent.discard(group.id.hex())
+        return
     if ray.is_initialized():
         remove_placement_group(group)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.measures import Measures
 from lockstep.operator.precision import Precision
 from lockstep.operator.staging import Part, PlaceInWindow
 
@@ -23,6 +24,8 @@ class Backstage:
     Attributes:
         registered: what `register` was given; None before.
         loaders: what `register_data` was given, by purpose.
+        measures: what `register_metrics` was given.
+        purpose: "train" or "validation": of the call that runs.
         delivered: the plain batch in hand; None between batches, and while shards are.
         place: where the batch in hand stands in its accumulation window.
         committed: global batches that have happened since the run began.
@@ -41,20 +44,27 @@ class Backstage:
         self.precision = Precision(setting.options.precision, setting.device)
         self.registered: Registered | None = None
         self.loaders: dict[str, Any] = {}
+        self.measures = Measures()
         self.delivered: Part | None = None
         self.place = PlaceInWindow(opens=True, closes=True)
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False
-        self.begin_call()
+        self.begin_call("train")
 
-    def begin_call(self) -> None:
+    def begin_call(self, purpose: str) -> None:
         """A new `train` or `validate`: its metrics start from nothing."""
+        self.purpose = purpose
+        self.measures.reset()
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
         self.partial: dict[str, float] = {}
         self.latest: dict[str, Any] = {}
         self.joint_norms: list[str] | None = None
+
+    def is_borrowed(self) -> bool:
+        """Whether the batch in hand is another worker's, counted there."""
+        return self.delivered is not None and self.delivered.borrowed
 
     @property
     def sync(self) -> Synchroniser | None:

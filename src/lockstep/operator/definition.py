@@ -118,6 +118,22 @@ class TrainingOperator:
         """The metrics of one batch: `val_loss`, and `val_accuracy` for class targets."""
         return loops.validate_batch(self, batch, batch_info)
 
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """The outputs for one batch, without gradients; what `trainer.predict` collects.
+
+        By default ``self.model(*features)`` of a batch ``(*features, target)``, ``(feature,)``
+        or a lone tensor.
+
+        Args:
+            batch: one item of the loader, on the device.
+            batch_info: ``"batch_idx"``.
+
+        Returns:
+            Tensors or arrays with one row per sample, lists with one entry per sample, or
+            tuples, dicts and dataclasses of them; the user gets each sample's part of it.
+        """
+        return loops.default_prediction(self, batch)
+
     def state_dict(self) -> Any:
         """Further state to save: tensors and plain Python. Models are saved without it."""
         return None
@@ -205,6 +221,35 @@ class TrainingOperator:
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
         self._lockstep.loaders = {"train": train_loader, "validation": validation_loader}
+
+    def register_metrics(self, *, train: Any = None, validation: Any = None) -> None:
+        """Hand over torchmetrics objects; results hold ``train_<name>`` and ``val_<name>``.
+
+        ::
+
+            self.register_metrics(validation={"f1": MulticlassF1Score(num_classes=10)})
+
+        The default `compute_loss` and `validate_batch` call ``metric.update(output, target)``;
+        methods of your own call it themselves. Each call of `train` or `validate` starts from
+        nothing, so the same object may be given twice. At its end the workers' states are
+        merged: every sample counts once, whoever saw it.
+
+        Args:
+            train: a metric, a ``MetricCollection``, or a dict from names to such.
+            validation: the same.
+
+        Collective:
+            None: the driver merges. Nor does ``metric.compute()`` in a worker communicate: it is
+            over that worker's samples.
+
+        Raises:
+            WrongTypeError: something is no torchmetrics object.
+        """
+        for purpose, given in (("train", train), ("validation", validation)):
+            if given is not None:
+                self._lockstep.measures.register(
+                    purpose, given, self.device, self._lockstep.is_borrowed
+                )
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Backpropagate `loss`, the mean over `weight` samples (or tokens, or any count).

@@ -296,7 +296,29 @@ def default_loss(operator: TrainingOperator, batch: Any) -> tuple[torch.Tensor, 
         )
     *features, target = batch
     output = model(*features)
-    return criterion(output, target), output, target
+    loss = criterion(output, target)
+    operator._lockstep.measures.observe(operator._lockstep.purpose, output, target)
+    return loss, output, target
+
+
+def default_prediction(operator: TrainingOperator, batch: Any) -> Any:
+    """The model's output for a batch as `default_loss` takes it, or one without a target."""
+    run = registered(operator)
+    # No gradient, no wrapper: the user's own DDP would wait for ranks that have no batch left.
+    models = run.models if operator._lockstep.setting.options.wrap_ddp else run.plain_models()
+    model = models[0] if len(models) == 1 else the_only(operator, "model", models)
+    if isinstance(batch, torch.Tensor):
+        return model(batch)
+    if not isinstance(batch, tuple | list) or not batch:
+        raise ConfigurationError(
+            "the default predict_batch does not understand this batch",
+            where=type(operator).__name__,
+            expected="(*features, target), (feature,) or a tensor",
+            got=_kind(batch)
+            + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
+            fix="override predict_batch(self, batch, batch_info)",
+        )
+    return model(*(batch if len(batch) == 1 else batch[:-1]))
 
 
 # ----------------------------------------------------------------------------- validation

@@ -43,6 +43,7 @@ REPEATED: Final = frozenset(
         "apply_state",
         "steps_ahead",
         "position",
+        "predict",
         "verify",
     }
 )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side: `TorchTrainer`, its arguments, its results, its progress bar."""
+"""The driver's side: `TorchTrainer`, its arguments, its results, its callbacks."""
 
 from lockstep.trainer.callbacks import Callback
 from lockstep.trainer.driver import TorchTrainer
+from lockstep.trainer.watching import EarlyStopping, KeepBest
 
-__all__ = ["Callback", "TorchTrainer"]
+__all__ = ["Callback", "EarlyStopping", "KeepBest", "TorchTrainer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources, open_remote, stays_here
 from lockstep.errors import (
@@ -36,9 +36,11 @@ from lockstep.trainer.arguments import (
     refuse_further,
     require,
 )
-from lockstep.trainer.durable import Durability, SavesMeanwhile
+from lockstep.trainer.beside import BesideTraining
+from lockstep.trainer.durable import Durability
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
+from lockstep.trainer.tracing import Profile, traced
 from lockstep.trainer.watched import Comparison
 from lockstep.trainer.workers import InlineEngine, recovering, refuse_spares
 from lockstep.worker import WorkerSpec
@@ -52,10 +54,8 @@ if TYPE_CHECKING:
     from lockstep.trainer.callbacks import Callback
     from lockstep.worker import Report
 
-_NOT_YET: Final = frozenset({"predict"})
 
-
-class TorchTrainer(SavesMeanwhile):
+class TorchTrainer(BesideTraining):
     """Trains one model with `num_workers` workers, which live until `shutdown`.
 
     ::
@@ -221,7 +221,7 @@ class TorchTrainer(SavesMeanwhile):
     def train(
         self,
         num_steps: int | None = None,
-        profile: bool = False,
+        profile: Profile = False,
         reduce_results: bool = True,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
@@ -233,7 +233,8 @@ class TorchTrainer(SavesMeanwhile):
 
         Args:
             num_steps: global batches; None for the rest of the epoch.
-            profile: add ``"profile"``: mean seconds of each phase.
+            profile: add ``"profile"``: mean seconds of each phase. As the path of a folder, also
+                write a trace of torch's profiler there, from each worker.
             reduce_results: False for a list with each worker's own results, by rank.
             max_retries: failures of workers in this call that the run recovers from.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
@@ -262,7 +263,7 @@ class TorchTrainer(SavesMeanwhile):
     def validate(
         self,
         num_steps: int | None = None,
-        profile: bool = False,
+        profile: Profile = False,
         reduce_results: bool = True,
         info: dict[str, Any] | None = None,
     ) -> Any:
@@ -278,7 +279,7 @@ class TorchTrainer(SavesMeanwhile):
         self,
         purpose: str,
         num_steps: int | None,
-        profile: bool,
+        profile: Profile,
         info: Mapping[str, Any] | None,
         retries: int = 3,
     ) -> list[Report]:
@@ -293,9 +294,9 @@ class TorchTrainer(SavesMeanwhile):
             raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
         check_loader(self._engine.started, self._operator_cls.__name__, purpose)
         method = "train" if purpose == "train" else "validate"
-        with self._bar(purpose, num_steps) as watch:
+        with traced(self, profile, method), self._bar(purpose, num_steps) as watch:
             reports = self._call(
-                method, num_steps, profile, dict(info or {}), watch=watch, retries=retries
+                method, num_steps, bool(profile), dict(info or {}), watch=watch, retries=retries
             )
         if not any(report.steps for report in reports):
             raise no_batch(self._operator_cls.__name__, purpose)
@@ -303,6 +304,7 @@ class TorchTrainer(SavesMeanwhile):
 
     def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:
         """What the call returns; callbacks hear of the reduced results in either case."""
+        results.refuse_unused_metrics(reports)
         reduced = results.merged(reports)
         self._tell(event, reduced)
         if reduce_results:
@@ -384,14 +386,6 @@ class TorchTrainer(SavesMeanwhile):
         """Call ``fn(operator)`` in every worker; results by rank."""
         return self._call("call_with_operator", fn)
 
-    @classmethod
-    def as_trainable(cls, *args: Any, **kwargs: Any) -> Any:
-        """Not in this version: a Ray Tune trainable around a trainer."""
-        raise NotAvailableError(
-            "TorchTrainer.as_trainable is not in this version",
-            fix="give Tune a function that builds a TorchTrainer and reports train()'s result",
-        )
-
     # ---------------------------------------------------------------------------------- ending
 
     def shutdown(self, force: bool = False) -> None:
@@ -406,8 +400,11 @@ class TorchTrainer(SavesMeanwhile):
         if engine.ended is not None:
             # Closed already; once more, for a second Ctrl-C may have interrupted that.
             self._engine = None
-            engine.close(force=True)
-            self._all_written(force=force)
+            try:
+                self._tell_failure(engine.ended)
+            finally:
+                engine.close(force=True)
+                self._all_written(force=force)
             return
         try:
             # While calls still work: a callback may save.
@@ -426,9 +423,8 @@ class TorchTrainer(SavesMeanwhile):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.shutdown(force=error is not None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _NOT_YET:
-            raise AttributeError(f"TorchTrainer has no {name} in this version of lockstep")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            if error is not None:
+                self._tell_failure(error)
+        finally:
+            self.shutdown(force=error is not None)

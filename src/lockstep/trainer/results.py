@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import MixedWeightsError
+from lockstep.errors import ConfigurationError, MixedWeightsError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
+from lockstep.metrics.states import computed, was_updated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ def merged(reports: Sequence[Report]) -> dict[str, Any]:
         result.update({key: value for key, value in ours.items() if key in kept})
     own = [_own_results(report) for report in reports]
     result.update(_merged_by_samples(own, [report.samples for report in reports]))
+    result.update(computed([report.measured for report in reports]))
     result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)
     epochs = [report.epoch for report in reports if report.epoch is not None]
@@ -34,6 +36,18 @@ def merged(reports: Sequence[Report]) -> dict[str, Any]:
     if timers:
         result["profile"] = _mean_timers(timers)
     return result
+
+
+def refuse_unused_metrics(reports: Sequence[Report]) -> None:
+    """A registered metric that nobody updated would be missing from the result, silently."""
+    for name in dict.fromkeys(name for report in reports for name in report.measured):
+        if not any(was_updated(report.measured[name]) for report in reports):
+            raise ConfigurationError(
+                "a registered metric was never updated",
+                got=name,
+                cause="a compute_loss, train_batch or validate_batch of your own does not do it",
+                fix="call metric.update(output, target) in it",
+            )
 
 
 def _refuse_mixed_weights(reports: Sequence[Report]) -> None:

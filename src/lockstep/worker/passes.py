@@ -121,7 +121,7 @@ class Underway:
         self._summaries: list[dict[str, Any] | None] = []
         self._samples_by_pass: list[int] = []
         self._epoch = cursor.epochs_entered
-        operator._lockstep.begin_call()
+        operator._lockstep.begin_call(request.purpose)
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
 
@@ -238,4 +238,5 @@ class Underway:
             epoch=max(self._epoch, self.cursor.epochs_entered) if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=operator._lockstep.weighed_by.get(self.request.purpose),
+            measured=operator._lockstep.measures.collected(self.request.purpose),
         )

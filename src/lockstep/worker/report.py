@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.keys import NUM_SAMPLES
@@ -27,6 +27,7 @@ class Report:
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
         weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
+        measured: the registered torchmetrics objects, by the key of their result.
         seen: by the watch (see `lockstep.worker.watching`); None if nothing watches.
         is_of_a_lost_worker: it is what was known of a worker that did not live to report.
     """
@@ -40,6 +41,7 @@ class Report:
     epoch: int | None
     timers: dict[str, float] | None
     weighed_by: str | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
     seen: Ledger | None = None
     is_of_a_lost_worker: bool = False
 

@@ -17,7 +17,7 @@ from lockstep.operator.loops import registered
 from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
-from lockstep.worker import regroup, trial
+from lockstep.worker import prediction, regroup, trial
 from lockstep.worker import state as states
 from lockstep.worker.deliveries import Cursor
 from lockstep.worker.determinism import deterministic
@@ -273,6 +273,10 @@ class Worker(Inquiries):
         """`num_steps` steps on copies; this worker stays as it is."""
         return trial.run(self, num_steps)
 
+    def predict(self, loader: Any) -> list[prediction.Predicted]:
+        """This worker's share of `loader`; the run stays as it is."""
+        return prediction.predict(self, loader)
+
     def copied(self, spec: WorkerSpec, *, alone: bool) -> Worker:
         """A second worker in this process, with a group of its own and no operator yet.
 
@@ -349,7 +353,7 @@ class Worker(Inquiries):
             self.operator,
             self.cursors[request.purpose],
             request,
-            arithmetic=self._arithmetic,
+            arithmetic=self.arithmetic,
             on_commit=self.on_commit,
             rollback=self._rollback if training else None,
             progress=interrupted,
@@ -360,7 +364,7 @@ class Worker(Inquiries):
             call.tally.at_boundary = self._look_up
         return call
 
-    def _arithmetic(self) -> AbstractContextManager[None]:
+    def arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
 
     def update_scheduler(self, metric: float) -> None:

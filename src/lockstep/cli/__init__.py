@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lockstep train``, ``lockstep audit``, ``lockstep explain`` and ``lockstep completion``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; imports no torch."""
+    from lockstep.audit.options import add_arguments as add_audit
+    from lockstep.cli.completion import SHELLS
+    from lockstep.cli.options import add_arguments as add_train
+
+    parser = argparse.ArgumentParser(prog="lockstep", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train an operator with several workers",
+        description="Train an operator with several workers, on this machine or on a Ray cluster.",
+    )
+    add_train(train)
+    audit = commands.add_parser(
+        "audit",
+        help="run a training script on several ranks and name what is silently wrong",
+        description="Run a training script on several ranks and name what is silently wrong.",
+    )
+    add_audit(audit)
+    explain = commands.add_parser("explain", help="print what a code means and what to do")
+    explain.add_argument("code", metavar="CODE", nargs="?", help="e.g. LS101; all codes without")
+    completion = commands.add_parser("completion", help="print a completion script for a shell")
+    completion.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code."""
+    parser = make_parser()
+    read = parser.parse_args(arguments)
+    if read.command == "train":
+        from lockstep.cli.train import run
+
+        return run(read)
+    if read.command == "completion":
+        from lockstep.cli.completion import print_script
+
+        return print_script(parser, read.shell)
+    if read.command == "explain":
+        from lockstep.audit.explain import explain as explain_code
+
+        return explain_code(read.code)
+    from lockstep.audit.launch import launch
+    from lockstep.audit.options import from_namespace
+
+    return launch(from_namespace(read))

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completion scripts for shells, made from the parser."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+from lockstep.errors import NotAvailableError
+
+if TYPE_CHECKING:
+    import argparse
+
+SHELLS: Final = ("bash", "zsh", "tcsh")
+
+
+def print_script(parser: argparse.ArgumentParser, shell: str) -> int:
+    """Print what the shell has to read: ``eval "$(lockstep completion bash)"``."""
+    from lockstep.integrations.packages import required
+
+    try:
+        shtab = required("shtab", extra="cli", by="lockstep completion")
+    except NotAvailableError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(shtab.complete(parser, shell))
+    return 0

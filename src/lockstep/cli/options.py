@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``lockstep train``. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+NOT_GIVEN: Final = argparse.SUPPRESS
+"""The trainer's own default holds."""
+
+TRAINER: Final = (
+    "num_workers",
+    "num_shards",
+    "num_cpus_per_worker",
+    "use_gpu",
+    "sync",
+    "precision",
+    "accumulate",
+    "clip_grad_norm",
+    "scheduler_step_freq",
+    "seed",
+    "reproducible",
+    "checkpoint_dir",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "resume",
+)
+"""Options that are arguments of `TorchTrainer`, under the same names."""
+
+SAVING: Final = ("checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume")
+"""Those of them that have no part in a dry run, which writes nothing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "operator",
+        metavar="MODULE:OPERATOR",
+        help="a TrainingOperator class, e.g. package.module:Digits or path/to/file.py:Digits",
+    )
+    parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="default 1")
+    _add_config(parser.add_argument_group("the operator's config"))
+    _add_trainer(parser.add_argument_group("how to train (see TorchTrainer)"))
+    _add_output(parser.add_argument_group("what to keep"))
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="start the workers, compare a step with one process (verify), say what would run"
+        " where, and end",
+    )
+
+
+def _add_config(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--config", metavar="FILE", help="a mapping, as .yaml, .json or .toml")
+    group.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="settings",
+        help="one entry, over the file's; several times; inner.key=... for nested ones",
+    )
+    group.add_argument(
+        "--batch-size", type=_positive, metavar="N", help="the global batch: config[BATCH_SIZE]"
+    )
+
+
+def _add_trainer(group: argparse._ArgumentGroup) -> None:
+    _option(group, "--num-workers", type=_positive, metavar="N")
+    _option(group, "--num-shards", type=_positive, metavar="N")
+    _option(group, "--num-cpus-per-worker", type=_positive, metavar="N")
+    _option(group, "--use-gpu", type=_gpu, metavar="{auto,yes,no}")
+    ways = ["replicate", "ddp", "fsdp", "parameter_server", "data_parallel"]
+    _option(group, "--sync", choices=ways)
+    _option(group, "--precision", choices=["fp32", "bf16", "fp16"])
+    _option(group, "--accumulate", type=_positive, metavar="N")
+    _option(group, "--clip-grad-norm", type=float, metavar="NORM")
+    _option(group, "--scheduler-step-freq", choices=["batch", "epoch", "manual"])
+    _option(group, "--seed", type=int, metavar="N")
+    _option(group, "--reproducible", action="store_true", help="the same bits with any workers")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    _option(group, "--checkpoint-dir", metavar="DIR", help="save the run there as it goes")
+    _option(group, "--checkpoint-every", type=_positive, metavar="STEPS")
+    _option(group, "--keep-checkpoints", type=_positive, metavar="N")
+    _option(group, "--resume", choices=["auto"], help="go on from the newest in the directory")
+    group.add_argument("--save", metavar="FILE", help="save the run there at its end")
+    group.add_argument(
+        "--log",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="results of every epoch: FILE.csv, FILE.jsonl, or a folder for TensorBoard; several"
+        " times",
+    )
+
+
+def _option(group: argparse._ArgumentGroup, name: str, **arguments: Any) -> None:
+    group.add_argument(name, default=NOT_GIVEN, **arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def _gpu(text: str) -> bool | str:
+    known: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
+    return known[text]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lockstep train``: an operator, its config, and a loop of epochs."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.cli.operators import find_operator
+from lockstep.cli.options import SAVING, TRAINER
+from lockstep.cli.settings import config_of
+from lockstep.errors import ConfigurationError, LockstepError, NotAvailableError
+from lockstep.trainer import TorchTrainer
+
+if TYPE_CHECKING:
+    import argparse
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.trainer import Callback
+
+USAGE: Final = 2
+FAILED: Final = 1
+INTERRUPTED: Final = 130
+
+_COUNTS: Final = ("epoch", "num_samples", "batch_count")
+
+
+def run(read: argparse.Namespace) -> int:
+    """Do what was asked for. Returns the exit code; the user's own exceptions pass."""
+    try:
+        operator = find_operator(read.operator)
+        config = config_of(read.config, read.settings, read.batch_size)
+        callbacks = [_logger(path) for path in read.log]
+    except (ConfigurationError, NotAvailableError) as error:
+        print(error, file=sys.stderr)
+        return USAGE
+    try:
+        return (_try_out if read.dry_run else _train)(read, operator, config, callbacks)
+    except LockstepError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _logger(path: str) -> Callback:
+    from lockstep.integrations import loggers
+
+    if path.endswith(".csv"):
+        return loggers.CSVLogger(path)
+    if path.endswith(".jsonl"):
+        return loggers.JSONLinesLogger(path)
+    return loggers.TensorBoardLogger(path)
+
+
+def _opened(
+    operator: type[TrainingOperator], config: dict[str, Any], arguments: dict[str, Any]
+) -> TorchTrainer:
+    try:
+        return TorchTrainer(
+            training_operator_cls=operator, config=config, use_tqdm=True, **arguments
+        )
+    except KeyError as error:
+        if error.args and error.args[0] not in config:
+            error.add_note(
+                f"the config has no {error.args[0]!r}: --set {error.args[0]}=..., or --config FILE"
+            )
+        raise
+
+
+def _given(read: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(read).items() if name in TRAINER}
+
+
+def _train(
+    read: argparse.Namespace,
+    operator: type[TrainingOperator],
+    config: dict[str, Any],
+    callbacks: list[Callback],
+) -> int:
+    arguments = {**_given(read), "callbacks": callbacks}
+    with _opened(operator, config, arguments) as trainer:
+        epochs = range(_epochs_done(trainer) if "resume" in read else 0, read.epochs)
+        if not epochs:
+            print(f"the run has its {read.epochs} epochs already")
+        for _ in epochs:
+            _print_epoch(trainer)
+            if trainer.should_stop:
+                break
+        if read.save is not None:
+            print(f"saved {trainer.save(read.save)}")
+    return 0
+
+
+def _epochs_done(trainer: TorchTrainer) -> int:
+    """Whole passes over the training data before this program; a begun one is finished by it."""
+    place = trainer.state_dict()["position"].get("train", {"epoch": 0})
+    done: int = place["epoch"]
+    return done
+
+
+def _print_epoch(trainer: TorchTrainer) -> None:
+    trained = trainer.train()
+    validated = trainer.validate() if trainer._has_loader("validation") else {}
+    metrics = {**trained, **{key: validated[key] for key in validated if key not in _COUNTS}}
+    shown = [
+        f"{name} {value:.4g}"
+        for name, value in metrics.items()
+        if name not in _COUNTS and not name.startswith("last_") and isinstance(value, int | float)
+    ]
+    print(
+        f"epoch {trained['epoch']:3}  {trained['num_samples']} samples"
+        f" in {trained['batch_count']} steps  {'  '.join(shown)}",
+        flush=True,
+    )
+
+
+def _try_out(
+    read: argparse.Namespace,
+    operator: type[TrainingOperator],
+    config: dict[str, Any],
+    callbacks: list[Callback],
+) -> int:
+    """Everything but training: what would run where, and whether its gradients are right."""
+    given = _given(read)
+    arguments = {name: value for name, value in given.items() if name not in SAVING}
+    with _opened(operator, config, arguments) as trainer:
+        started = trainer._engine.started
+        hosts = trainer.apply_all_workers(socket.gethostname)
+        shards = trainer.apply_all_operators(_shards)
+        print(f"operator    {operator.__module__}:{operator.__name__}")
+        print("config      " + ("  ".join(f"{k}={v!r}" for k, v in config.items()) or "empty"))
+        for purpose, steps in started[0]["loaders"].items():
+            long = "of unknown length" if steps is None else f"{steps} steps"
+            print(f"{purpose:<10}  {long} an epoch")
+        print(f"epochs      {read.epochs}")
+        for rank, worker in enumerate(started):
+            print(
+                f"rank {rank:<6} {hosts[rank]}, process {worker['pid']}, {worker['device']},"
+                f" {shards[rank]}"
+            )
+        for name in SAVING:
+            if name in given:
+                print(f"{name.replace('_', ' '):<10}  {given[name]}")
+        print("\none step on a copy, with all workers and in one process:")
+        report = trainer.verify()
+        print(report)
+        print("nothing was trained or saved")
+    return 0 if report.ok else FAILED
+
+
+def _shards(operator: TrainingOperator) -> str:
+    placement = operator._lockstep.setting.placement
+    own = ", ".join(map(str, placement.shards))
+    return f"shard {own} of {placement.num_shards}"

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks that write down what `train` and `validate` return: files, TensorBoard, MLflow."""
+
+from lockstep.integrations.loggers.files import CSVLogger, JSONLinesLogger
+from lockstep.integrations.loggers.mlflow import MLflowLogger
+from lockstep.integrations.loggers.row import Logger, Row
+from lockstep.integrations.loggers.tensorboard import TensorBoardLogger
+
+__all__ = [
+    "CSVLogger",
+    "JSONLinesLogger",
+    "Logger",
+    "MLflowLogger",
+    "Row",
+    "TensorBoardLogger",
+]

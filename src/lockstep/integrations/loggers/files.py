@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in a file: CSV for spreadsheets and pandas, JSON lines for everything else."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigurationError
+from lockstep.integrations.loggers.row import Logger, Row
+
+if TYPE_CHECKING:
+    import os
+
+    from lockstep.trainer import TorchTrainer
+
+_FIRST: Final = ("time", "phase", "step", "epoch")
+
+
+class CSVLogger(Logger):
+    """One row for each `train` and `validate`: time, phase, step, epoch, then the metrics.
+
+    A file that is there is gone on with. A metric that comes later gets a column of its own,
+    empty in the rows before.
+
+    Args:
+        path: of the file; its folder is made.
+
+    Raises:
+        ConfigurationError: the file is something else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self._columns: list[str] = []
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size:
+            with self.path.open(newline="") as file:
+                self._columns = next(csv.reader(file), [])
+            if tuple(self._columns[: len(_FIRST)]) != _FIRST:
+                raise ConfigurationError(
+                    "this file is not one of CSVLogger's",
+                    where=str(self.path),
+                    expected=f"a first line that begins with {','.join(_FIRST)}",
+                    got=f"{','.join(self._columns):.60}",
+                    fix="another path",
+                )
+
+    def write(self, trainer: TorchTrainer, row: Row) -> None:
+        cells = {**_head(row), **row.values}
+        new = [name for name in cells if name not in self._columns]
+        if new:
+            self._widen([*self._columns, *new])
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns, restval="").writerow(cells)
+
+    def _widen(self, columns: list[str]) -> None:
+        rows: list[dict[str, Any]] = []
+        if self._columns:
+            with self.path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+        # Beside it first: a program that is killed here loses no row.
+        wider = self.path.with_name(f"{self.path.name}.new")
+        with wider.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        wider.replace(self.path)
+        self._columns = columns
+
+
+class JSONLinesLogger(Logger):
+    """One JSON object in a line for each `train` and `validate`; a file that is there grows.
+
+    What JSON cannot say is said by strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
+
+    Args:
+        path: of the file; its folder is made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, trainer: TorchTrainer, row: Row) -> None:
+        values = {name: _sayable(value) for name, value in row.values.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({**_head(row), **values}, allow_nan=False) + "\n")
+
+
+def _head(row: Row) -> dict[str, Any]:
+    return dict(zip(_FIRST, (row.time, row.phase, row.step, row.epoch), strict=True))
+
+
+def _sayable(value: float | str) -> float | str:
+    if isinstance(value, str) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

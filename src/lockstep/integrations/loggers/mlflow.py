@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in MLflow."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.integrations.loggers.row import Logger, Row, flattened
+from lockstep.integrations.packages import required
+
+if TYPE_CHECKING:
+    from lockstep.trainer import TorchTrainer
+
+_NOT_IN_NAMES: Final = re.compile(r"[^\w\-./ ]")
+_LONGEST_VALUE: Final = 6000
+
+
+class MLflowLogger(Logger):
+    """One MLflow run: the trainer's config as parameters, every number as a metric.
+
+    It uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. The run ends
+    with the trainer: as finished, or as failed.
+
+    Args:
+        experiment: its name; made if it is not there.
+        tracking_uri: of the server or database; MLflow's own setting if None.
+        run_name: what MLflow shows; a name of its making if None.
+        run_id: of a run to go on with.
+
+    Attributes:
+        run_id: of the run that is written to; None before the trainer starts.
+
+    Raises:
+        NotAvailableError: mlflow is not installed.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "Default",
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.run_id = run_id
+        self._experiment, self._run_name = experiment, run_name
+        mlflow = required("mlflow", extra="loggers", by="MLflowLogger")
+        self._client: Any = mlflow.MlflowClient(tracking_uri)
+        self._metric: Any = mlflow.entities.Metric
+        self._is_open = False
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        if self.run_id is None:
+            known = self._client.get_experiment_by_name(self._experiment)
+            experiment = (
+                self._client.create_experiment(self._experiment)
+                if known is None
+                else known.experiment_id
+            )
+            self.run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+        else:
+            self._client.update_run(self.run_id, status="RUNNING")
+        self._is_open = True
+        for name, value in flattened(trainer.config).items():
+            self._client.log_param(self.run_id, _allowed(name), str(value)[:_LONGEST_VALUE])
+
+    def write(self, trainer: TorchTrainer, row: Row) -> None:
+        milliseconds = round(row.time * 1000)
+        metrics = [
+            self._metric(_allowed(name), value, milliseconds, row.step)
+            for name, value in row.numbers.items()
+        ]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def on_failure(self, trainer: TorchTrainer, error: BaseException) -> None:
+        self._end("FAILED")
+
+    def on_shutdown(self, trainer: TorchTrainer) -> None:
+        self._end("FINISHED")
+
+    def _end(self, status: str) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._client.set_terminated(self.run_id, status)
+
+
+def _allowed(name: str) -> str:
+    """`name` as MLflow takes it; ``*batch_size`` is ``batch_size`` there."""
+    return _NOT_IN_NAMES.sub("_", name).strip("_") or "_"

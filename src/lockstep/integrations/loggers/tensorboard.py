@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Curves in TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from lockstep.integrations.loggers.row import Logger, Row, flattened
+from lockstep.integrations.packages import required
+from lockstep.keys import BATCH_COUNT
+
+if TYPE_CHECKING:
+    from lockstep.trainer import TorchTrainer
+
+
+class TensorBoardLogger(Logger):
+    """A curve ``train/<metric>`` or ``validation/<metric>`` for each number, over the steps.
+
+    A run that goes on from a checkpoint goes on in the same folder: what an earlier program
+    wrote of the steps that are done again is hidden.
+
+    Args:
+        folder: for the event files, one for each run; what ``tensorboard --logdir`` is given.
+
+    Raises:
+        NotAvailableError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.folder = os.fspath(folder)
+        # Asked for now: a run should not find out after its first epoch.
+        required("tensorboard", extra="loggers", by="TensorBoardLogger")
+        self._writer: Any = None
+
+    def write(self, trainer: TorchTrainer, row: Row) -> None:
+        if self._writer is None:
+            self._writer = self._opened(trainer, row)
+        for name, value in row.numbers.items():
+            self._writer.add_scalar(f"{row.phase}/{name}", value, row.step, walltime=row.time)
+        self._writer.flush()
+
+    def _opened(self, trainer: TorchTrainer, row: Row) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        done_before = row.step - int(row.numbers.get(BATCH_COUNT, 0) if row.phase == "train" else 0)
+        # torch's writer has no annotations.
+        writer: Any = SummaryWriter(self.folder, purge_step=done_before + 1)
+        table = "".join(f"|{key}|{value}|\n" for key, value in flattened(trainer.config).items())
+        writer.add_text("config", f"|name|value|\n|-|-|\n{table}", done_before + 1)
+        return writer
+
+    def on_failure(self, trainer: TorchTrainer, error: BaseException) -> None:
+        self._close()
+
+    def on_shutdown(self, trainer: TorchTrainer) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

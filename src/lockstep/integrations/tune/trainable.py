@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TorchTrainer.as_trainable`: a class that Ray Tune makes trials of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.integrations.packages import required
+from lockstep.integrations.tune import checkpoints
+from lockstep.trainer.arguments import checked_config, checked_operator, is_positive_int, pick_gpu
+from lockstep.trainer.arguments import require as holds
+
+if TYPE_CHECKING:
+    from ray.tune import PlacementGroupFactory, Trainable
+
+    from lockstep.trainer import TorchTrainer
+else:
+    _tune = required("ray.tune", extra="tune", by="TorchTrainer.as_trainable")
+    Trainable, PlacementGroupFactory = _tune.Trainable, _tune.PlacementGroupFactory
+
+TuneStep = Callable[["TorchTrainer", dict[str, Any]], dict[str, Any]]
+"""``override_tune_step(trainer, info)``; `info` is ``{"iteration": n}``, n from 0."""
+
+
+class TorchTrainable(Trainable):
+    """One trial: a `TorchTrainer` of its own. Made by `as_trainable`.
+
+    Attributes:
+        trainer: the trial's.
+    """
+
+    trainer_cls: type[TorchTrainer]
+    arguments: Mapping[str, Any]
+    tune_step: tuple[TuneStep] | None = None
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
+        """A CPU for the trial itself, a bundle for each of its workers."""
+        given = cls.arguments
+        num_workers = config.get("num_workers", given.get("num_workers", 1))
+        holds(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
+        cpus = given.get("num_cpus_per_worker", 1)
+        further = given.get("resources_per_worker") or {}
+        in_one_process = given.get("sync") == "data_parallel"
+        gpus = int(given["use_gpu"]) * (num_workers if in_one_process else 1)
+        worker = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **further}
+        num_processes = 1 if in_one_process else num_workers
+        local = given.get("use_local") or (num_processes == 1 and not gpus and not further)
+        # Where rank 0 is the trial's own process, it needs no CPU besides.
+        bundles: list[dict[str, float]] = [worker if local else {"CPU": 1}]
+        bundles += [worker] * (num_processes - bool(local))
+        return PlacementGroupFactory(bundles, strategy="PACK")
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.trainer = self._opened(config)
+        self._made_with = checkpoints.hyperparameters(self.trainer)
+
+    def _opened(self, config: Mapping[str, Any]) -> TorchTrainer:
+        arguments = dict(self.arguments)
+        arguments["config"] = {**(arguments.get("config") or {}), **config}
+        if "num_workers" in config:
+            arguments["num_workers"] = config["num_workers"]
+        return self.trainer_cls(**arguments)
+
+    def step(self) -> dict[str, Any]:
+        info = {"iteration": self.training_iteration}
+        if self.tune_step is None:
+            return _train_and_validate(self.trainer)
+        result = self.tune_step[0](self.trainer, info)
+        if not isinstance(result, dict):
+            raise WrongTypeError(
+                "override_tune_step returned something else than results",
+                expected="a dict from names to values",
+                got=f"{type(result).__name__}: {result!r:.60}",
+            )
+        return result
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        checkpoints.write(self.trainer, checkpoint_dir, self._made_with)
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        checkpoints.read(self.trainer, checkpoint, self._made_with)
+
+    def cleanup(self) -> None:
+        self.trainer.shutdown()
+
+
+def _train_and_validate(trainer: TorchTrainer) -> dict[str, Any]:
+    """What both return; where both count something, it is the training's."""
+    trained = trainer.train(profile=True)
+    if not trainer._has_loader("validation"):
+        return dict(trained)
+    validated = trainer.validate(profile=True)
+    times = {**validated.pop("profile", {}), **trained.pop("profile", {})}
+    return {**validated, **trained, "profile": times}
+
+
+def as_trainable(
+    trainer_cls: type[TorchTrainer],
+    *,
+    override_tune_step: TuneStep | None = None,
+    **arguments: Any,
+) -> type[TorchTrainable]:
+    """See `TorchTrainer.as_trainable`."""
+    operator = checked_operator(arguments.get("training_operator_cls"))
+    checked_config(arguments.get("config"))
+    if override_tune_step is not None:
+        _check_takes_two(override_tune_step)
+    # Decided here: the process of a trial that only drives workers sees no GPU.
+    gpu, _ = pick_gpu(arguments.get("use_gpu", "auto"))
+    if arguments.get("use_gpu", "auto") == "auto" and not gpu and ray.is_initialized():
+        gpu = ray.cluster_resources().get("GPU", 0) > 0
+    members = {
+        "__doc__": TorchTrainable.__doc__,
+        "trainer_cls": trainer_cls,
+        "arguments": {**arguments, "use_gpu": gpu},
+        # In a tuple: a function in a class would be its method.
+        "tune_step": None if override_tune_step is None else (override_tune_step,),
+    }
+    return type(f"{operator.__name__}Trainable", (TorchTrainable,), members)
+
+
+def _check_takes_two(function: Any) -> None:
+    try:
+        inspect.signature(function).bind("trainer", {})
+    except TypeError as error:
+        raise ConfigurationError(
+            "override_tune_step does not take (trainer, info)",
+            got=f"{getattr(function, '__name__', 'it')}{inspect.signature(function)}",
+            fix="def tune_step(trainer, info): ...; info holds the iteration",
+        ) from error

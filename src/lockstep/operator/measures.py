@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torchmetrics objects that an operator registered: when they count, and what they send."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any, Final
+
+import torch
+
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.metrics.states import metrics_in
+
+_PREFIXES: Final = {"train": "train_", "validation": "val_"}
+
+
+class Measures:
+    """Metric objects by purpose ("train", "validation") and name.
+
+    Every call of `train` or `validate` starts them from nothing, so one object may serve both.
+    """
+
+    def __init__(self) -> None:
+        self._by_purpose: dict[str, dict[str, Any]] = {}
+
+    def register(
+        self, purpose: str, given: Any, device: torch.device, is_borrowed: Callable[[], bool]
+    ) -> None:
+        """Take `given` for `purpose`.
+
+        Args:
+            given: a metric, a ``MetricCollection``, or a mapping from names to such.
+            device: where they count.
+            is_borrowed: whether the batch in hand is another worker's, counted there.
+
+        Raises:
+            WrongTypeError: something in it is no torchmetrics object.
+            ConfigurationError: `purpose` has its metrics already.
+        """
+        if purpose in self._by_purpose:
+            raise ConfigurationError(
+                f"register_metrics({purpose}=...) was called twice", fix="call it once, with a dict"
+            )
+        named = dict(given) if isinstance(given, Mapping) else {"": given}
+        for metric in named.values():
+            if not _is_metric(metric):
+                raise WrongTypeError(
+                    f"register_metrics({purpose}=...) was given something else",
+                    expected="a torchmetrics Metric or MetricCollection, or a dict of them",
+                    got=f"{type(metric).__name__}: {metric!r:.80}",
+                    fix="call it first: pass an instance" if isinstance(metric, type) else None,
+                )
+            metric.to(device)
+            for each in metrics_in(metric):
+                # The driver merges: no rank waits for another in the middle of its loop.
+                each.distributed_available_fn = _never
+                each.update = _unless(is_borrowed, each.update)
+        self._by_purpose[purpose] = named
+
+    def reset(self) -> None:
+        for metric in self._distinct():
+            metric.reset()
+
+    def observe(self, purpose: str, output: Any, target: Any) -> None:
+        """Count the model's output for a batch, as the default loops do."""
+        for metric in self._by_purpose.get(purpose, {}).values():
+            metric.update(output.detach() if isinstance(output, torch.Tensor) else output, target)
+
+    def collected(self, purpose: str) -> dict[str, Any]:
+        """Copies on the CPU, by the key of their result."""
+        prefix = _PREFIXES[purpose]
+        return {
+            f"{prefix}{name}": copy.deepcopy(metric).to("cpu")
+            for name, metric in _flat(self._by_purpose.get(purpose, {}))
+        }
+
+    def _distinct(self) -> list[Any]:
+        every = [each for named in self._by_purpose.values() for each in named.values()]
+        return list({id(metric): metric for metric in every}.values())
+
+
+def _is_metric(given: Any) -> bool:
+    is_module = isinstance(given, torch.nn.Module) and callable(getattr(given, "update", None))
+    return is_module and next(metrics_in(given), None) is not None
+
+
+def _flat(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each metric by its name; a collection's own names, which also brings its states up to date
+    (it shares them between metrics that count alike)."""
+    for name, metric in named.items():
+        if isinstance(metric, torch.nn.ModuleDict):
+            for inner, each in metric.items():
+                yield f"{name}_{inner}" if name else inner, each
+        else:
+            yield name or type(metric).__name__, metric
+
+
+def _unless(is_borrowed: Callable[[], bool], update: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(update)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        if not is_borrowed():
+            update(*args, **kwargs)
+
+    return counted
+
+
+def _never() -> bool:
+    return False

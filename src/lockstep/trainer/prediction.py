@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the workers' shares of a prediction to one item per sample, in the dataset's order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data.rows import rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lockstep.worker import Predicted
+
+
+def in_order(answers: Iterable[Sequence[Predicted]]) -> list[Any]:
+    """The samples' predictions in the dataset's order; in the loader's if that is not known.
+
+    The order of the dataset is known where the loader's sampler takes each of its indices once,
+    in whatever order. A sampler that leaves samples out or repeats some has an order of its own.
+    """
+    parts = sorted((part for own in answers for part in own), key=lambda p: (p.step, p.shard))
+    keyed: list[tuple[Any, Any]] = []
+    indices: list[Any] = []
+    for part in parts:
+        items = rows(part.output, part.num_samples)
+        indices += part.indices
+        # A dataset of ready batches has one index for all the samples of a batch.
+        per_sample = len(part.indices) == len(items)
+        first = part.indices[0] if part.indices else None
+        keyed += zip(part.indices if per_sample else [first] * len(items), items, strict=True)
+    if _takes_each_once(indices):
+        keyed.sort(key=lambda pair: pair[0])
+    return [item for _, item in keyed]
+
+
+def _takes_each_once(indices: Sequence[Any]) -> bool:
+    is_numbered = all(isinstance(index, int) for index in indices)
+    return bool(indices) and is_numbered and sorted(indices) == list(range(len(indices)))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks that watch one metric: end training when it gets no better, keep the best."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigurationError
+from lockstep.keys import BATCH_COUNT
+from lockstep.metrics.numeric import as_number
+from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.callbacks import Callback, steps_done
+
+if TYPE_CHECKING:
+    import os
+
+    from lockstep.trainer import TorchTrainer
+
+_MODES: Final = ("min", "max")
+
+
+class Watch(Callback):
+    """Looks for one metric in every result and compares it with the best so far.
+
+    Args:
+        metric: a key of what `train` or `validate` returns.
+        mode: "min" if less is better, "max" if more is.
+        min_delta: what is better by no more than this is not better.
+    """
+
+    def __init__(self, metric: str, *, mode: str, min_delta: float = 0.0) -> None:
+        require(mode in _MODES, "mode", mode, '"min" or "max"')
+        require(min_delta >= 0, "min_delta", min_delta, "0 or more")
+        self.metric, self.mode, self.min_delta = metric, mode, min_delta
+        self.best: float | None = None
+        self._was_found = False
+
+    def judge(self, trainer: TorchTrainer, value: float) -> None:
+        """The metric has a new value."""
+        raise NotImplementedError
+
+    def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        self._look(trainer, result)
+
+    def on_validate_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        self._look(trainer, result)
+        if not self._was_found:
+            alike = difflib.get_close_matches(self.metric, result, n=1)
+            raise ConfigurationError(
+                f"{type(self).__name__} watches a metric that is in no result",
+                expected=f"one of {', '.join(sorted(result))}",
+                got=repr(self.metric),
+                fix=f"did you mean {alike[0]!r}?" if alike else None,
+            )
+
+    def on_shutdown(self, trainer: TorchTrainer) -> None:
+        if not self._was_found:
+            warnings.warn(
+                f"{type(self).__name__} has watched for {self.metric!r} and never saw it",
+                stacklevel=2,
+            )
+
+    def _look(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        value = as_number(result.get(self.metric))
+        if value is not None:
+            self._was_found = True
+            self.judge(trainer, float(value))
+
+    def is_better(self, value: float) -> bool:
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+
+class EarlyStopping(Watch):
+    """Sets `stop_reason` when the metric has not got better for a while, or is NaN.
+
+    ::
+
+        with TorchTrainer(..., callbacks=[EarlyStopping("val_loss", mode="min")]) as trainer:
+            while not trainer.should_stop:
+                trainer.train(), trainer.validate()
+
+    Args:
+        metric, mode, min_delta: see `Watch`.
+        patience: how many values in a row may be no better than the best.
+    """
+
+    def __init__(
+        self, metric: str, *, mode: str, patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        super().__init__(metric, mode=mode, min_delta=min_delta)
+        require(is_positive_int(patience), "patience", patience, "an int, 1 or more")
+        self.patience = patience
+        self.num_worse = 0
+
+    def judge(self, trainer: TorchTrainer, value: float) -> None:
+        if math.isnan(value):
+            self.stop_reason = f"{self.metric} is NaN"
+        elif self.is_better(value):
+            self.best, self.num_worse = value, 0
+        else:
+            self.num_worse += 1
+            if self.num_worse >= self.patience:
+                self.stop_reason = (
+                    f"{self.metric} was {self.best:g} at its best, and no better in the"
+                    f" {self.num_worse} results since"
+                )
+
+
+class KeepBest(Watch):
+    """Saves the run whenever the metric is better than ever; `trainer.load(path)` takes it.
+
+    What the file was saved for stands beside it, in ``<path>.json``: a run that goes on from a
+    checkpoint does not replace a better one. A run that begins anew does.
+
+    Args:
+        path: where `trainer.save` writes to.
+        metric, mode, min_delta: see `Watch`.
+
+    Attributes:
+        best: the metric of what was saved; None before.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], metric: str, *, mode: str, min_delta: float = 0.0
+    ) -> None:
+        super().__init__(metric, mode=mode, min_delta=min_delta)
+        self.path = Path(path)
+        self._note = Path(f"{self.path}.json")
+        self._steps_here = 0
+        self._has_looked = False
+
+    def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        self._steps_here += result.get(BATCH_COUNT, 0)
+        super().on_train_end(trainer, result)
+
+    def judge(self, trainer: TorchTrainer, value: float) -> None:
+        step = steps_done(trainer)
+        if not self._has_looked:
+            self._has_looked = True
+            self._look_back(step)
+        if self.is_better(value):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            trainer.save(self.path)
+            self.best = value
+            note = {"metric": self.metric, "mode": self.mode, "value": value, "step": step}
+            self._note.write_text(json.dumps(note) + "\n")
+
+    def _look_back(self, step: int) -> None:
+        """A run with more steps than were made here has begun elsewhere, and goes on."""
+        if step > self._steps_here and self._note.exists() and self.path.exists():
+            note = json.loads(self._note.read_text())
+            if (note["metric"], note["mode"]) == (self.metric, self.mode):
+                self.best = note["value"]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's share of `trainer.predict`: its shards of a loader that the driver sent along.
+
+The run stays as it is: the position in the data, the random numbers and the modules' modes are
+those of before. Ranks wait for each other only where weights have to be gathered first.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.data import ShardedLoader
+from lockstep.data.structure import map_leaves
+from lockstep.operator.joint import computing
+from lockstep.operator.staging import Part, ShardedBatch, to_device
+from lockstep.randomness import derive_seed, preserved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.operator.registration import Registered
+    from lockstep.worker.worker import Worker
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What came out for one shard of one global batch.
+
+    Attributes:
+        step: the batch's number in the loader; with `shard` its place in the loader's order.
+        indices: the samples' places in the dataset, where the loader tells.
+        output: what `predict_batch` returned, its tensors on the CPU.
+    """
+
+    step: int
+    shard: int
+    indices: tuple[Any, ...]
+    num_samples: int
+    output: Any
+
+
+def predict(worker: Worker, loader: Any) -> list[Predicted]:
+    """Run the operator's `predict_batch` on this worker's shards of `loader`.
+
+    Collective:
+        Every rank where weights are in shards (they are gathered first), else none.
+    """
+    operator, run = worker.operator, worker.run
+    options, placement = worker.spec.options, operator._lockstep.setting.placement
+    whole = options.sync == "data_parallel"
+    source = ShardedLoader(
+        loader, placement, joint=whole, borrow=False, keeps_last=True, keeps_generators=False
+    )
+    if run.sync is not None:
+        run.sync.begin_step(operator._lockstep.committed)
+    try:
+        with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
+            return [
+                _predicted(operator, step.index, part.shards[0], part.indices, staged)
+                for step in source.batches(epoch=0)
+                for part in step.parts
+                for staged in [_staged(placement.seed, step.index, part)]
+            ]
+    finally:
+        source.close()
+        run.seal()
+
+
+def _staged(seed: int, step: int, part: Any) -> Part:
+    shard = part.shards[0]
+    own_seed = derive_seed(seed, "predict", 0, step, shard)
+    return Part(part.batch, part.num_samples, own_seed, shard)
+
+
+def _predicted(
+    operator: TrainingOperator, step: int, shard: int, indices: tuple[Any, ...], part: Part
+) -> Predicted:
+    part.seed_randomness()
+    with (
+        operator._lockstep.precision.autocast(),
+        computing(operator, ShardedBatch((part,)), part.num_samples),
+    ):
+        batch = to_device(part.batch, operator.device)
+        output = operator.predict_batch(batch, {"batch_idx": step})
+    return Predicted(step, shard, indices, part.num_samples, map_leaves(output, _to_travel))
+
+
+def _to_travel(leaf: Any, place: str) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    moved = leaf.detach().to(_CPU)
+    # A view takes the whole of its storage along, to another process and into the user's list.
+    is_part = moved.layout == torch.strided and moved.untyped_storage().nbytes() > moved.nbytes
+    return moved.clone() if is_part else moved
+
+
+@contextmanager
+def _evaluating(run: Registered) -> Iterator[None]:
+    """Modules in evaluation mode; afterwards each in the mode that it was in."""
+    modes = [(each, each.training) for module in run.modules() for each in module.modules()]
+    run.set_training(False)
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trials of Ray Tune around a trainer: resources, results, checkpoints, going on."""
+
+import json
+import os
+
+import pytest
+import torch
+from tests.ray.operators import net, problem
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+import ray
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.engine import crew
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.integrations.tune import report, resources, restore
+from lockstep.keys import BATCH_SIZE
+from ray import tune
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_trials():
+    """The workers that wait for a trainer of this process hold what a trial's would need."""
+    crew.dismiss_waiting()
+    yield
+    lockstep.prestart(num_workers=2, keep=True)
+
+
+class Tuned(TrainingOperator):
+    def setup(self, config):
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=(model := net()),
+            optimizers=(
+                optimizer := torch.optim.SGD(
+                    model.parameters(), lr=config["lr"], momentum=config.get("momentum", 0.9)
+                )
+            ),
+            criterion=nn.MSELoss(),
+            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        )
+        loader = DataLoader(TensorDataset(*problem()), config[BATCH_SIZE])
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+ARGUMENTS = {
+    "training_operator_cls": Tuned,
+    "config": {BATCH_SIZE: 12, "lr": 1.0},
+    "scheduler_step_freq": "epoch",
+}
+
+
+def lr(operator):
+    return operator.optimizer.param_groups[0]["lr"]
+
+
+def fit(trainable, space, tmp_path, *, iterations=2, tuning=None, **run):
+    return tune.Tuner(
+        trainable,
+        param_space=space,
+        tune_config=tune.TuneConfig(**(tuning or {})),
+        run_config=tune.RunConfig(
+            stop={"training_iteration": iterations}, storage_path=str(tmp_path), verbose=0, **run
+        ),
+    ).fit()
+
+
+def bundles(config=None, **arguments):
+    trainable = TorchTrainer.as_trainable(**{**ARGUMENTS, **arguments})
+    return trainable.default_resource_request(config or {}).bundles
+
+
+def test_what_a_trial_asks_for():
+    assert bundles() == [{"CPU": 1}]
+    assert bundles(num_workers=2) == [{"CPU": 1}] * 3
+    assert bundles(num_workers=2, use_gpu="auto", use_local=True) == [{"CPU": 1}] * 2
+    assert bundles({"num_workers": 3}, num_cpus_per_worker=2) == [{"CPU": 1}] + [{"CPU": 2}] * 3
+    gpus = {"use_gpu": True, "resources_per_worker": {"lane": 1}}
+    assert bundles(**gpus) == [{"CPU": 1}, {"CPU": 1, "GPU": 1, "lane": 1}]
+    replicas = bundles(use_gpu=True, num_workers=4, sync="data_parallel")
+    assert replicas == [{"CPU": 1}, {"CPU": 1, "GPU": 4}]
+    assert resources(2, num_gpus_per_worker=1).bundles == [{"CPU": 1}] + [{"CPU": 1, "GPU": 1}] * 2
+
+
+def test_what_is_wrong_is_said_before_tune_starts():
+    with pytest.raises(ConfigurationError, match=r"does not take \(trainer, info\)"):
+        TorchTrainer.as_trainable(**ARGUMENTS, override_tune_step=lambda trainer: {})
+    with pytest.raises(WrongTypeError, match="training_operator_cls"):
+        TorchTrainer.as_trainable(training_operator_cls=TorchTrainer)
+
+
+def described(trainer, info):
+    """Where the workers are, and what they were given."""
+    rooms = trainer.apply_all_workers(placement_group)
+    return {
+        **trainer.train(),
+        "rates": trainer.apply_all_operators(lr),
+        "rooms": len({*rooms, placement_group()}),
+        "iteration": info["iteration"],
+    }
+
+
+def placement_group():
+    return ray.get_runtime_context().get_placement_group_id()
+
+
+def test_two_workers_live_in_the_room_of_their_trial(tmp_path):
+    trainable = TorchTrainer.as_trainable(**ARGUMENTS, override_tune_step=described)
+    found = fit(trainable, {"lr": 0.04, "num_workers": 2}, tmp_path)
+    result = found[0]
+    assert result.error is None
+    assert result.metrics["rooms"] == 1
+    assert result.metrics["rates"] == pytest.approx([0.04 * 0.5**2] * 2)
+    assert (result.metrics["epoch"], result.metrics["iteration"]) == (2, 1)
+    # Nothing of it is left: the next trainer of this process finds its room.
+    with TorchTrainer(**ARGUMENTS, num_workers=3) as three:
+        assert three.train()["num_samples"] == 37
+
+
+class Stumbles(Tuned):
+    """Fails once, in the third epoch of a run that was not restored."""
+
+    def train_epoch(self, iterator, info):
+        if info["epoch_idx"] == 2 and not os.path.exists(self.config["marker"]):
+            open(self.config["marker"], "w").close()
+            raise LookupError("stumbled")
+        return super().train_epoch(iterator, info)
+
+
+@pytest.mark.slow
+def test_a_failed_trial_goes_on_from_its_checkpoint(tmp_path):
+    trainable = TorchTrainer.as_trainable(
+        **{**ARGUMENTS, "training_operator_cls": Stumbles}, num_workers=2
+    )
+    found = fit(
+        trainable,
+        {"marker": str(tmp_path / "stumbled"), "lr": 0.05},
+        tmp_path / "results",
+        iterations=4,
+        checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1),
+        failure_config=tune.FailureConfig(max_failures=1),
+    )
+    result = found[0]
+    assert (tmp_path / "stumbled").exists()
+    assert (result.metrics["epoch"], result.metrics["training_iteration"]) == (4, 4)
+    with result.checkpoint.as_directory() as folder, TorchTrainer(**ARGUMENTS) as trainer:
+        trainer.load(os.path.join(folder, "trainer.checkpoint"))
+        tuned = trainer.get_model()
+    config = {**ARGUMENTS["config"], "lr": 0.05}
+    with TorchTrainer(**{**ARGUMENTS, "config": config}, num_shards=2) as undisturbed:
+        for _ in range(4):
+            undisturbed.train()
+        expected = undisturbed.get_model()
+    for one, other in zip(tuned.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    assert set(result.metrics["profile"]) >= {"mean_fwd_s", "mean_eval_fwd_s"}
+
+
+@pytest.mark.slow
+def test_bad_trials_are_stopped_early_and_tune_run_works(tmp_path):
+    analysis = tune.run(
+        TorchTrainer.as_trainable(**ARGUMENTS),
+        config={"lr": tune.grid_search([0.05, 1e-6, 1e-7, 1e-8])},
+        metric="val_loss",
+        mode="min",
+        scheduler=tune.schedulers.ASHAScheduler(max_t=8, grace_period=1, reduction_factor=2),
+        storage_path=str(tmp_path),
+        verbose=0,
+    )
+    assert analysis.best_config["lr"] == 0.05
+    epochs = {trial.config["lr"]: trial.last_result["epoch"] for trial in analysis.trials}
+    assert epochs[0.05] == 8
+    assert min(epochs.values()) < 8
+
+
+def function_trial(config):
+    with TorchTrainer(**{**ARGUMENTS, "config": config}, num_workers=2) as trainer:
+        assert trainer.apply_all_workers(placement_group) == [placement_group()] * 2
+        restored = restore(trainer)
+        for _ in range(2):
+            trainer.train()
+            report(trainer, {**trainer.validate(), "restored": restored})
+
+
+@pytest.mark.slow
+def test_a_function_reports_and_goes_on(tmp_path):
+    function = tune.with_resources(function_trial, resources(num_workers=2))
+    found = fit(function, ARGUMENTS["config"], tmp_path, iterations=9)
+    assert found[0].error is None
+    assert not found[0].metrics["restored"]
+    with found[0].checkpoint.as_directory() as folder:
+        assert set(os.listdir(folder)) >= {"trainer.checkpoint", "hyperparameters.json"}
+
+
+# ----------------------------------------------------- the hyperparameters of another trial
+
+
+def opened(**config):
+    return TorchTrainer(**{**ARGUMENTS, "config": {**ARGUMENTS["config"], **config}})
+
+
+def test_a_changed_hyperparameter_survives_the_state_of_another_trial(tmp_path):
+    from lockstep.integrations.tune import checkpoints
+
+    folder = str(tmp_path)
+    with opened(lr=0.8) as donor:
+        made_with = checkpoints.hyperparameters(donor)
+        donor.train()
+        checkpoints.write(donor, folder, made_with)
+        donor.train()
+        goes_on = donor.apply_all_operators(lr)[0]
+    with opened(lr=0.8) as same:
+        checkpoints.read(same, folder, checkpoints.hyperparameters(same))
+        assert same.apply_all_operators(lr) == [0.4]
+        same.train()
+        assert same.apply_all_operators(lr) == [goes_on]
+    with opened(lr=0.1, momentum=0.5) as explorer:
+        checkpoints.read(explorer, folder, checkpoints.hyperparameters(explorer))
+        operator = explorer.get_local_operator()
+        group = operator.optimizer.param_groups[0]
+        # The schedule has halved the donor's rate once; ours is halved as often.
+        assert (group["lr"], group["momentum"]) == pytest.approx((0.05, 0.5))
+        assert len(operator.optimizer.state) == 4
+        assert operator.scheduler.base_lrs == [0.1]
+        explorer.train()
+        assert explorer.apply_all_operators(lr) == pytest.approx([0.025])
+    written = json.loads((tmp_path / "hyperparameters.json").read_text())
+    assert written[0][0]["initial_lr"] == 0.8

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace of torch's profiler, read back."""
+
+import gzip
+import json
+
+import pytest
+from tests.unit.trainer.test_watching import start
+
+from lockstep.errors import WrongTypeError
+
+
+def test_a_trace_of_a_call(tmp_path):
+    with start([1]) as trainer:
+        result = trainer.train(num_steps=1, profile=tmp_path / "traces")
+        assert result["profile"]["mean_fwd_s"] > 0
+        trainer.train(num_steps=1)
+        trainer.validate(profile=str(tmp_path / "traces"))
+        with pytest.raises(WrongTypeError, match='profile="traces"'):
+            trainer.train(profile=3)
+    traces = {path.name: path for path in (tmp_path / "traces").iterdir()}
+    assert set(traces) == {
+        "train-step1-rank0.pt.trace.json.gz",
+        "validate-step2-rank0.pt.trace.json.gz",
+    }
+    trace = json.loads(gzip.decompress(traces["train-step1-rank0.pt.trace.json.gz"].read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::linear", "aten::mse_loss"} <= names

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks that stop early and keep the best, and what a failing run tells its callbacks."""
+
+import json
+
+import pytest
+import torch
+from tests.ray.operators import problem
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Callback, TorchTrainer, TrainingOperator
+from lockstep.errors import ConfigurationError
+from lockstep.trainer import EarlyStopping, KeepBest
+
+
+class Told(TrainingOperator):
+    """Its validation loss is what the config says, one value a call."""
+
+    def setup(self, config):
+        model = nn.Linear(5, 2, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
+        data = TensorDataset(*problem())
+        self.register_data(
+            train_loader=DataLoader(data, 20), validation_loader=DataLoader(data, 20)
+        )
+        self.left = list(config["losses"])
+
+    def validate(self, val_iterator, info):
+        list(val_iterator)
+        return {"val_loss": self.left.pop(0)}
+
+    def compute_loss(self, batch, batch_info):
+        if self.config.get("fails"):
+            raise LookupError("on purpose")
+        return super().compute_loss(batch, batch_info)
+
+
+def start(losses, *callbacks, **config):
+    return TorchTrainer(
+        training_operator_cls=Told, config={"losses": losses, **config}, callbacks=callbacks
+    )
+
+
+def epochs_until_stop(losses, **arguments):
+    stop = EarlyStopping("val_loss", **{"mode": "min", "patience": 2, **arguments})
+    with start(losses, stop) as trainer:
+        epochs = 0
+        while not trainer.should_stop and epochs < len(losses):
+            trainer.train(num_steps=1)
+            trainer.validate()
+            epochs += 1
+        return epochs, stop.stop_reason
+
+
+def test_stops_after_so_many_results_without_a_better_one():
+    epochs, reason = epochs_until_stop([3, 2, 2.5, 1, 1, 4, 0])
+    assert epochs == 6
+    assert reason == "val_loss was 1 at its best, and no better in the 2 results since"
+    assert epochs_until_stop([1, 2, 3, 3, 2, 9], mode="max")[0] == 5
+    assert epochs_until_stop([3, 2.9, 2.8, 2.7], min_delta=0.5)[0] == 3
+    assert epochs_until_stop([3, 2, 1]) == (3, None)
+    assert epochs_until_stop([3, float("nan"), 1]) == (2, "val_loss is NaN")
+
+
+def test_the_best_is_kept_and_a_run_that_goes_on_does_not_replace_it(tmp_path):
+    best, last = tmp_path / "kept" / "best.pt", tmp_path / "last.pt"
+    with start([3, 1, 2], KeepBest(best, "val_loss", mode="min")) as trainer:
+        for _ in range(3):
+            trainer.train(num_steps=1)
+            trainer.validate()
+        trainer.save(last)
+    note = json.loads((tmp_path / "kept" / "best.pt.json").read_text())
+    assert note == {"metric": "val_loss", "mode": "min", "value": 1.0, "step": 2}
+    keep = KeepBest(best, "val_loss", mode="min")
+    with start([1.5, 0.5], keep) as trainer:
+        trainer.load(last)
+        trainer.train(num_steps=1)
+        trainer.validate()
+        assert keep.best == 1.0
+        with start([]) as other:
+            other.load(best)
+            assert other.state_dict()["global_step"] == 2
+        trainer.validate()
+        assert keep.best == 0.5
+    anew = KeepBest(best, "val_loss", mode="min")
+    with start([7], anew) as trainer:
+        trainer.train(num_steps=1)
+        trainer.validate()
+        assert anew.best == 7.0
+
+
+def test_a_metric_that_is_in_no_result():
+    with start([1, 1], EarlyStopping("val_los", mode="min")) as trainer:
+        trainer.train(num_steps=1)  # it could come with the validation
+        with pytest.raises(ConfigurationError, match="did you mean 'val_loss'"):
+            trainer.validate()
+        with pytest.warns(UserWarning, match="never saw it"):
+            trainer.shutdown()
+    with start([], EarlyStopping("train_loss", mode="min")) as trainer:
+        trainer.train(num_steps=1)
+    with pytest.raises(ConfigurationError, match="mode cannot be 'least'"):
+        EarlyStopping("val_loss", mode="least")
+
+
+class Diary(Callback):
+    def __init__(self):
+        self.entries = []
+
+    def on_failure(self, trainer, error):
+        self.entries.append(f"failure {error}")
+
+    def on_shutdown(self, trainer):
+        self.entries.append("shutdown")
+
+
+def test_a_failure_is_told_once():
+    in_user_code, in_worker, without_block = Diary(), Diary(), Diary()
+    with pytest.raises(KeyError), start([], in_user_code):
+        raise KeyError("mine")
+    assert in_user_code.entries == ["failure 'mine'", "shutdown"]
+    with pytest.raises(LookupError), start([], in_worker, fails=True) as trainer:
+        trainer.train()
+    assert in_worker.entries == ["failure on purpose"]
+    trainer = start([], without_block, fails=True)
+    with pytest.raises(LookupError):
+        trainer.train()
+    trainer.shutdown()
+    trainer.shutdown()
+    assert without_block.entries == ["failure on purpose"]
