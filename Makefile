@@ -92,7 +92,7 @@ clean: ## remove .venv, caches and results
 # The stamp is written last, so an interrupted installation is resumed by the next call.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
 	@echo "installing into $(VENV) (torch and Ray are large: minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 $(VENV)/bin/python:

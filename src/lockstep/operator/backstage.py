@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.acts import Acts
 from lockstep.operator.precision import Precision
 from lockstep.operator.staging import Part, PlaceInWindow
 
@@ -23,6 +24,7 @@ class Backstage:
     Attributes:
         registered: what `register` was given; None before.
         loaders: what `register_data` was given, by purpose.
+        acts: what the default loop does to models and optimizers.
         delivered: the plain batch in hand; None between batches, and while shards are.
         place: where the batch in hand stands in its accumulation window.
         committed: global batches that have happened since the run began.
@@ -41,6 +43,7 @@ class Backstage:
         self.precision = Precision(setting.options.precision, setting.device)
         self.registered: Registered | None = None
         self.loaders: dict[str, Any] = {}
+        self.acts = Acts()
         self.delivered: Part | None = None
         self.place = PlaceInWindow(opens=True, closes=True)
         self.committed = 0

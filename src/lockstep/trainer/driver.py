@@ -432,6 +432,9 @@ class TorchTrainer:
         try:
             # While calls still work: a callback may save.
             self._tell("on_shutdown")
+            farewell = getattr(self._operator_cls, "_end", None)
+            if farewell is not None and not force:
+                self._call("call_with_operator", farewell)
         finally:
             self._engine = None
             engine.close(force=force)
