@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.base import Engine
 from lockstep.engine.imports import no_collections
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lockstep.worker import WorkerSpec
 
-__all__ = ["Engine", "Resources", "open_engine"]
+__all__ = ["Engine", "Resources", "open_engine", "split_dataset"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,10 @@ def open_engine(
             fix='pip install "lockstep-train[ray]"',
         ) from error
     return RayEngine(spec, resources, use_local=use_local)
+
+
+def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
+    """See `lockstep.engine.streaming.split`. Who has a Ray dataset has Ray."""
+    from lockstep.engine import streaming
+
+    return streaming.split(dataset, num_workers, held_cpus)

@@ -39,6 +39,7 @@ from lockstep.trainer.arguments import (
     refuse_further,
     require,
 )
+from lockstep.trainer.feeding import Feeding
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, has_ended, no_batch, two_calls, was_shut_down
 from lockstep.worker import WorkerSpec
@@ -134,6 +135,7 @@ class TorchTrainer:
     ) -> None:
         self._engine: Any = None
         self._calling = threading.Lock()
+        self._feeding = Feeding()
         refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
@@ -211,17 +213,15 @@ class TorchTrainer:
             reduce_results: False for a list with each worker's own results, by rank.
             max_retries: accepted for RaySGD's sake; a worker's death is an error as yet.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
-            dataset: a Ray dataset; not in this version.
+            dataset: a ``ray.data.Dataset`` (or `lockstep.data.RayBatches`) instead of the loader:
+                every row once an epoch, in an order and on workers that Ray chooses.
 
         Returns:
             ``num_samples``, ``epoch`` (passes begun), ``batch_count`` (global batches), and
             for each metric its mean over all samples and ``last_<metric>`` of the last batch.
         """
-        if dataset is not None:
-            raise NotAvailableError(
-                "train(dataset=...) is not in this version",
-                fix="register a loader in setup: self.register_data(train_loader=...)",
-            )
+        self._check_open()
+        self._feeding.change_to(dataset, self._spec, self._call)
         reports = self._loop("train", num_steps, profile, info)
         self._give_back()
         return self._announced("on_train_end", reports, reduce_results)
@@ -253,7 +253,8 @@ class TorchTrainer:
         )
         if not isinstance(info, dict | None):
             raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
-        check_loader(self._engine.started, self._operator_cls.__name__, purpose)
+        if purpose != "train" or not self._feeding.has_dataset:
+            check_loader(self._engine.started, self._operator_cls.__name__, purpose)
         method = "train" if purpose == "train" else "validate"
         with self._bar(purpose, num_steps) as watch:
             reports = self._call(method, num_steps, profile, dict(info or {}), watch=watch)
@@ -363,6 +364,7 @@ class TorchTrainer:
                     got=f"{name}={state[name]}",
                     fix=f"leave {name} out: it is taken from the state",
                 )
+        self._feeding.change_to(None, self._spec, self._call)
         self._call("check_state", state)
         try:
             self._call("apply_state", state)
@@ -438,6 +440,7 @@ class TorchTrainer:
         finally:
             self._engine = None
             engine.close(force=force)
+            self._feeding.forget()
 
     def __enter__(self) -> TorchTrainer:
         return self

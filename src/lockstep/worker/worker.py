@@ -25,6 +25,7 @@ from lockstep.worker import state as states
 from lockstep.worker import trial
 from lockstep.worker.deliveries import Cursor, Deliveries, Tally
 from lockstep.worker.determinism import deterministic
+from lockstep.worker.feeding import Feed
 from lockstep.worker.process_group import (
     Rendezvous,
     form_group,
@@ -36,11 +37,12 @@ from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
     from torch import nn
 
+    from lockstep.data import RayBatches
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
     from lockstep.worker.spec import WorkerSpec
@@ -88,6 +90,7 @@ class Worker:
         self._num_copies = 0
         self._operator: TrainingOperator | None = None
         self._cursors: dict[str, Cursor] = {}
+        self._feed = Feed()
         self._before_load: dict[str, Any] | None = None
         self._tally = Tally()
         self._threads_before: int | None = None
@@ -227,6 +230,13 @@ class Worker:
             return operator.train_epoch(deliveries, full_info)
 
         return self._passes("train", cursor, num_steps, profile, one_pass)
+
+    def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
+        """Train on this rank's of `streams`; without any, on the operator's own loader."""
+        if streams is None or batches is None:
+            self._feed.end(self.operator, self._cursors)
+        else:
+            self._feed.begin(self.operator, self._cursors, streams[self.rank], batches)
 
     def validate(self, num_steps: int | None, profile: bool, info: Mapping[str, Any]) -> Report:
         operator, cursor = self.operator, self._cursors["validation"]
@@ -406,6 +416,8 @@ class Worker:
         for purpose, place in state.get("position", {}).items():
             if purpose in self._cursors:
                 self._cursors[purpose].move_to(place["epoch"], place["step"])
+            elif purpose == "train":
+                self._feed.position = place
 
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         by_rank = state.get("operator_by_rank")
