@@ -63,6 +63,7 @@ class RayShare:
         rows: this worker's of ``Dataset.streaming_split``.
         batches: how rows become batches; its `dataset` is not used.
         placement: the worker's shards; it gets their share of every global batch.
+        group: all workers.
         joint: the operator's loop takes plain batches, and a worker without rows has to
             borrow one to keep step with its peers.
     """
@@ -70,7 +71,13 @@ class RayShare:
     steps_per_epoch: int | None = None
 
     def __init__(
-        self, rows: TorchBatches, batches: RayBatches, placement: Placement, *, joint: bool
+        self,
+        rows: TorchBatches,
+        batches: RayBatches,
+        placement: Placement,
+        group: Group,
+        *,
+        joint: bool,
     ) -> None:
         assert batches.batch_size is not None, "the driver fills it in"
         self.joint = joint
@@ -78,12 +85,11 @@ class RayShare:
         self._rows = rows
         self._batches = batches
         self._placement = placement
-        self._group: Group | None = None
+        self._group = group
         self._borrowed: tuple[Any, ...] = ()
 
     def agree(self, group: Group, epoch: int) -> None:
         """Nothing to compare: the rows are handed out by one coordinator."""
-        self._group = group
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
         """The steps of a pass over all rows, numbered from `start_step`.
@@ -136,7 +142,7 @@ class RayShare:
 
     def _counts(self, mine: int) -> list[int]:
         """Every rank's rows in this step; -1 for a rank that cannot even borrow."""
-        if self._group is None or self._group.size == 1:
+        if self._group.size == 1:
             return [mine]
         token = mine if mine or self._borrowed or not self.joint else -1
         gathered = self._group.all_gather(torch.tensor([token], device=self._group.device))

@@ -45,6 +45,7 @@ class Feed:
             rows,
             batches,
             operator._lockstep.setting.placement,
+            operator._lockstep.setting.group,
             joint=wants_joint(operator, "train"),
         )
         cursor = Cursor(source)
