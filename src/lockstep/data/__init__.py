@@ -4,6 +4,7 @@
 from lockstep.data.agreement import check_agreement
 from lockstep.data.batch_size import ShardBatchSize, split_batch_size
 from lockstep.data.placement import Placement, shards_of
+from lockstep.data.ray_dataset import RayBatches, RayShare
 from lockstep.data.shard_loader import RankLoader, shard_loader
 from lockstep.data.sharded import Part, ShardedLoader, Step
 from lockstep.data.unsharded import Unsharded
@@ -12,6 +13,8 @@ __all__ = [
     "Part",
     "Placement",
     "RankLoader",
+    "RayBatches",
+    "RayShare",
     "ShardBatchSize",
     "ShardedLoader",
     "Step",

@@ -222,6 +222,9 @@ def _copy_with(
     fields["_dataset_kind"] = _DatasetKind.Map
     # Persistent worker processes belong to the loader that started them.
     fields["_iterator"] = None
+    # torchdata's loader, once asked for its state, takes the iterator it made for the answer.
+    if "_initial_iter_for_state_dict" in fields:
+        fields["_initial_iter_for_state_dict"] = False
     # Step k has to be the same global batch on every rank, so batches come in order.
     if "in_order" in fields:  # since torch 2.7
         fields["in_order"] = True

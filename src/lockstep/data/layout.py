@@ -11,7 +11,7 @@ sample is seen exactly once is refused here, before anything is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch.utils.data import (
     BatchSampler,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _DRAWN_AT_A_TIME = 256
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,12 @@ class Layout:
             return None
         if type(sampler) is SequentialSampler:
             return (lambda start, stop: list(range(start, stop))), len(sampler)
-        if type(sampler) is RandomSampler and not sampler.replacement:
-            origin = [] if sampler.generator is None else [sampler.generator.initial_seed()]
+        if is_exactly(sampler, RandomSampler) and not sampler.replacement:
+            chosen = sampler.generator
+            if type(sampler) is not RandomSampler:
+                # torchdata's makes itself a generator from a random seed where it is given none.
+                chosen = next(iter(self.held), None)
+            origin = [] if chosen is None else [chosen.initial_seed()]
             shuffled = ShuffledOrder(
                 len(sampler.data_source), len(sampler), derive_seed(seed, "order", epoch, *origin)
             )
@@ -167,15 +173,24 @@ def describe(loader: Any, num_shards: int, global_batch_size: int | None = None)
     if not isinstance(loader, DataLoader):
         check_reiterable(loader)
         return Layout(ItemKind.READY_BATCH, loader, num_shards)
+    _refuse_split(loader.dataset)
     if isinstance(loader.dataset, IterableDataset):
         return _describe_stream(loader, num_shards, global_batch_size)
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise NotShardableError(
+            "this loader was told to go on from a state of its own",
+            got=f"a {type(loader).__name__} after load_state_dict(...)",
+            cause="its position is counted in one process's batches",
+            fix="leave loader.load_state_dict out: a trainer's checkpoint (or the state of"
+            " shard_loader's loader) holds the position, for any number of workers",
+        )
     batch_sampler = loader.batch_sampler
     for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         _refuse_distributed(sampler)
     if batch_sampler is None:
         kind = ItemKind.READY_BATCH_INDEX
         return Layout(kind, loader.sampler, num_shards, held=(loader.generator,))
-    if type(batch_sampler) is not BatchSampler:
+    if not is_exactly(batch_sampler, BatchSampler):
         kind = ItemKind.BATCH_OF_INDICES
         return Layout(kind, batch_sampler, num_shards, held=(loader.generator,))
     per_step = global_batch_size or _whole(batch_sampler.batch_size, num_shards)
@@ -186,6 +201,17 @@ def describe(loader: Any, num_shards: int, global_batch_size: int | None = None)
         drop_last=batch_sampler.drop_last,
         held=(loader.generator,),
     )
+
+
+def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
+    """Whether `value` is of torch's class `kind`, no subclass, or of torchdata's double of it.
+
+    torchdata's loader replaces torch's samplers by classes of its own, which order alike and
+    can say where they are; that is not needed here, and not a reason to read them differently.
+    """
+    own = type(value)
+    double = own.__module__ == "torchdata.stateful_dataloader.sampler"
+    return own is kind or (double and own.__name__ == kind.__name__)
 
 
 def _describe_stream(
@@ -226,6 +252,19 @@ def _refuse_distributed(sampler: Any) -> None:
             cause="sharing out twice leaves most samples out, and its padding repeats some",
             fix="remove the sampler (shuffle=True shuffles over all workers), "
             "or pass add_dist_sampler=False",
+        )
+
+
+def _refuse_split(dataset: Any) -> None:
+    """A stream of Hugging Face's that `split_dataset_by_node` has cut already."""
+    split = getattr(dataset, "_distributed", None)
+    ranks = getattr(split, "world_size", 1)
+    if isinstance(ranks, int) and ranks > 1:
+        raise NotShardableError(
+            "the dataset is one node's part already",
+            expected="the whole dataset: lockstep gives each worker its part",
+            got=f"{type(dataset).__name__} split over {ranks}",
+            fix="leave split_dataset_by_node out",
         )
 
 

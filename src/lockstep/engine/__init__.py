@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.base import Engine, Roster
 from lockstep.engine.imports import no_collections
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lockstep.engine.ray import RayEngine
     from lockstep.worker import WorkerSpec
 
-__all__ = ["Engine", "Resources", "Roster", "open_remote", "stays_here"]
+__all__ = ["Engine", "Resources", "Roster", "open_remote", "split_dataset", "stays_here"]
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,10 @@ def open_remote(
             fix='pip install "lockstep-train[ray]"',
         ) from error
     return RayEngine(spec, resources, use_local=use_local, num_spares=num_spares)
+
+
+def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
+    """See `lockstep.engine.streaming.split`. Who has a Ray dataset has Ray."""
+    from lockstep.engine import streaming
+
+    return streaming.split(dataset, num_workers, held_cpus)

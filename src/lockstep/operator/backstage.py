@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.acts import Acts
 from lockstep.operator.measures import Measures
 from lockstep.operator.precision import Precision
 from lockstep.operator.staging import Part, PlaceInWindow
@@ -24,6 +25,7 @@ class Backstage:
     Attributes:
         registered: what `register` was given; None before.
         loaders: what `register_data` was given, by purpose.
+        acts: what the default loop does to models and optimizers.
         measures: what `register_metrics` was given.
         purpose: "train" or "validation": of the call that runs.
         delivered: the plain batch in hand; None between batches, and while shards are.
@@ -44,6 +46,7 @@ class Backstage:
         self.precision = Precision(setting.options.precision, setting.device)
         self.registered: Registered | None = None
         self.loaders: dict[str, Any] = {}
+        self.acts = Acts()
         self.measures = Measures()
         self.delivered: Part | None = None
         self.place = PlaceInWindow(opens=True, closes=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.errors import ConfigurationError
 from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.attachment import Wanted
@@ -353,14 +353,14 @@ class TrainingOperator:
         )
 
     @classmethod
-    def from_ptl(cls, *args: Any, **kwargs: Any) -> type[TrainingOperator]:
-        """Not in this version: an operator class around a LightningModule."""
-        raise NotAvailableError(
-            "operators from LightningModules are not in this version",
-            fix="write a TrainingOperator: compute_loss is your training_step",
-        )
+    def from_lightning(cls, module_cls: Any, *args: Any, **kwargs: Any) -> type[TrainingOperator]:
+        """An operator class around a LightningModule; see
+        `lockstep.integrations.lightning.from_lightning`."""
+        from lockstep.integrations import lightning
 
-    from_lightning = from_ptl
+        return lightning.from_lightning(cls, module_cls, *args, **kwargs)
+
+    from_ptl = from_lightning
 
     @classmethod
     def from_model(

@@ -30,7 +30,7 @@ from lockstep.operator.counting import (
 )
 from lockstep.operator.joint import computing
 from lockstep.operator.registration import Registered, step_schedulers
-from lockstep.operator.staging import Part, ShardedBatch, to_device
+from lockstep.operator.staging import Part, ShardedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,7 +103,7 @@ def train_epoch(
     operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
     parts = registered(operator)
-    parts.set_training(True)
+    operator._lockstep.acts.set_training(parts, True)
     operator._lockstep.ran_our_epoch = True
     recorder = _Recorder(operator)
     with operator.timers.record("train_epoch"):
@@ -148,7 +148,7 @@ def train_batch(
     optimizer = the_only(operator, "optimizer", run.optimizers)
     parts = parts_of(operator, batch)
     if operator._lockstep.place.opens:
-        _open_window(run, optimizer)
+        _open_window(operator, run, optimizer)
     in_order = operator._lockstep.setting.options.reproducible
     own_weights = operator._lockstep.weighed_by.get("train") != BY_SAMPLES
     buffers = CommittedBuffers(run.modules(), len(parts), run.sync, may_discard=own_weights)
@@ -167,18 +167,18 @@ def train_batch(
     buffers.commit()
     if operator._lockstep.place.closes:
         with operator.timers.record("apply"):
-            operator._lockstep.precision.step(
-                optimizer, run.parameters(), operator._lockstep.setting.options.clip_grad_norm
-            )
+            operator._lockstep.acts.step(operator, run, optimizer)
     operator._lockstep.partial = partial_weights(results)
     return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
 
 
-def _open_window(run: Registered, optimizer: torch.optim.Optimizer) -> None:
+def _open_window(
+    operator: TrainingOperator, run: Registered, optimizer: torch.optim.Optimizer
+) -> None:
     # What an abandoned window left (a state was loaded in the middle of one) is gone.
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
-    optimizer.zero_grad()
+    operator._lockstep.acts.zero_grad(optimizer)
 
 
 def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
@@ -200,12 +200,13 @@ def _train_part(
 ) -> Result:
     part.seed_randomness()
     with operator.timers.record("fwd"), operator._lockstep.precision.autocast():
-        batch = to_device(part.batch, operator.device)
+        batch = operator.to_device(part.batch)
         loss, metrics = _loss_and_metrics(operator, batch, batch_info)
     weight = take_weight(operator, "train", part, metrics)
     with operator.timers.record("grad"):
         scaled = operator._lockstep.precision.scale(loss)
-        with _turn(operator, part, reduces):
+        acts = operator._lockstep.acts
+        with acts.around_backward(scaled), _turn(operator, part, reduces):
             backward(operator, scaled, weight)
     return {"train_loss": _reported(operator, loss, part), **metrics}, weight
 
@@ -327,7 +328,7 @@ def default_prediction(operator: TrainingOperator, batch: Any) -> Any:
 def validate(
     operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
-    registered(operator).set_training(False)
+    operator._lockstep.acts.set_training(registered(operator), False)
     recorder = _Recorder(operator)
     with torch.no_grad(), operator.timers.record("validation"):
         for batch_idx, batch in enumerate(iterator):
@@ -351,7 +352,7 @@ def validate_batch(
             operator._lockstep.precision.autocast(),
             computing(operator, batch, part.num_samples),
         ):
-            moved = to_device(part.batch, operator.device)
+            moved = operator.to_device(part.batch)
             if own_loss:
                 loss, metrics = _loss_and_metrics(operator, moved, batch_info)
             else:

@@ -53,10 +53,18 @@ class Precision:
         clip_grad_norm: float | None,
     ) -> None:
         """Unscale, clip to a global norm, step: in this order, after the reduction."""
+        self.unscale(optimizer)
+        if clip_grad_norm is not None:
+            clip(list(parameters), clip_grad_norm)
+        self.take_step(optimizer)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradients those of the loss itself."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
-        if clip_grad_norm is not None:
-            _clip(list(parameters), clip_grad_norm)
+
+    def take_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with the gradients as they are; not if one of them overflowed."""
         if self._scaler is None:
             optimizer.step()
         else:
@@ -71,7 +79,8 @@ class Precision:
             self._scaler.load_state_dict(state)
 
 
-def _clip(parameters: list[torch.nn.Parameter], max_norm: float) -> None:
+def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> None:
+    """Scale the gradients down to a common norm of `max_norm`; also those in shards."""
     if not any(type(parameter.grad).__name__ == "DTensor" for parameter in parameters):
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return

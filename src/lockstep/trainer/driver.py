@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources, open_remote, stays_here
 from lockstep.errors import (
-    NotAvailableError,
     WrongTypeError,
 )
 from lockstep.operator import Options, TrainingOperator
@@ -38,6 +37,7 @@ from lockstep.trainer.arguments import (
 )
 from lockstep.trainer.beside import BesideTraining
 from lockstep.trainer.durable import Durability
+from lockstep.trainer.feeding import Feeding
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
 from lockstep.trainer.tracing import Profile, traced
@@ -150,6 +150,7 @@ class TorchTrainer(BesideTraining):
         **further: Any,
     ) -> None:
         super().__init__()
+        self._feeding = Feeding()
         refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)
@@ -238,7 +239,8 @@ class TorchTrainer(BesideTraining):
             reduce_results: False for a list with each worker's own results, by rank.
             max_retries: failures of workers in this call that the run recovers from.
             info: given to `train_epoch`, and in `batch_info` to `train_batch`.
-            dataset: a Ray dataset; not in this version.
+            dataset: a ``ray.data.Dataset`` (or `lockstep.data.RayBatches`) instead of the loader:
+                every row once an epoch, in an order and on workers that Ray chooses.
 
         Returns:
             ``num_samples``, ``epoch`` (passes begun), ``batch_count`` (global batches), and
@@ -248,14 +250,14 @@ class TorchTrainer(BesideTraining):
             CheckpointWriteError: training went well, and the latest checkpoint could not be
                 written to `checkpoint_dir`; ``result`` holds what would have been returned.
         """
-        if dataset is not None:
-            raise NotAvailableError(
-                "train(dataset=...) is not in this version",
-                fix="register a loader in setup: self.register_data(train_loader=...)",
-            )
         require(is_int(max_retries) and max_retries >= 0, "max_retries", max_retries, "an int >= 0")
+        self._check_open()
+        generation = self._engine.roster().generation
+        self._feeding.change_to(dataset, self._spec, self._call, generation)
+        # Ray decides who reads which rows, and gives none of them out again.
+        retries = 0 if self._feeding.has_dataset else max_retries
         with self._saving_meanwhile():
-            reports = self._loop("train", num_steps, profile, info, retries=max_retries)
+            reports = self._loop("train", num_steps, profile, info, retries=retries)
         self._watched.judge(reports)
         self._give_back()
         return self._saved(self._announced("on_train_end", reports, reduce_results))
@@ -292,7 +294,8 @@ class TorchTrainer(BesideTraining):
         )
         if not isinstance(info, dict | None):
             raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
-        check_loader(self._engine.started, self._operator_cls.__name__, purpose)
+        if purpose != "train" or not self._feeding.has_dataset:
+            check_loader(self._engine.started, self._operator_cls.__name__, purpose)
         method = "train" if purpose == "train" else "validate"
         with traced(self, profile, method), self._bar(purpose, num_steps) as watch:
             reports = self._call(
@@ -409,10 +412,14 @@ class TorchTrainer(BesideTraining):
         try:
             # While calls still work: a callback may save.
             self._tell("on_shutdown")
+            farewell = getattr(self._operator_cls, "_end", None)
+            if farewell is not None and not force:
+                self._call("call_with_operator", farewell)
         finally:
             self._engine = None
             engine.close(force=force)
             self._all_written(force=force)
+            self._feeding.forget()
 
     def __enter__(self) -> TorchTrainer:
         return self

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
+    from lockstep.trainer.feeding import Feeding
 
 
 class KeepsState(Calls):
@@ -23,6 +24,7 @@ class KeepsState(Calls):
 
     _operator_cls: type[TrainingOperator]
     _explicit: dict[str, Any]
+    _feeding: Feeding
 
     def get_model(self) -> nn.Module | list[nn.Module]:
         """A copy of the trained model on the CPU: a plain module, loadable without lockstep.
@@ -73,6 +75,7 @@ class KeepsState(Calls):
                 got=f"{type(state).__name__}: {state!r:.60}",
             )
         self._refuse_another_run(state)
+        self._feeding.change_to(None, self._spec, self._call)
         self._call("check_state", state)
         try:
             self._call("apply_state", state)

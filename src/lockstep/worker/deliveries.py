@@ -231,6 +231,11 @@ class Deliveries:
             if step.parts or not self._cursor.source.joint:
                 return self._deliver(step)
 
+    @property
+    def step_in_epoch(self) -> int:
+        """Global batches of this epoch that are committed, by earlier calls as well."""
+        return self._cursor.step
+
     def commit(self) -> None:
         """The step in hand has happened."""
         if self._open is None:

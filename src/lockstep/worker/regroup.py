@@ -69,6 +69,8 @@ def stand_down(worker: Worker, interrupted: str | None) -> Standing:
     worker.leave()
     if not worker.has_state:
         return Standing(None)
+    # A dataset of Ray's was split for the ranks of then.
+    worker.feed(None, None)
     call = worker.underway if interrupted in ("train", "validate") else None
     # Who has trained to the end of the call is ahead. A validation is done again by all:
     # what a lost worker had counted is not to be had otherwise.

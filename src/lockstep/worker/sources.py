@@ -74,15 +74,20 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     if not options.add_dist_sampler:
         return OwnSource(Unsharded(loader, placement))
     training = purpose == "train"
-    epoch_method, batch_method = (
-        ("train_epoch", "train_batch") if training else ("validate", "validate_batch")
-    )
-    own_loop = operator._brings(epoch_method)
-    wants_joint = own_loop or operator._brings(batch_method) or operator.joint_loss
-    takes_whole = options.sync in (ONE_PROCESS, "data_parallel")
-    joint = wants_joint or takes_whole or not options.wrap_ddp
+    own_loop = operator._brings("train_epoch" if training else "validate")
+    joint = wants_joint(operator, purpose)
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
     borrow = training or operator.joint_loss or not own_loop
     # Every part is seeded before it is computed on, so nobody reads what loading leaves.
     return ShardedLoader(loader, placement, joint=joint, borrow=borrow, keeps_generators=False)
+
+
+def wants_joint(operator: TrainingOperator, purpose: str) -> bool:
+    """Whether `operator`'s loop takes all the samples of its worker as one batch."""
+    training = purpose == "train"
+    own_loop = operator._brings("train_epoch" if training else "validate")
+    own_batch = operator._brings("train_batch" if training else "validate_batch")
+    options = operator._lockstep.setting.options
+    takes_whole = options.sync in (ONE_PROCESS, "data_parallel")
+    return own_loop or own_batch or operator.joint_loss or takes_whole or not options.wrap_ddp

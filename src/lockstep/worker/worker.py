@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data import Placement, shards_of
-from lockstep.errors import CheckpointError, ConfigurationError, PeerLostError
+from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.operator.loops import registered
 from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
-from lockstep.worker import state as states
-from lockstep.worker.deliveries import Cursor
 from lockstep.worker.determinism import deterministic
-from lockstep.worker.inquiries import Inquiries
+from lockstep.worker.feeding import Feed
+from lockstep.worker.handing_over import HandsOver
 from lockstep.worker.passes import Request, Underway
 from lockstep.worker.process_group import (
     Rendezvous,
@@ -32,24 +30,22 @@ from lockstep.worker.process_group import (
 )
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.snapshot import Snapshots
-from lockstep.worker.sources import open_source
 from lockstep.worker.spec import config_for
 from lockstep.worker.watching import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
-    from torch import nn
 
+    from lockstep.data import Placement, RayBatches
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registration import Registered
     from lockstep.worker.passes import Progress
     from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
 
 
-class Worker(Inquiries):
+class Worker(HandsOver):
     """Rank `rank` of a run. Its methods are called by an engine, one at a time.
 
     `progress`, `where` and `dismiss` alone may be called from another thread meanwhile.
@@ -71,6 +67,7 @@ class Worker(Inquiries):
         self._num_copies = 0
         self._operator = None
         self.cursors = {}
+        self._feed = Feed()
         self._before_load: dict[str, Any] | None = None
         self.before_call: dict[str, Any] | None = None
         self._rollback: Rollback | None = None
@@ -159,28 +156,6 @@ class Worker(Inquiries):
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-
-    def _placement(self, num_shards: int, seed: int, rank: int) -> Placement:
-        return Placement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
-
-    def _open_loaders(self, operator: TrainingOperator) -> None:
-        self._close_loaders()
-        for purpose, loader in operator._lockstep.loaders.items():
-            if loader is not None:
-                source = open_source(operator, loader, purpose)
-                self.cursors[purpose] = Cursor(source)
-        self.expect_usual_weight()
-
-    def expect_usual_weight(self) -> None:
-        """Tell the synchronisation what a usual step weighs."""
-        sync = self.operator._lockstep.sync
-        if sync is not None and "train" in self.cursors:
-            sync.expect_weight(self.cursors["train"].source.global_batch_size)
-
-    def _close_loaders(self) -> None:
-        for cursor in self.cursors.values():
-            cursor.close()
-        self.cursors.clear()
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
@@ -307,6 +282,13 @@ class Worker(Inquiries):
 
     # ------------------------------------------------------------------- training, validation
 
+    def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
+        """Train on this rank's of `streams`; without any, on the operator's own loader."""
+        if streams is None or batches is None:
+            self._feed.end(self.operator, self.cursors)
+        else:
+            self._feed.begin(self.operator, self.cursors, streams[self.rank], batches)
+
     def train(
         self,
         num_steps: int | None,
@@ -375,92 +357,6 @@ class Worker(Inquiries):
             )
         update_schedulers(self.run.schedulers, metric)
 
-    # ------------------------------------------------------------------------------- state
-
-    def state_to_write(self) -> dict[str, Any]:
-        """`state_dict` for who is done with it before training goes on: not all is copied."""
-        return self.state_dict(states.moved)
-
-    def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:
-        """Everything that this rank knows of the run; the same on every rank but "operator".
-
-        Args:
-            take: see `states.collect`.
-        """
-        self.run.seal()
-        state = states.collect(self.operator, self.run, take)
-        state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
-        state["position"] = {
-            purpose: {"epoch": cursor.epoch, "step": cursor.step}
-            for purpose, cursor in self.cursors.items()
-        }
-        self._rewind_to_window(state)
-        placement = self.operator._lockstep.setting.placement
-        state["seed"], state["num_shards"] = placement.seed, placement.num_shards
-        return state
-
-    def _rewind_to_window(self, state: dict[str, Any]) -> None:
-        """Gradients are not saved: a window that is open is computed again from its start."""
-        if "train" in self.cursors:
-            cursor = self.cursors["train"]
-            state["position"]["train"]["step"] = cursor.window_start
-            state["global_step"] -= cursor.step - cursor.window_start
-
-    def operator_state(self) -> Any:
-        return states.copied(self.operator.state_dict())
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        self.run.seal()
-        states.check(self.run, state)
-        shards = state.get("num_shards", self.spec.num_shards)
-        if shards < self.spec.num_workers:
-            raise CheckpointError(
-                "the state cuts every global batch into fewer shards than there are workers",
-                expected=f"at most {shards} workers",
-                got=f"num_workers={self.spec.num_workers}",
-                fix=f"TorchTrainer(..., num_workers={shards})",
-            )
-
-    def apply_state(self, state: Mapping[str, Any]) -> None:
-        """Take the state over; on an error, and until `settle_state`, it can be taken back."""
-        self._before_load = self.state_dict()
-        self.go_to(state)
-
-    def settle_state(self, keep: bool) -> None:
-        before, self._before_load = self._before_load, None
-        if not keep and before is not None:
-            self.go_to(before)
-
-    def go_to(self, state: Mapping[str, Any]) -> None:
-        """Take over, for good, what a worker of the same run returned from `state_dict`."""
-        operator = self.operator
-        states.apply(operator, self.run, self._own_part(state))
-        before = operator._lockstep.setting.placement
-        placement = self._placement(
-            state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
-        )
-        if placement != before:
-            operator._lockstep.setting = replace(operator._lockstep.setting, placement=placement)
-            self._open_loaders(operator)
-        for purpose, place in state.get("position", {}).items():
-            if purpose in self.cursors:
-                self.cursors[purpose].move_to(place["epoch"], place["step"])
-
-    def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        by_rank = state.get("operator_by_rank")
-        if by_rank is None or len(by_rank) != self.spec.num_workers:
-            return state
-        return {**state, "operator": by_rank[self.rank]}
-
-    def whole(self, method: str) -> Any:
-        """What rank 0's `method` gives, where all ranks have to take part in it."""
-        answer = getattr(self, method)()
-        return answer if self.rank == 0 else None
-
-    def models(self) -> nn.Module | list[nn.Module]:
-        self.run.seal()
-        return states.model_copies(self.run)
-
     # ------------------------------------------------------------------------ users' functions
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -470,17 +366,8 @@ class Worker(Inquiries):
         return function(self.operator)
 
     @property
-    def operator(self) -> TrainingOperator:
-        assert self._operator is not None, "start() comes first"
-        return self._operator
-
-    @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
-
-    @property
-    def run(self) -> Registered:
-        return registered(self.operator)
 
 
 def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:

@@ -178,9 +178,6 @@ def test_a_misspelt_argument_is_recognised():
 def test_front_doors_of_later_versions_say_so():
     with pytest.raises(NotAvailableError, match="as_trainable"):
         TorchTrainer.as_trainable(training_operator_cls=Regression)
-    for front_door in (TrainingOperator.from_ptl, TrainingOperator.from_lightning):
-        with pytest.raises(NotAvailableError, match="compute_loss"):
-            front_door(object)
     with trainer() as one:
         with pytest.raises(NotAvailableError, match="register_data"):
             one.train(dataset=[1])

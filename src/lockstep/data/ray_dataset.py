@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray dataset, streamed: each worker's rows are those that Ray hands to it.
+
+Ray decides while it runs which worker gets which block, so that nothing is promised about the
+order, or about the same rows in the same step another time. What holds is: in one pass every
+row is trained on once, and each row of a global batch counts the same, however unevenly the
+rows came. A pass that was left in its middle (a checkpoint was loaded, a worker was replaced)
+cannot be entered there again: the rows are read anew from the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lockstep.data.batch_size import share_bounds
+from lockstep.data.sharded import Part, Step
+from lockstep.data.structure import leading_length
+from lockstep.errors import ConfigurationError, NotShardableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from lockstep.data.placement import Placement
+    from lockstep.group import Group
+
+
+@dataclass(frozen=True)
+class RayBatches:
+    """A ``ray.data.Dataset`` and how its rows become batches, for ``train(dataset=...)``.
+
+    Attributes:
+        dataset: the dataset; ``train(dataset=ds)`` is ``train(dataset=RayBatches(ds))``.
+        batch_size: rows of a global batch; ``config[BATCH_SIZE]`` if None.
+        collate_fn: from a dict of numpy columns to a batch; a dict of tensors if None.
+        dtypes: one torch dtype, or one by column; not with `collate_fn`.
+        local_shuffle_buffer_size: rows that each worker mixes before it makes batches.
+        prefetch_batches: batches that each worker fetches ahead.
+    """
+
+    dataset: Any
+    batch_size: int | None = None
+    collate_fn: Callable[[Any], Any] | None = None
+    dtypes: torch.dtype | Mapping[str, torch.dtype] | None = None
+    local_shuffle_buffer_size: int | None = None
+    prefetch_batches: int = 1
+
+
+class TorchBatches(Protocol):
+    """As much of ``ray.data.DataIterator`` as is needed here."""
+
+    def iter_torch_batches(self, **options: Any) -> Any: ...
+
+
+class RayShare:
+    """One worker's part of a streamed dataset, as global steps; a `StepSource`.
+
+    Every step begins with an exchange: a worker cannot know whether the others have rows left.
+
+    Args:
+        rows: this worker's of ``Dataset.streaming_split``.
+        batches: how rows become batches; its `dataset` is not used.
+        placement: the worker's shards; it gets their share of every global batch.
+        group: all workers.
+        joint: the operator's loop takes plain batches, and a worker without rows has to
+            borrow one to keep step with its peers.
+    """
+
+    steps_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        rows: TorchBatches,
+        batches: RayBatches,
+        placement: Placement,
+        group: Group,
+        *,
+        joint: bool,
+    ) -> None:
+        assert batches.batch_size is not None, "the driver fills it in"
+        self.joint = joint
+        self.global_batch_size: int | None = batches.batch_size
+        self._rows = rows
+        self._batches = batches
+        self._placement = placement
+        self._group = group
+        self._borrowed: tuple[Any, ...] = ()
+
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        """Nobody can tell: Ray gives the rows out while it runs."""
+        return None
+
+    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
+        """Nobody can tell; see `samples_of`."""
+        return []
+
+    def agree(self, group: Group, epoch: int) -> None:
+        """Nothing to compare: the rows are handed out by one coordinator."""
+
+    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
+        """The steps of a pass over all rows, numbered from `start_step`.
+
+        Collective:
+            Every rank of the group, for every step: one small all-gather. Ray begins a pass
+            when all ranks have asked for their first row.
+
+        Raises:
+            NotShardableError: with `joint`, a rank has no row, and never had one to borrow.
+        """
+        shards = tuple(self._placement.shards)
+        stream: Iterator[Any] = iter(self._rows.iter_torch_batches(**self._options(epoch)))
+        index = start_step
+        while True:
+            batch = next(stream, None)
+            mine = 0 if batch is None else leading_length(batch)
+            counts = self._counts(mine)
+            if not any(count > 0 for count in counts):
+                return
+            if mine:
+                self._borrowed = (batch,) if self.joint else ()
+                parts = [Part(batch, mine, shards)]
+            else:
+                parts = [Part(each, 0, shards) for each in self._borrowed]
+            if self.joint and -1 in counts:
+                raise _nothing_to_borrow(counts)
+            yield Step(index, parts, sum(max(count, 0) for count in counts))
+            index += 1
+
+    def close(self) -> None:
+        self._borrowed = ()
+
+    def _options(self, epoch: int) -> dict[str, Any]:
+        given = self._batches
+        options: dict[str, Any] = {
+            "batch_size": _own_rows(given.batch_size or 0, self._placement),
+            "prefetch_batches": given.prefetch_batches,
+            # The loop moves a batch when its turn comes, as it does with a loader's.
+            "device": "cpu",
+        }
+        if given.collate_fn is not None:
+            options["collate_fn"] = given.collate_fn
+        if given.dtypes is not None:
+            options["dtypes"] = given.dtypes
+        if given.local_shuffle_buffer_size is not None:
+            options["local_shuffle_buffer_size"] = given.local_shuffle_buffer_size
+            options["local_shuffle_seed"] = self._placement.seed + epoch
+        return options
+
+    def _counts(self, mine: int) -> list[int]:
+        """Every rank's rows in this step; -1 for a rank that cannot even borrow."""
+        if self._group.size == 1:
+            return [mine]
+        token = mine if mine or self._borrowed or not self.joint else -1
+        gathered = self._group.all_gather(torch.tensor([token], device=self._group.device))
+        return [int(count) for count in torch.cat(gathered).tolist()]
+
+
+def _own_rows(batch_size: int, placement: Placement) -> int:
+    bounds = [share_bounds(batch_size, placement.num_shards, shard) for shard in placement.shards]
+    rows = sum(stop - start for start, stop in bounds)
+    if rows < 1:
+        raise ConfigurationError(
+            "a worker would never read its rows of the dataset, and the others would wait for it",
+            expected=f"a global batch of at least {placement.num_shards} rows, one for each shard",
+            got=f"batch size {batch_size}",
+            fix=f"config={{BATCH_SIZE: {placement.num_shards}}} or more",
+        )
+    return rows
+
+
+def _nothing_to_borrow(counts: list[int]) -> NotShardableError:
+    return NotShardableError(
+        "a worker got no row of the dataset, so that it has no batch to keep step with",
+        where=f"rank {counts.index(-1)}",
+        got=f"rows by rank: {[max(count, 0) for count in counts]}",
+        cause="Ray hands out whole blocks, and there are fewer blocks than workers",
+        fix="dataset.repartition(4 * num_workers), or override compute_loss instead of the loop",
+    )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a LightningModule may ask for and lockstep does not do: refused by its name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.keys import SCHEDULER_STEP_MANUAL
+
+if TYPE_CHECKING:
+    from lockstep.operator import Options
+
+_HOOKS: Final = {
+    "backward": "the weight of a batch has to go to the root of backward: leave the method out,"
+    " or write a TrainingOperator with a train_batch of its own",
+    "configure_callbacks": "give the trainer callbacks of its own: TorchTrainer(callbacks=[...])",
+    "configure_sharded_model": "build the layers in __init__ or in configure_model",
+    "on_validation_model_eval": "choose the modules' modes in on_validation_start",
+    "on_validation_model_train": "choose the modules' modes in on_validation_end",
+    "on_validation_model_zero_grad": "leave it out: validation computes no gradients",
+    "training_epoch_end": "Lightning 2 has none either: write on_train_epoch_end",
+    "validation_epoch_end": "Lightning 2 has none either: write on_validation_epoch_end",
+    "training_step_end": "Lightning 2 has none either: move it to the end of training_step",
+    "validation_step_end": "Lightning 2 has none either: move it to the end of validation_step",
+}
+"""Hooks that would never be called, or could not mean the same, and what to write instead."""
+
+_TRAINER_ARGUMENTS: Final = {
+    "accelerator": "TorchTrainer(use_gpu=True or False)",
+    "devices": "TorchTrainer(num_workers=...)",
+    "num_nodes": "TorchTrainer(num_workers=...): Ray finds the nodes",
+    "strategy": 'TorchTrainer(sync="replicate")',
+    "precision": 'TorchTrainer(precision="bf16") or "fp16"',
+    "accumulate_grad_batches": "TorchTrainer(accumulate=...)",
+    "callbacks": "TorchTrainer(callbacks=[...])",
+    "max_steps": "trainer.train(num_steps=...)",
+    "limit_train_batches": "trainer.train(num_steps=...)",
+    "limit_val_batches": "trainer.validate(num_steps=...)",
+    "deterministic": "TorchTrainer(reproducible=True)",
+    "use_distributed_sampler": "TorchTrainer(add_dist_sampler=...)",
+}
+
+_SYNCS: Final = ("ddp", "fsdp", "data_parallel")
+
+
+def refuse_trainer_arguments(arguments: dict[str, Any]) -> None:
+    """An argument of Lightning's trainer that has another place, or none, here."""
+    for name, value in arguments.items():
+        known = _TRAINER_ARGUMENTS.get(name)
+        raise ConfigurationError(
+            f"from_lightning takes no {name}",
+            got=f"{name}={value!r:.60}",
+            expected="train_dataloader, val_dataloader, datamodule, gradient_clip_val,"
+            " gradient_clip_algorithm, max_epochs",
+            fix=f"write {known}" if known else f"leave {name} out",
+        )
+
+
+def check_settings(options: Options, has_clip_value: bool) -> None:
+    """Refuse trainer options that do not go together with a LightningModule."""
+    if options.sync in _SYNCS:
+        raise ConfigurationError(
+            f"a LightningModule cannot be synchronised with sync={options.sync!r}",
+            cause="that way needs the wrapped model to be called itself, and training_step calls"
+            " the module's layers",
+            fix='leave sync out, or write sync="parameter_server"',
+        )
+    if options.scheduler_step_freq not in (None, SCHEDULER_STEP_MANUAL):
+        raise ConfigurationError(
+            "the LightningModule says itself when its schedulers step",
+            got=f"scheduler_step_freq={options.scheduler_step_freq!r}",
+            fix='leave scheduler_step_freq out, and return {"scheduler": ..., "interval": "step"'
+            ' or "epoch"} from configure_optimizers; or write scheduler_step_freq="manual" and'
+            " call trainer.update_scheduler(metric)",
+        )
+    if has_clip_value and options.clip_grad_norm is not None:
+        raise ConfigurationError(
+            "two settings clip the gradients",
+            got=f"gradient_clip_val and clip_grad_norm={options.clip_grad_norm}",
+            fix="leave one of them out",
+        )
+
+
+def check_module(module: Any, options: Options) -> None:
+    """Refuse what `module` brings and would be left out, or done wrong, without a word."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise NotAvailableError(
+            "manual optimisation is not supported: automatic_optimization = False",
+            where=name,
+            fix="leave it automatic, or write a TrainingOperator: its train_batch is your"
+            " training_step, its self.backward(loss) your self.manual_backward(loss)",
+        )
+    if not overrides(module, "training_step"):
+        raise ConfigurationError(
+            "the LightningModule has no training_step", where=name, fix="define training_step"
+        )
+    for method in ("training_step", "validation_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, method)).parameters:
+            raise NotAvailableError(
+                f"{method}(dataloader_iter) is not supported: batches come one by one",
+                where=name,
+                fix=f"def {method}(self, batch, batch_idx): ...",
+            )
+    for hook, instead in _HOOKS.items():
+        if overrides(module, hook):
+            raise NotAvailableError(
+                f"the hook {hook} is not supported", where=f"{name}.{hook}", fix=instead
+            )
+    if options.precision == "fp16" and overrides(module, "optimizer_step"):
+        raise NotAvailableError(
+            'an optimizer_step of your own is not supported with precision="fp16"',
+            where=f"{name}.optimizer_step",
+            cause="whether a step is taken is decided by the loss scaling",
+            fix='precision="bf16", or write on_before_optimizer_step instead',
+        )
+
+
+def overrides(module: Any, method: str) -> bool:
+    """Whether the user's class brings `method` (a hook of Lightning's does not count)."""
+    for base in type(module).__mro__:
+        if method in vars(base):
+            return not base.__module__.startswith(("lightning.", "pytorch_lightning.")) or (
+                ".demos." in base.__module__
+            )
+    return method in vars(module)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While a module's code runs: its `self.log` reaches us, and its metrics reach their peers."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.errors import ConfigurationError
+from lockstep.integrations.lightning.logged import Ledger, merged, reduction_named, scalar
+from lockstep.integrations.lightning.sources import is_lightning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from lockstep.group import Group
+
+_NOTHING_SEEN: Final = 1e-100
+
+
+class Speech:
+    """Listens to one LightningModule.
+
+    Attributes:
+        step: global batches before the one that is computed.
+        batch: samples of the batch whose code runs, 0 if it is borrowed; None between batches.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self._module = module
+        self._group = group
+        self._passing = Ledger()
+        self._ledgers: dict[str, Ledger] = {}
+        self._purpose = "train"
+        self._seen = {"train": 0.0, "validation": 0.0}
+        self.step = 0
+        self.batch: float | None = None
+
+    @contextmanager
+    def of_batch(self, num_samples: float, *, first_time: bool) -> Iterator[None]:
+        """The module's code runs for a batch that counts `num_samples`."""
+        self.batch = num_samples
+        if first_time:
+            self._seen[self._purpose] += num_samples
+        try:
+            yield
+        finally:
+            self.batch = None
+
+    @contextmanager
+    def heard(self, purpose: str) -> Iterator[None]:
+        """One pass over (part of) an epoch of `purpose`, "train" or "validation".
+
+        What is put on the module is taken off again: a module that travels to the driver or
+        is copied between two calls must not hold on to this worker.
+        """
+        self._purpose, self._passing = purpose, Ledger()
+        self._ledgers.setdefault(purpose, Ledger())
+        metrics = _metrics_in(self._module)
+        before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
+        speakers = [one for one in self._module.modules() if is_lightning(one, "LightningModule")]
+        gather = _gather_over(self._group)
+        try:
+            for one in speakers:
+                vars(one)["log"] = self._log
+            for one in metrics:
+                one.distributed_available_fn = lambda: self._group.size > 1
+                one.dist_sync_fn = gather
+            yield
+        finally:
+            for one in speakers:
+                vars(one).pop("log", None)
+            for one, available, sync in before:
+                one.distributed_available_fn, one.dist_sync_fn = available, sync
+
+    def _log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """`LightningModule.log`: every rank's samples count, whatever `sync_dist` says."""
+        if _is_metric(value):
+            for ledger in (self._passing, self._ledgers[self._purpose]):
+                ledger.metrics[name] = _place_of(value, self._module, name)
+            return
+        if self.batch == 0:
+            return  # a borrowed batch: its samples are logged by their own worker
+        # Between batches a rank speaks for what it has seen of the epoch; before the first one
+        # all count the same, and next to nothing beside one that has seen some.
+        weight = self.batch or self._seen[self._purpose] or _NOTHING_SEEN
+        weight = weight if batch_size is None else float(batch_size)
+        in_step = self._purpose == "train" and self.batch is not None
+        on_step = in_step if on_step is None else on_step
+        on_epoch = not in_step if on_epoch is None else on_epoch
+        how, number = reduction_named(reduce_fx, name), scalar(value, name)
+        for ledger in (self._passing, self._ledgers[self._purpose]):
+            ledger.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
+
+    def conclude(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """What was logged in this pass, and in the epoch so far; the same on every rank.
+
+        Collective:
+            Every rank: one small exchange, and what the metric objects gather.
+        """
+        epoch = self._ledgers[self._purpose]
+        everyone = self._group.exchange([self._passing.plain(), epoch.plain()])
+        of_pass, of_epoch = (merged([each[part] for each in everyone]) for part in (0, 1))
+        # A rank without samples has not logged them, and still takes part in their gathers.
+        names = dict(item for each in everyone for item in each[1]["metrics"].items())
+        found = self._computed(names, reset=epoch_over)
+        if epoch_over:
+            self._ledgers[self._purpose] = Ledger()
+            self._seen[self._purpose] = 0.0
+        return {**of_pass, **found}, {**of_epoch, **found}
+
+    def _computed(self, names: dict[str, str], *, reset: bool) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, place in names.items():
+            metric: Any = self._module.get_submodule(place)
+            with warnings.catch_warnings():
+                # It says that a rank without samples has none.
+                warnings.simplefilter("ignore")
+                found[name] = float(scalar(metric.compute(), name))
+        for place in set(names.values()) if reset else ():
+            metric = self._module.get_submodule(place)
+            metric.reset()
+        return found
+
+
+def _metrics_in(module: nn.Module) -> list[Any]:
+    return [one for one in module.modules() if _is_metric(one)]
+
+
+def _is_metric(value: Any) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def _place_of(metric: Any, module: nn.Module, name: str) -> str:
+    place: str
+    for place, one in module.named_modules():
+        if one is metric:
+            return place
+    raise ConfigurationError(
+        f"self.log({name!r}, ...) was given a metric that the module does not hold",
+        got=type(metric).__name__,
+        cause="nobody would gather it over the workers, or reset it",
+        fix="make it an attribute in __init__: self.accuracy = torchmetrics.Accuracy(...)",
+    )
+
+
+def _gather_over(peers: Group) -> Any:
+    """What torchmetrics calls to have every rank's tensor, whose leading lengths may differ."""
+
+    def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        everyone = peers.exchange([list(tensor.shape), kind])
+        full = [each for each in everyone if 0 not in each[0]]
+        if not full:
+            return [tensor.clone() for _ in everyone]
+        # A rank that saw nothing brings an empty tensor of one dimension and another dtype.
+        largest = [max(sizes) for sizes in zip(*(shape for shape, _ in full), strict=True)]
+        padded = tensor.new_zeros(largest, dtype=getattr(torch, full[0][1]))
+        if tensor.numel():
+            padded[tuple(map(slice, tensor.shape))] = tensor
+        return [
+            one[:0] if 0 in shape else one[tuple(map(slice, shape))]
+            for one, (shape, _) in zip(peers.all_gather(padded), everyone, strict=True)
+        ]
+
+    return gather

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`self.trainer` inside a LightningModule: what it may read of the run, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.errors import NotAvailableError
+from lockstep.operator.precision import clip
+
+if TYPE_CHECKING:
+    from lockstep.integrations.lightning.sources import Source
+    from lockstep.operator import TrainingOperator
+
+_CONSTANTS: Final[dict[str, Any]] = {
+    "logger": None,
+    "loggers": [],
+    "callbacks": [],
+    "checkpoint_callback": None,
+    "early_stopping_callback": None,
+    "progress_bar_callback": None,
+    "log_dir": None,
+    "barebones": False,
+    "fast_dev_run": False,
+    "sanity_checking": False,
+    "testing": False,
+    "predicting": False,
+    "should_stop": False,
+    "max_steps": -1,
+    "num_nodes": 1,
+    "enable_validation": True,
+}
+"""What Lightning's trainer says when it was given no loggers and no callbacks."""
+
+
+class NoSuchTrainerAttributeError(NotAvailableError, AttributeError):
+    """A module asked its trainer for something that only Lightning's own trainer has."""
+
+
+class TrainerView:
+    """Read-only; attributes as Lightning's trainer has them. The others refuse by name."""
+
+    def __init__(self, operator: TrainingOperator, source: Source, datamodule: Any) -> None:
+        own = vars(self)
+        own["_operator"] = operator
+        own["_source"] = source
+        own.update(_CONSTANTS)
+        own.update(
+            datamodule=datamodule,
+            lightning_module=None,
+            model=None,
+            current_epoch=0,
+            global_step=0,
+            training=False,
+            validating=False,
+            callback_metrics={},
+            num_training_batches=math.inf,
+            num_val_batches=[],
+            train_dataloader=None,
+            val_dataloaders=None,
+            optimizers=[],
+            lr_scheduler_configs=[],
+            max_epochs=source.max_epochs,
+        )
+        own["strategy"] = own["precision_plugin"] = _Plugin(operator)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise NotAvailableError(
+            f"self.trainer.{name} cannot be set: the loop is lockstep's",
+            got=f"self.trainer.{name} = {value!r:.60}",
+            fix="end the loop around trainer.train() from what it returns"
+            if name == "should_stop"
+            else f"set the TorchTrainer argument that {name} stands for",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Dunder names are asked for by copies and pickles, and may be missing.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NoSuchTrainerAttributeError(
+            f"self.trainer.{name} is not there: a lockstep trainer runs this module",
+            fix="write what you need it for in the program around trainer.train(), or read"
+            " one of: " + ", ".join(sorted(n for n in vars(self) if not n.startswith("_"))),
+        )
+
+    # What changes is told here, by the operator alone.
+    def _tell(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    @property
+    def world_size(self) -> int:
+        return self._operator._lockstep.setting.world_size  # type: ignore[no-any-return]
+
+    num_devices = world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self._operator.world_rank  # type: ignore[no-any-return]
+
+    @property
+    def local_rank(self) -> int:
+        return self._operator.local_rank  # type: ignore[no-any-return]
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def precision(self) -> str:
+        name = self._operator._lockstep.precision.name
+        return {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[name]
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        return self._operator._lockstep.setting.options.accumulate  # type: ignore[no-any-return]
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        norm: float | None = self._operator._lockstep.setting.options.clip_grad_norm
+        value: float | None = self._source.gradient_clip_val
+        return norm if value is None else value
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        algorithm: str | None = self._source.gradient_clip_algorithm
+        return algorithm
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        return dict(self.callback_metrics)
+
+    progress_bar_metrics = logged_metrics
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole run, for schedulers that need to know their end."""
+        if self.max_epochs is None:
+            raise NotAvailableError(
+                "how many steps the run will have is not known here: nobody said max_epochs",
+                where="self.trainer.estimated_stepping_batches",
+                fix="TrainingOperator.from_lightning(MyModule, max_epochs=...)",
+            )
+        if self.num_training_batches == math.inf:
+            return math.inf
+        an_epoch: int = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
+        return an_epoch * int(self.max_epochs)
+
+
+class _Plugin:
+    """The few parts of Lightning's strategy and precision that a module's own methods ask for."""
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        # What `self.optimizers()` returns.
+        run = self._operator._lockstep.registered
+        return [] if run is None else list(run.optimizers)
+
+    def clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
+        """What `self.clip_gradients(...)` comes to; the gradients are the global ones."""
+        if not clip_val:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
+            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        else:
+            clip(parameters, clip_val)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NoSuchTrainerAttributeError(
+            f"self.trainer.strategy.{name} is not there: a lockstep trainer runs this module",
+            fix="for a gather with gradients: lockstep.gather, and joint_loss = True in a subclass"
+            " of the operator that from_lightning returned",
+        )

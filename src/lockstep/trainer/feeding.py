@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's side of ``train(dataset=...)``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data import RayBatches
+from lockstep.engine import split_dataset
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.keys import BATCH_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.worker import WorkerSpec
+
+
+class Feeding:
+    """Which dataset the workers train on: none, or the one of the last call."""
+
+    def __init__(self) -> None:
+        self._current: RayBatches | None = None
+        # They travel in pickles that Ray does not look into: while nobody here holds them, it
+        # takes the actor behind them for unused, and ends it.
+        self._streams: list[Any] = []
+        self._generation = 0
+
+    @property
+    def has_dataset(self) -> bool:
+        return self._current is not None
+
+    def forget(self) -> None:
+        """Let go of the dataset; the workers have, or are no more."""
+        self._current, self._streams = None, []
+
+    def change_to(
+        self, dataset: Any, spec: WorkerSpec, call: Callable[..., Any], generation: int = 0
+    ) -> None:
+        """Have the workers train on `dataset`, or on their own loaders if it is None.
+
+        Args:
+            dataset: a ``ray.data.Dataset``, `RayBatches`, or None.
+            spec: what the workers are.
+            call: calls a method of every worker.
+            generation: the formation of their group; another one has let go of the dataset.
+
+        Raises:
+            WrongTypeError: `dataset` is something else.
+            ConfigurationError: nobody said how large a batch is, or reproducible=True.
+            NotEnoughResourcesError: no CPU is left that could read it.
+        """
+        if dataset is None:
+            if self._current is not None:
+                call("feed", None, None)
+            self.forget()
+            return
+        wanted = _checked(dataset, spec)
+        is_new = generation != self._generation
+        if is_new or self._current is None or not _same(wanted, self._current):
+            # One worker lives in this process, and holds no CPU of the cluster.
+            held = spec.num_workers * (spec.threads or 1) if spec.num_workers > 1 else 0
+            self._streams = split_dataset(wanted.dataset, spec.num_workers, held)
+            # Without the dataset: each worker gets the streams, and has no use for the plan.
+            call("feed", self._streams, replace(wanted, dataset=None))
+            self._current, self._generation = wanted, generation
+
+
+def _checked(dataset: Any, spec: WorkerSpec) -> RayBatches:
+    wanted = dataset if isinstance(dataset, RayBatches) else RayBatches(dataset)
+    if not callable(getattr(wanted.dataset, "streaming_split", None)):
+        raise WrongTypeError(
+            "train(dataset=...) was given no Ray dataset",
+            expected="a ray.data.Dataset, or lockstep.data.RayBatches around one",
+            got=f"{type(wanted.dataset).__name__}: {wanted.dataset!r:.60}",
+            fix="register a loader in setup: self.register_data(train_loader=...)",
+        )
+    if wanted.batch_size is None:
+        wanted = replace(wanted, batch_size=spec.config.get(BATCH_SIZE))
+    size = wanted.batch_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < spec.num_shards:
+        raise ConfigurationError(
+            "how many rows make a global batch is not known, or they are too few",
+            expected=f"an int, {spec.num_shards} or more: each shard gets a part",
+            got=f"batch size {size!r}",
+            fix="TorchTrainer(..., config={BATCH_SIZE: 64}), or"
+            " train(dataset=RayBatches(dataset, batch_size=64))",
+        )
+    if spec.options.reproducible:
+        raise ConfigurationError(
+            "reproducible=True cannot hold for a Ray dataset",
+            cause="Ray decides while it runs which worker gets which rows",
+            fix="leave reproducible out, or register a loader in setup",
+        )
+    return wanted
+
+
+def _same(one: RayBatches, other: RayBatches) -> bool:
+    # A dataset has no equality, and a dict of dtypes need not be the same object.
+    plain = replace(one, dataset=None) == replace(other, dataset=None)
+    return plain and one.dataset is other.dataset

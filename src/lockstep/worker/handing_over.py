@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a run, out of a worker and into it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data import Placement, shards_of
+from lockstep.errors import CheckpointError
+from lockstep.operator.loops import registered
+from lockstep.worker import state as states
+from lockstep.worker.deliveries import Cursor
+from lockstep.worker.inquiries import Inquiries
+from lockstep.worker.sources import open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.operator.registration import Registered
+    from lockstep.worker.feeding import Feed
+    from lockstep.worker.spec import WorkerSpec
+
+
+class HandsOver(Inquiries):
+    """The part of a worker that gives its state away, and takes one over."""
+
+    spec: WorkerSpec
+    rank: int
+    _before_load: dict[str, Any] | None
+    _feed: Feed
+
+    @property
+    def operator(self) -> TrainingOperator:
+        assert self._operator is not None, "start() comes first"
+        return self._operator
+
+    @property
+    def run(self) -> Registered:
+        return registered(self.operator)
+
+    def _placement(self, num_shards: int, seed: int, rank: int) -> Placement:
+        return Placement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
+
+    def _open_loaders(self, operator: TrainingOperator) -> None:
+        self._close_loaders()
+        for purpose, loader in operator._lockstep.loaders.items():
+            if loader is not None:
+                source = open_source(operator, loader, purpose)
+                self.cursors[purpose] = Cursor(source)
+        self.expect_usual_weight()
+
+    def expect_usual_weight(self) -> None:
+        """Tell the synchronisation what a usual step weighs."""
+        sync = self.operator._lockstep.sync
+        if sync is not None and "train" in self.cursors:
+            sync.expect_weight(self.cursors["train"].source.global_batch_size)
+
+    def _close_loaders(self) -> None:
+        for cursor in self.cursors.values():
+            cursor.close()
+        self.cursors.clear()
+
+    def state_to_write(self) -> dict[str, Any]:
+        """`state_dict` for who is done with it before training goes on: not all is copied."""
+        return self.state_dict(states.moved)
+
+    def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:
+        """Everything that this rank knows of the run; the same on every rank but "operator".
+
+        Args:
+            take: see `states.collect`.
+        """
+        self.run.seal()
+        state = states.collect(self.operator, self.run, take)
+        state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
+        state["position"] = {
+            purpose: {"epoch": cursor.epoch, "step": cursor.step}
+            for purpose, cursor in self.cursors.items()
+        }
+        self._rewind_to_window(state)
+        placement = self.operator._lockstep.setting.placement
+        state["seed"], state["num_shards"] = placement.seed, placement.num_shards
+        return state
+
+    def _rewind_to_window(self, state: dict[str, Any]) -> None:
+        """Gradients are not saved: a window that is open is computed again from its start."""
+        if "train" in self.cursors:
+            cursor = self.cursors["train"]
+            state["position"]["train"]["step"] = cursor.window_start
+            state["global_step"] -= cursor.step - cursor.window_start
+
+    def operator_state(self) -> Any:
+        return states.copied(self.operator.state_dict())
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        self.run.seal()
+        states.check(self.run, state)
+        shards = state.get("num_shards", self.spec.num_shards)
+        if shards < self.spec.num_workers:
+            raise CheckpointError(
+                "the state cuts every global batch into fewer shards than there are workers",
+                expected=f"at most {shards} workers",
+                got=f"num_workers={self.spec.num_workers}",
+                fix=f"TorchTrainer(..., num_workers={shards})",
+            )
+
+    def apply_state(self, state: Mapping[str, Any]) -> None:
+        """Take the state over; on an error, and until `settle_state`, it can be taken back."""
+        self._before_load = self.state_dict()
+        self.go_to(state)
+
+    def settle_state(self, keep: bool) -> None:
+        before, self._before_load = self._before_load, None
+        if not keep and before is not None:
+            self.go_to(before)
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Take over, for good, what a worker of the same run returned from `state_dict`."""
+        operator = self.operator
+        states.apply(operator, self.run, self._own_part(state))
+        before = operator._lockstep.setting.placement
+        placement = self._placement(
+            state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
+        )
+        if placement != before:
+            operator._lockstep.setting = replace(operator._lockstep.setting, placement=placement)
+            self._open_loaders(operator)
+        for purpose, place in state.get("position", {}).items():
+            if purpose in self.cursors:
+                self.cursors[purpose].move_to(place["epoch"], place["step"])
+            elif purpose == "train":
+                self._feed.position = place
+
+    def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        by_rank = state.get("operator_by_rank")
+        if by_rank is None or len(by_rank) != self.spec.num_workers:
+            return state
+        return {**state, "operator": by_rank[self.rank]}
+
+    def whole(self, method: str) -> Any:
+        """What rank 0's `method` gives, where all ranks have to take part in it."""
+        answer = getattr(self, method)()
+        return answer if self.rank == 0 else None
+
+    def models(self) -> nn.Module | list[nn.Module]:
+        self.run.seal()
+        return states.model_copies(self.run)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LightningModule on two workers ends where Lightning's own trainer ends on one process."""
+
+import lightning
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.demos.boring_classes import BoringModel
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+
+pytestmark = pytest.mark.filterwarnings(
+    # Lightning's advice on loader workers and logging intervals, and its use of older torch.
+    "ignore::UserWarning",
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+)
+
+
+def _fitted(module, loader, **arguments):
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        **arguments,
+    )
+    trainer.fit(module, loader)
+    return module
+
+
+def _farthest(model, other):
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def _rows(count, width):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(width, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def _boring_model(config):
+    torch.manual_seed(1)
+    return BoringModel().double()
+
+
+def test_lightnings_own_module_unchanged():
+    """61 rows: the last global batch of 8 has 5, and the workers 3 and 2 of them."""
+    rows = _rows(61, 32)
+    expected = _fitted(_boring_model({}), DataLoader(rows, batch_size=8), max_epochs=3)
+    operator = TrainingOperator.from_lightning(_boring_model, DataLoader(rows, batch_size=4))
+    with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
+        results = [trainer.train() for _ in range(3)]
+        model = trainer.get_model()
+        rates = trainer.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])
+    assert _farthest(model, expected) < 1e-10
+    assert results[-1]["num_samples"] == 61
+    assert rates == [pytest.approx(1e-4)] * 2
+
+
+class Autoencoder(lightning.LightningModule):
+    """The module of Lightning's introduction: parts from outside, Adam, one logged loss."""
+
+    def __init__(self, encoder, decoder):
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+
+    def training_step(self, batch, batch_idx):
+        rows, _ = batch
+        rows = rows.view(rows.size(0), -1)
+        loss = nn.functional.mse_loss(self.decoder(self.encoder(rows)), rows)
+        self.log("reconstruction", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def _autoencoder(config):
+    torch.manual_seed(2)
+    encoder = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 3))
+    decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 64))
+    return Autoencoder(encoder, decoder).double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"num_shards": 3, "reproducible": True},
+        {"sync": "parameter_server"},
+        {"clip_grad_norm": 0.01},
+    ],
+)
+def test_the_autoencoder_of_the_introduction(arguments):
+    digits = load_digits()
+    images = torch.tensor(digits.images[:310] / 16)
+    data = TensorDataset(images, torch.tensor(digits.target[:310]))
+    clip = {"gradient_clip_val": 0.01} if "clip_grad_norm" in arguments else {}
+    shards = arguments.get("num_shards", 2)
+    expected = _fitted(
+        _autoencoder({}), DataLoader(data, batch_size=8 * shards), max_epochs=2, **clip
+    )
+    operator = TrainingOperator.from_lightning(_autoencoder, DataLoader(data, batch_size=8))
+    with TorchTrainer(training_operator_cls=operator, num_workers=2, **arguments) as trainer:
+        trainer.train()
+        result = trainer.train()
+        assert _farthest(trainer.get_model(), expected) < 1e-10
+    assert result["reconstruction"] == pytest.approx(result["train_loss"])
+
+
+class Scorer(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.double()
+        self.largest = torchmetrics.MaxMetric()
+        self.rows = torchmetrics.CatMetric()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.99
+        )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "mean"}
+
+    def validation_step(self, batch, batch_idx):
+        self.largest(batch.max())
+        self.rows(batch[:, 0])
+        self.log("largest", self.largest)
+        self.log("mean", batch.mean())
+
+    def on_validation_epoch_end(self):
+        self.log("rows", self.rows.compute().numel())
+        self.rows.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [33, 1])
+def test_metrics_are_gathered_from_all_workers(count):
+    """Also where one of them has no sample; and a plateau is one for all of them."""
+    rows = _rows(count, 32)
+    operator = TrainingOperator.from_lightning(
+        Scorer, DataLoader(_rows(8, 32)), DataLoader(rows, batch_size=2)
+    )
+    with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
+        for _ in range(3):
+            trainer.train()
+            result = trainer.validate()
+        rates = trainer.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])
+    whole = torch.stack(rows)
+    assert result["largest"] == pytest.approx(whole.max().item())
+    assert result["mean"] == pytest.approx(whole.mean().item())
+    assert result["rows"] == result["num_samples"] == count
+    assert rates == [pytest.approx(0.1 * 0.1**2)] * 2

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray datasets: every row once an epoch, each with the weight that it has in one process."""
+
+from collections import defaultdict
+from itertools import chain
+
+import numpy as np
+import pandas
+import pytest
+import ray.data
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.data import RayBatches
+from lockstep.errors import (
+    ConfigurationError,
+    NotEnoughResourcesError,
+    NotShardableError,
+    WrongTypeError,
+)
+from lockstep.keys import BATCH_SIZE
+
+pytestmark = pytest.mark.filterwarnings(
+    # What Ray Data says to itself about its own settings.
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+)
+
+ROWS = 53
+CONFIG = {BATCH_SIZE: 10}
+
+
+def dataset(blocks=(1, 30, 2, 20)):
+    """Blocks of very different size: Ray hands out whole ones."""
+    stops = np.cumsum(blocks)
+    tables = []
+    for start, stop in zip([0, *stops[:-1]], stops, strict=True):
+        ids = np.arange(start, stop)
+        tables.append(pandas.DataFrame({"id": ids, "x": ids / 50, "y": ids**2 / 1e3}))
+    return ray.data.from_pandas(tables)
+
+
+def model():
+    layer = nn.Linear(2, 1, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+        layer.bias.zero_()
+    return layer
+
+
+def loss_of(layer, batch):
+    rows = torch.stack([batch["x"], batch["y"]], dim=1)
+    return (layer(rows).squeeze(1) - 1).square().mean()
+
+
+class Regression(TrainingOperator):
+    def setup(self, config):
+        self.model = model()
+        self.register(
+            models=self.model,
+            optimizers=torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5),
+        )
+        self.seen = []
+
+    def compute_loss(self, batch, batch_info):
+        self.seen.append((batch_info["global_step"], batch["id"].tolist()))
+        return loss_of(self.model, batch), {"mean_id": batch["id"].double().mean()}
+
+
+class OwnStep(Regression):
+    """A loop that takes plain batches, and so has to borrow one where it has no rows."""
+
+    def train_batch(self, batch, batch_info):
+        weight = self._lockstep.delivered.num_samples
+        if weight:
+            self.seen.append((batch_info["global_step"], batch["id"].tolist()))
+        self._lockstep.registered.optimizers[0].zero_grad()
+        loss = loss_of(self.model, batch)
+        loss.backward()
+        self._lockstep.registered.optimizers[0].step()
+        return {"train_loss": loss.item()}
+
+
+def steps_of(trainer):
+    """The rows of each global batch, whoever had them."""
+    steps = defaultdict(list)
+    for worker in trainer.apply_all_operators(lambda operator: operator.seen):
+        for step, ids in worker:
+            steps[step] += ids
+    return [steps[step] for step in sorted(steps)]
+
+
+def by_one_process(steps):
+    """The same global batches by plain autograd."""
+    layer = model()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.5)
+    for ids in steps:
+        number = torch.tensor(ids, dtype=torch.float64)
+        optimizer.zero_grad()
+        loss_of(layer, {"x": number / 50, "y": number**2 / 1e3}).backward()
+        optimizer.step()
+    return layer
+
+
+def is_trained_by(trainer, steps):
+    pairs = zip(trainer.get_model().parameters(), by_one_process(steps).parameters(), strict=True)
+    return all((a - b).abs().max() < 1e-12 for a, b in pairs)
+
+
+def test_every_row_once_an_epoch_with_its_weight():
+    rows = dataset()
+    with TorchTrainer(training_operator_cls=Regression, num_workers=2, config=CONFIG) as trainer:
+        result = trainer.train(dataset=rows)
+        first = steps_of(trainer)
+        again = trainer.train(dataset=rows)
+        steps = steps_of(trainer)
+        assert is_trained_by(trainer, steps)
+    assert sorted(chain.from_iterable(first)) == list(range(ROWS))
+    assert sorted(chain.from_iterable(steps[len(first) :])) == list(range(ROWS))
+    assert (result["num_samples"], result["epoch"], again["epoch"]) == (ROWS, 1, 2)
+    assert result["batch_count"] == len(first)
+    assert result["mean_id"] == pytest.approx((ROWS - 1) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [Regression, OwnStep])
+@pytest.mark.parametrize(("num_workers", "num_shards"), [(1, 1), (2, 2), (2, 3), (3, 3)])
+def test_calls_go_on_where_the_last_one_stopped(operator, num_workers, num_shards):
+    rows = dataset((9, 9, 9, 9, 9, 8))
+    with TorchTrainer(
+        training_operator_cls=operator,
+        num_workers=num_workers,
+        num_shards=num_shards,
+        config=CONFIG,
+    ) as trainer:
+        counts = [trainer.train(dataset=rows, num_steps=n)["batch_count"] for n in (1, 2, 4)]
+        result = trainer.train(dataset=rows)
+        steps = steps_of(trainer)
+        assert is_trained_by(trainer, steps)
+    assert counts == [1, 2, 4]
+    epochs = result["epoch"]
+    assert sorted(chain.from_iterable(steps)) == sorted(list(range(ROWS)) * epochs)
+
+
+@pytest.mark.slow
+def test_a_pass_that_was_left_is_read_anew(tmp_path):
+    """The weaker promise: after a load no row is left out, and some are seen again."""
+    with TorchTrainer(training_operator_cls=Regression, num_workers=2, config=CONFIG) as trainer:
+        rows = dataset((10, 10, 10, 10, 13))
+        trainer.train(dataset=rows)
+        trainer.train(dataset=rows, num_steps=2)
+        path = trainer.save(tmp_path / "middle")
+    with TorchTrainer(training_operator_cls=Regression, num_workers=2, config=CONFIG) as trainer:
+        trainer.load(path)
+        assert trainer.train(dataset=dataset())["epoch"] == 2
+        steps = steps_of(trainer)
+    assert sorted(chain.from_iterable(steps)) == list(range(ROWS))
+
+
+class WithALoader(Regression):
+    def setup(self, config):
+        super().setup(config)
+        ids = torch.arange(7)
+        self.register_data(train_loader=DataLoader(TensorDataset(ids), batch_size=2))
+
+    def compute_loss(self, batch, batch_info):
+        if not isinstance(batch, dict):
+            ids = batch[0].double()
+            batch = {"id": batch[0], "x": ids / 50, "y": ids**2 / 1e3}
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.slow
+def test_a_dataset_between_two_passes_over_the_loader():
+    collated = RayBatches(
+        dataset((3, 3)),
+        batch_size=4,
+        collate_fn=lambda columns: {k: torch.as_tensor(v) for k, v in columns.items()},
+        local_shuffle_buffer_size=4,
+    )
+    with TorchTrainer(training_operator_cls=WithALoader, num_workers=2) as trainer:
+        samples = [
+            trainer.train()["num_samples"],
+            trainer.train(dataset=collated)["num_samples"],
+            trainer.train()["num_samples"],
+        ]
+        assert trainer.verify().ok
+        assert is_trained_by(trainer, steps_of(trainer))
+    assert samples == [7, 6, 7]
+
+
+@pytest.mark.slow
+def test_what_is_refused():
+    rows = dataset()
+    with TorchTrainer(training_operator_cls=Regression, num_workers=2) as trainer:
+        with pytest.raises(ConfigurationError, match="BATCH_SIZE: 64"):
+            trainer.train(dataset=rows)
+        with pytest.raises(ConfigurationError, match="2 or more"):
+            trainer.train(dataset=RayBatches(rows, batch_size=1))
+        with pytest.raises(WrongTypeError, match="register a loader"):
+            trainer.train(dataset=[1, 2])
+        with pytest.raises(ConfigurationError, match="train loader"):
+            trainer.train()
+        assert trainer.train(dataset=RayBatches(rows, batch_size=20))["num_samples"] == ROWS
+    with (
+        TorchTrainer(
+            training_operator_cls=Regression, num_workers=2, config=CONFIG, reproducible=True
+        ) as trainer,
+        pytest.raises(ConfigurationError, match="reproducible"),
+    ):
+        trainer.train(dataset=rows)
+
+
+@pytest.mark.slow
+def test_no_cpu_left_is_an_error_and_no_hang():
+    with (
+        TorchTrainer(training_operator_cls=Regression, num_workers=4, config=CONFIG) as trainer,
+        pytest.raises(NotEnoughResourcesError, match="no CPU is left"),
+    ):
+        trainer.train(dataset=dataset())
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_row_cannot_keep_step():
+    with (
+        TorchTrainer(training_operator_cls=OwnStep, num_workers=2, config=CONFIG) as trainer,
+        pytest.raises(NotShardableError, match="repartition"),
+    ):
+        trainer.train(dataset=dataset((3,)))
+    with TorchTrainer(training_operator_cls=Regression, num_workers=2, config=CONFIG) as trainer:
+        assert trainer.train(dataset=dataset((3,)))["num_samples"] == 3
