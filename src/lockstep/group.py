@@ -16,15 +16,17 @@ from __future__ import annotations
 import json
 import math
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import PeerLostError
+from lockstep.gathered_sum import GatheredSum, is_quicker_gathered
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
@@ -59,6 +61,11 @@ class Pending:
             raise _peer_lost(self._what, self._where, error) from error
         finally:
             self._work = None
+
+    def then(self, rest: Callable[[Any], Any]) -> Pending:
+        """The same, with what `rest` makes of its ``Work``."""
+        self._work = rest(self._work)
+        return self
 
     def abandon(self) -> None:
         """Drop the reference without waiting."""
@@ -113,13 +120,18 @@ class Group:
             None: not differentiable.
 
         Collective:
-            Every rank, same order. Does not block. One all-reduce.
+            Every rank, same order. Does not block. One all-reduce; for few numbers on few ranks'
+            CPUs one all-gather.
 
         Raises:
             PeerLostError: the group is closed, or the collective could not be started.
         """
         if self._is_silent("all_reduce"):
             return _DONE
+        if op is SUM and is_quicker_gathered(tensor, self.size):
+            parts = tensor.new_empty(self.size * tensor.numel())
+            pending = self._start("all_reduce", "_allgather_base", parts, tensor)
+            return pending.then(partial(GatheredSum, parts=parts, total=tensor))
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self._start("all_reduce", "allreduce", [tensor], options)

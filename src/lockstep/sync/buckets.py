@@ -73,7 +73,8 @@ class Bucket:
         # Complex numbers first: as pairs of reals they must start at an even place.
         self.slots = sorted(slots, key=lambda slot: not slot.param.is_complex())
         self.numbers = frozenset(slot.number for slot in slots)
-        self.flat = torch.zeros(size + tail, device=device, dtype=dtype)
+        # Not zeros: it is written whole before it is sent, and its pages are taken only then.
+        self.flat = torch.empty(size + tail, device=device, dtype=dtype)
         self.payload = self.flat[:size]
         self.tail = self.flat[size:]
         self.views: list[torch.Tensor] = []

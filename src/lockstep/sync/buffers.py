@@ -7,7 +7,7 @@ that a backend cannot name (bool, float8, complex) need no special case.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lockstep.group import Group
+
+
+_LARGE: Final = 1 << 20
+"""Bytes from which a tensor travels from where it lies: a copy is memory that stays taken."""
 
 
 def broadcast_tensors(
@@ -32,7 +36,7 @@ def broadcast_tensors(
         None: runs without recording.
 
     Collective:
-        Every rank. Blocks. One broadcast per device and `cap_bytes`.
+        Every rank. Blocks. One broadcast per large tensor, and per device and `cap_bytes`.
 
     Raises:
         PeerLostError: another rank went away.
@@ -41,9 +45,10 @@ def broadcast_tensors(
         return
     with torch.no_grad():
         for pack in _packs(tensors, cap_bytes):
-            message = torch.cat([_as_bytes(tensor) for tensor in pack])
+            pieces = [_as_bytes(tensor) for tensor in pack]
+            message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             group.broadcast(message, source)
-            if group.rank != source:
+            if group.rank != source and message.data_ptr() != pack[0].data_ptr():
                 _unpack(message, pack)
 
 
@@ -60,6 +65,9 @@ def _packs(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[tor
         filled = 0
         for tensor in members:
             size = tensor.numel() * tensor.element_size()
+            if size >= _LARGE:
+                yield [tensor]
+                continue
             if pack and filled + size > cap_bytes:
                 yield pack
                 pack, filled = [], 0
