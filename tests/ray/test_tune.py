@@ -22,12 +22,15 @@ from ray import tune
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _room_for_trials():
+@pytest.fixture
+def room_for_trials():
     """The workers that wait for a trainer of this process hold what a trial's would need."""
     crew.dismiss_waiting()
     yield
     lockstep.prestart(num_workers=2, keep=True)
+
+
+needs_room = pytest.mark.usefixtures("room_for_trials")
 
 
 class Tuned(TrainingOperator):
@@ -107,6 +110,20 @@ def placement_group():
     return ray.get_runtime_context().get_placement_group_id()
 
 
+def test_one_worker_is_the_trial_itself(tmp_path):
+    trainable = TorchTrainer.as_trainable(**ARGUMENTS, override_tune_step=described)
+    at_end = tune.CheckpointConfig(checkpoint_at_end=True)
+    found = fit(trainable, {"lr": 0.04}, tmp_path, checkpoint_config=at_end)
+    metrics = found[0].metrics
+    assert metrics["rates"] == pytest.approx([0.04 * 0.5**2])
+    assert (metrics["epoch"], metrics["iteration"], metrics["rooms"]) == (2, 1, 1)
+    with found[0].checkpoint.as_directory() as folder, TorchTrainer(**ARGUMENTS) as trainer:
+        trainer.load(os.path.join(folder, "trainer.checkpoint"))
+        assert trainer.train()["epoch"] == 3
+
+
+@pytest.mark.slow
+@needs_room
 def test_two_workers_live_in_the_room_of_their_trial(tmp_path):
     trainable = TorchTrainer.as_trainable(**ARGUMENTS, override_tune_step=described)
     found = fit(trainable, {"lr": 0.04, "num_workers": 2}, tmp_path)
@@ -131,6 +148,7 @@ class Stumbles(Tuned):
 
 
 @pytest.mark.slow
+@needs_room
 def test_a_failed_trial_goes_on_from_its_checkpoint(tmp_path):
     trainable = TorchTrainer.as_trainable(
         **{**ARGUMENTS, "training_operator_cls": Stumbles}, num_workers=2
@@ -160,6 +178,7 @@ def test_a_failed_trial_goes_on_from_its_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
+@needs_room
 def test_bad_trials_are_stopped_early_and_tune_run_works(tmp_path):
     analysis = tune.run(
         TorchTrainer.as_trainable(**ARGUMENTS),
@@ -186,6 +205,7 @@ def function_trial(config):
 
 
 @pytest.mark.slow
+@needs_room
 def test_a_function_reports_and_goes_on(tmp_path):
     function = tune.with_resources(function_trial, resources(num_workers=2))
     found = fit(function, ARGUMENTS["config"], tmp_path, iterations=9)

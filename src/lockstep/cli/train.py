@@ -127,28 +127,32 @@ def _try_out(
     given = _given(read)
     arguments = {name: value for name, value in given.items() if name not in SAVING}
     with _opened(operator, config, arguments) as trainer:
-        started = trainer._engine.started
-        hosts = trainer.apply_all_workers(socket.gethostname)
-        shards = trainer.apply_all_operators(_shards)
-        print(f"operator    {operator.__module__}:{operator.__name__}")
-        print("config      " + ("  ".join(f"{k}={v!r}" for k, v in config.items()) or "empty"))
-        for purpose, steps in started[0]["loaders"].items():
-            long = "of unknown length" if steps is None else f"{steps} steps"
-            print(f"{purpose:<10}  {long} an epoch")
-        print(f"epochs      {read.epochs}")
-        for rank, worker in enumerate(started):
-            print(
-                f"rank {rank:<6} {hosts[rank]}, process {worker['pid']}, {worker['device']},"
-                f" {shards[rank]}"
-            )
+        _say("operator", f"{operator.__module__}:{operator.__name__}")
+        _say("config", "  ".join(f"{key}={value!r}" for key, value in config.items()) or "empty")
+        _say("epochs", read.epochs)
+        _print_plan(trainer)
         for name in SAVING:
             if name in given:
-                print(f"{name.replace('_', ' '):<10}  {given[name]}")
+                _say(name.replace("_", " "), given[name])
         print("\none step on a copy, with all workers and in one process:")
         report = trainer.verify()
         print(report)
         print("nothing was trained or saved")
     return 0 if report.ok else FAILED
+
+
+def _print_plan(trainer: TorchTrainer) -> None:
+    started = trainer._engine.started
+    for purpose, steps in started[0]["loaders"].items():
+        _say(purpose, f"{'unknown' if steps is None else steps} steps an epoch")
+    hosts = trainer.apply_all_workers(socket.gethostname)
+    shards = trainer.apply_all_operators(_shards)
+    for rank, (worker, host, own) in enumerate(zip(started, hosts, shards, strict=True)):
+        _say(f"rank {rank}", f"{host}, process {worker['pid']}, {worker['device']}, {own}")
+
+
+def _say(name: str, value: Any) -> None:
+    print(f"{name:<17} {value}")
 
 
 def _shards(operator: TrainingOperator) -> str:

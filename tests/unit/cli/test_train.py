@@ -88,10 +88,10 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(here, capsys):
     )
     shown = capsys.readouterr().out
     assert code == 0
-    assert "operator    straight:Line\n" in shown
-    assert "train       3 steps an epoch" in shown
+    assert "operator          straight:Line\n" in shown
+    assert "train             3 steps an epoch" in shown
     assert f"process {os.getpid()}, cpu, shard 0 of 1" in shown
-    assert "checkpoint dir  runs" in shown
+    assert "checkpoint dir    runs" in shown
     assert "1 worker against one process: equal" in shown
     assert shown.endswith("nothing was trained or saved\n")
     assert not (here / "runs").exists()
