@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same training as a loop with Accelerate, with lockstep's loader, and as an operator."""
 
+import subprocess
+import sys
+import tempfile
+
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from problem import EPOCHS, GLOBAL_BATCH, WORKERS, data, make_model, say_distance
 from torch import nn
@@ -27,10 +32,11 @@ def with_accelerate():
 
 def with_the_loop_kept():
     """Started by torchrun; the model stays what it is, and a short batch counts as short."""
+    dist.init_process_group("gloo")
     model = make_model()
     gradients = lockstep.replicate(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader = lockstep.shard_loader(DataLoader(data(), GLOBAL_BATCH))
+    loader = lockstep.shard_loader(DataLoader(data(), GLOBAL_BATCH // dist.get_world_size()))
     for _ in range(EPOCHS):
         for images, target in loader:
             optimizer.zero_grad()
@@ -58,7 +64,27 @@ def with_an_operator():
         return trainer.get_model()
 
 
+def on_two_processes(path):
+    """The two loops, started as `accelerate launch` and `torchrun` start them."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS)]
+    subprocess.run([*launcher, __file__, path], check=True, stderr=subprocess.DEVNULL)
+    model = make_model()
+    model.load_state_dict(torch.load(path))
+    return model
+
+
+def as_one_of_them(path):
+    kept, accelerated = with_the_loop_kept(), with_accelerate()
+    if dist.get_rank() == 0:
+        say_distance(accelerated, kept)
+        torch.save(accelerated.state_dict(), path)
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    accelerated = with_accelerate()
-    say_distance(accelerated, with_the_loop_kept())
-    say_distance(accelerated, with_an_operator())
+    if len(sys.argv) > 1:
+        as_one_of_them(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            accelerated = on_two_processes(f"{folder}/model.pt")
+        say_distance(accelerated, with_an_operator())

@@ -2,6 +2,7 @@
 """A Ray dataset in blocks of very different size, trained on by two workers."""
 
 import logging
+from itertools import chain
 
 import numpy as np
 import pandas
@@ -44,7 +45,7 @@ def main():
         result = trainer.train(dataset=dataset)
         rows = trainer.apply_all_operators(lambda operator: operator.seen)
     print("epochs begun:", result["epoch"])
-    print("rows, each once:", sorted(sum(rows, [])) == list(range(len(data()))))
+    print("rows, each once:", sorted(chain.from_iterable(rows)) == list(range(len(data()))))
 
 
 if __name__ == "__main__":
