@@ -216,11 +216,12 @@ def test_what_is_refused():
 
 @pytest.mark.slow
 def test_no_cpu_left_is_an_error_and_no_hang():
+    rows = dataset()  # a task of Ray's as well
     with (
         TorchTrainer(training_operator_cls=Regression, num_workers=4, config=CONFIG) as trainer,
         pytest.raises(NotEnoughResourcesError, match="no CPU is left"),
     ):
-        trainer.train(dataset=dataset())
+        trainer.train(dataset=rows)
 
 
 @pytest.mark.slow
