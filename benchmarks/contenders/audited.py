@@ -25,7 +25,7 @@ from reporting import report
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BEGINNING = 72
+BEGINNING = 256
 """Steps in which a watch looks more often."""
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Ledger
     from lockstep.worker import Report, WorkerSpec
 
 _log = logging.getLogger("lockstep")
@@ -48,7 +49,7 @@ class Comparison:
                 be. The steps were taken; the trainer goes on if it is called again.
         """
         seen = [report.seen for report in reports]
-        if not any(ledger is not None for ledger in seen):
+        if not any(_is_news(ledger) for ledger in seen):
             return
         findings = [self._in_context(f) for f in judge(seen, ignore=_NOT_OURS)]
         for finding in findings:
@@ -68,6 +69,11 @@ class Comparison:
         if known not in self._logged:
             self._logged.add(known)
             _log.warning("%s", _as_error([finding]))
+
+
+def _is_news(ledger: Ledger | None) -> bool:
+    """Was a step looked at in this call? Most short calls have none."""
+    return ledger is not None and bool(ledger.facts.get("looked"))
 
 
 def _as_error(findings: Sequence[Finding]) -> AuditError:

@@ -38,6 +38,7 @@ class Watch:
         self._synchronised = spec.options.wrap_ddp
         self._shares_out = spec.options.add_dist_sampler
         self._probe: Probe | None = None
+        self._before: dict[str, int] = {}
 
     def attach(self, rank: int, world_size: int, steps_before: int = 0) -> None:
         """The group has formed: compare with these peers from here on.
@@ -76,6 +77,7 @@ class Watch:
             for track in self._probe.ledger.tracks:
                 # The last one is where the next call's begin.
                 track.steps = track.steps[-1:]
+                self._before[track.key] = len(track.steps)
         with self._hooked():
             yield
 
@@ -98,5 +100,8 @@ class Watch:
             return None
         ledger = self._probe.ledger
         ledger.facts["lockstep"] = self._synchronised
+        ledger.facts["looked"] = any(
+            len(t.steps) > self._before.get(t.key, 0) for t in ledger.tracks
+        )
         tracks = [replace(track, steps=list(track.steps)) for track in ledger.tracks]
         return replace(ledger, tracks=tracks, loadings=list(ledger.loadings))

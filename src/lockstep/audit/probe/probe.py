@@ -55,7 +55,7 @@ class TrainersRun:
     first_step: int = 0
     rarest: int = 64
     keep: int = 96
-    thread: int = 0
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class Wrapper:
