@@ -94,6 +94,7 @@ def killed_when(folder, is_time):
         deadline = time.monotonic() + 50
         while not is_time() and child.is_alive() and not pipe.poll():
             assert time.monotonic() < deadline
+            time.sleep(0.001)
         has_ended = pipe.poll()
         child.kill()
         child.join()

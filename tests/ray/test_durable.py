@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several workers: checkpoints while they train, and runs that go on at another size."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.ray.surviving import Classifier, OwnEpoch, TwoPlayers, Windows, digest, trainer_of
+
+import ray
+from lockstep import checkpoint
+from lockstep.testing import Strike
+
+STEPS, STOP = 20, 11
+SAME_BITS = {"num_shards": 4, "reproducible": True}
+
+
+def steps_in(folder):
+    return [int(path.stem.removeprefix("step-")) for path in sorted(Path(folder).iterdir())]
+
+
+def run_through(operator_cls=Classifier, **arguments):
+    with trainer_of(operator_cls, **arguments) as trainer:
+        trainer.train(num_steps=STEPS)
+        return digest(trainer)
+
+
+def go_on(folder, operator_cls=Classifier, steps=STEPS, strikes=(), **arguments):
+    """Train until the run has made `steps`; the step from which it went on, and the bits."""
+    arguments = {"checkpoint_dir": folder, "checkpoint_every": 5, "resume": "auto"} | arguments
+    with trainer_of(operator_cls, strikes, **arguments) as trainer:
+        began = trainer.status()["step"]
+        trainer.train(num_steps=steps - began)
+        return began, digest(trainer)
+
+
+@pytest.mark.timeout(120)
+def test_it_goes_on_at_other_numbers_of_workers_with_the_same_bits(tmp_path):
+    """From the middle of an epoch, twice; `num_shards` comes from the file."""
+    expected = run_through(**SAME_BITS)
+    assert go_on(tmp_path, steps=STOP, **SAME_BITS)[0] == 0
+    assert go_on(tmp_path, steps=16, num_workers=1, reproducible=True)[0] == 10
+    began, got = go_on(tmp_path, num_workers=3, reproducible=True, checkpoint_every=50)
+    assert (began, got) == (15, expected)
+
+
+@pytest.mark.slow
+def test_a_worker_dies_and_then_the_driver_stops(tmp_path):
+    """Rank 0, which copies the state, as well; its spare copies it from then on."""
+    expected = run_through()
+    strikes = [Strike("kill", rank=0, step=7, phase="buckets")]
+    assert go_on(tmp_path, steps=STOP, strikes=strikes, spare_workers=1)[0] == 0
+    assert steps_in(tmp_path)[-1] == 10
+    assert go_on(tmp_path) == (10, expected)
+
+
+BY_BATCH = {"scheduler_step_freq": "batch"}
+
+
+class Counting(Classifier):
+    """What it keeps differs from rank to rank."""
+
+    seen = 0.0
+
+    def compute_loss(self, batch, batch_info):
+        self.seen += float(batch[0].sum())
+        return super().compute_loss(batch, batch_info)
+
+    def state_dict(self):
+        return {"seen": self.seen, "rank": self.world_rank}
+
+    def load_state_dict(self, state):
+        assert state["rank"] == self.world_rank
+        self.seen = state["seen"]
+
+
+def seen_by(operator):
+    return operator.seen
+
+
+def test_what_operators_keep_is_that_of_each_rank(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 5, **BY_BATCH}
+    with trainer_of(Counting, **arguments) as trainer:
+        trainer.train(num_steps=5)
+        at_five = trainer.apply_all_operators(seen_by)
+        trainer.train(num_steps=8)
+        expected = trainer.apply_all_operators(seen_by)
+    state = checkpoint.read(tmp_path / "step-0000000010.ckpt")
+    by_rank = state["operator_by_rank"]
+    assert [each["rank"] for each in by_rank] == [0, 1]
+    assert len({each["seen"] for each in by_rank}) == 2
+    assert by_rank[0]["seen"] != at_five[0]
+    resume = tmp_path / "step-0000000010.ckpt"
+    with trainer_of(Counting, resume=resume, **BY_BATCH) as trainer:
+        trainer.train(num_steps=3)
+        assert trainer.apply_all_operators(seen_by) == expected
+
+
+class Warned(Classifier):
+    def compute_loss(self, batch, batch_info):
+        if self.world_rank == 1 and self.global_step == self.config.get("warned_at"):
+            os.kill(self.config["driver"], signal.SIGTERM)
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.parametrize("use_local", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sigterm_saves_at_the_next_step_and_ends(tmp_path, use_local):
+    expected = run_through()
+    config = {"*batch_size": 16, "driver": os.getpid(), "warned_at": 3}
+    arguments = {"config": config, "checkpoint_dir": tmp_path, "use_local": use_local, **BY_BATCH}
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(SystemExit) as caught,
+        trainer_of(Warned, **arguments) as trainer,
+    ):
+        trainer.train(num_steps=10_000)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    (step,) = steps_in(tmp_path)
+    assert step > 3
+    if step < STEPS:
+        assert go_on(tmp_path) == (step, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operator_cls", "arguments"),
+    [
+        (TwoPlayers, {}),
+        (OwnEpoch, {}),
+        (Windows, {}),
+        (Classifier, {"accumulate": 3, "scheduler_step_freq": "epoch"}),
+        (Classifier, {"sync": "ddp"}),
+        (Classifier, {"sync": "parameter_server"}),
+        (Classifier, {"sync": "data_parallel"}),
+    ],
+)
+def test_other_loops_and_ways_to_synchronise(tmp_path, operator_cls, arguments):
+    expected = run_through(operator_cls, **arguments)
+    began, _ = go_on(tmp_path, operator_cls, steps=STOP, **arguments)
+    assert began == 0
+    began, got = go_on(tmp_path, operator_cls, **arguments)
+    assert 0 < began <= STOP
+    assert got == expected
+
+
+@pytest.mark.slow
+def test_shards_of_weights_are_put_together(tmp_path):
+    with trainer_of(Classifier, sync="fsdp") as trainer:
+        trainer.train(num_steps=STEPS)
+        expected = trainer.get_model().state_dict()
+    go_on(tmp_path, steps=STOP, sync="fsdp")
+    assert (tmp_path / "step-0000000010.ckpt").is_dir()
+    arguments = {"checkpoint_dir": tmp_path, "resume": "auto", "sync": "fsdp"}
+    with trainer_of(Classifier, **arguments) as trainer:
+        assert trainer.status()["step"] == 10
+        trainer.train(num_steps=STEPS - 10)
+        got = trainer.get_model().state_dict()
+    assert all(got[name].equal(expected[name]) for name in expected)
+
+
+DRIVER = """
+import sys
+import ray
+from tests.ray.surviving import Classifier, digest, trainer_of
+
+if __name__ == "__main__":
+    ray.init(address=sys.argv[2], log_to_driver=False)
+    arguments = {"checkpoint_dir": sys.argv[1], "checkpoint_every": 50, "resume": "auto"}
+    with trainer_of(Classifier, **arguments) as trainer:
+        left = 800 - trainer.status()["step"]
+        trainer.train(num_steps=left)
+        print("bits", digest(trainer), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_driver_of_several_workers_is_killed(tmp_path):
+    """Its workers end with it, and the next driver goes on from what it left."""
+    program = tmp_path / "driver.py"
+    program.write_text(DRIVER)
+    root = Path(__file__).parents[2]
+
+    def driver(folder):
+        paths = [str(root), str(root / "tests"), str(root / "src")]
+        command = [sys.executable, str(program), str(folder), ray.get_runtime_context().gcs_address]
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    def bits(process):
+        lines = process.communicate(timeout=200)[0].decode().splitlines()
+        return [line for line in lines if line.startswith("bits")]
+
+    with driver(tmp_path / "undisturbed") as process:
+        expected = bits(process)
+    folder = tmp_path / "killed"
+    for step in (50, 300):
+        with driver(folder) as process:
+            while process.poll() is None and not any(
+                int(path.stem.removeprefix("step-")) >= step for path in folder.glob("step-*")
+            ):
+                time.sleep(0.02)
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+    assert steps_in(folder)[-1] >= 300
+    with driver(folder) as process:
+        assert bits(process) == expected != []
