@@ -7,8 +7,10 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+from ray.exceptions import RayActorError
 
 import ray
+from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from lockstep.engine.member import Member
@@ -33,7 +35,7 @@ def look_at(member: Member, starting: Any) -> tuple[Readiness, BaseException | N
         if error is None and not member.pid:
             member.pid = cloudpickle.loads(outcome.value)["pid"]
             member.node = ray.get(member.actor.node.remote())
-    # Whatever ended the actor: somebody else will have to take the place.
-    except Exception as failure:
-        error = failure
+    except RayActorError as failure:
+        error = WorkerDiedError(f"{member} died before it was ready")
+        error.__cause__ = failure
     return (Readiness.READY, None) if error is None else (Readiness.FAILED, error)

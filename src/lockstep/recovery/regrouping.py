@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -36,6 +37,9 @@ _ATTEMPTS: Final = 10
 """Formations that may fail in a row before the run ends."""
 
 _LOOK_S: Final = 0.1
+
+_HIRES: Final = 5
+"""Processes that may die, one after the other, before one of them is ready in a place."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Regrouping:
         self._engine = engine
         self._min_workers = min_workers
         self._watchdog = watchdog
+        self._hires: Counter[int] = Counter()
         self.generation = 0
 
     @property
@@ -101,9 +106,18 @@ class Regrouping:
             if state is Readiness.FAILED:
                 _log.warning("%s could not be made ready: %s", member, error)
                 self._engine.bury(member)
+                self._hire_again(member, error)
             elif state is Readiness.READY:
                 ready.append(member)
         return ready
+
+    def _hire_again(self, member: Member, error: BaseException | None) -> None:
+        """A process that did not live may do so elsewhere; a `setup` that raised will again."""
+        if member.seat is None or not isinstance(error, WorkerDiedError):
+            return
+        self._hires[member.seat] += 1
+        if self._hires[member.seat] <= _HIRES:
+            self._engine.hire(member.seat, member.local_rank)
 
     def dismiss(self) -> None:
         """Ask all members to leave the group before their next batch."""

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine dies with the workers on it, and another one joins."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "two_nodes.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_node_dies_in_the_middle_and_the_run_goes_on():
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "nodes": 2,
+        "same": True,
+        "alone": 1,
+        "recoveries": 1,
+        "together": 2,
+    }
