@@ -32,7 +32,7 @@ ROW = Row(
     value="seconds",
     unit="s",
     goal=None,
-    rounds=5,
+    rounds=3,
     note="stated, without a goal, because the next row carries it: there `lockstep.prestart()` lets"
     " the workers start while the program still imports torch. Without that line the start is"
     " slower than torchrun's, by what this row says.",

@@ -19,7 +19,7 @@ from reporting import report
 if TYPE_CHECKING:
     from blocks import Pairs
 
-EPOCH_STEPS = {"tiny": 1000, "many": 100, "large": 30, "convnet": 60, "transformer": 50}
+EPOCH_STEPS = {"tiny": 500, "many": 70, "large": 20, "convnet": 55, "transformer": 45}
 """About a second each on two CPU cores."""
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=4)
     options = parser.parse_args()
     models = options.models or list(WORKLOADS)
     report(**{name: _measure(name, options.workers, options.pairs) for name in models})

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from lockstep.group import Group
@@ -61,20 +59,31 @@ def active() -> Reduction | None:
     return _of_the_process[-1] if _of_the_process else None
 
 
-@contextmanager
-def activate(reduction: Reduction) -> Iterator[Reduction]:
+def activate(reduction: Reduction) -> AbstractContextManager[Reduction]:
     """Make `reduction` the active one inside the block. Blocks nest."""
-    before = _of_this_thread.current
-    _of_this_thread.current = reduction
-    _of_the_process.append(reduction)
-    try:
-        yield reduction
-    finally:
-        _of_this_thread.current = before
+    return _Active(reduction)
+
+
+class _Active:
+    """A class and not a generator: it is entered twice in every step."""
+
+    __slots__ = ("_before", "_reduction")
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+
+    def __enter__(self) -> Reduction:
+        self._before = _of_this_thread.current
+        _of_this_thread.current = self._reduction
+        _of_the_process.append(self._reduction)
+        return self._reduction
+
+    def __exit__(self, *_: object) -> None:
+        _of_this_thread.current = self._before
         # By identity: with threads as ranks the blocks of different threads interleave, and
         # two equal reductions are still two.
         for position in range(len(_of_the_process) - 1, -1, -1):
-            if _of_the_process[position] is reduction:
+            if _of_the_process[position] is self._reduction:
                 del _of_the_process[position]
                 break
 

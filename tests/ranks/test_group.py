@@ -40,6 +40,29 @@ def test_collectives(size):
         assert said == [{"rank": rank, "names": ["ä"] * rank} for rank in range(size)]
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_small_sums_and_large_ones(size):
+    """By a gather or an all-reduce: the same bits on every rank, several in flight at once."""
+    lengths = (1, 2, 1000, 30_000, 70_000, 300_000)
+
+    def body(group):
+        generator = torch.Generator().manual_seed(group.rank)
+        sent = [torch.randn(length, generator=generator) for length in lengths]
+        sums = [tensor.clone() for tensor in sent]
+        pending = [group.all_reduce(tensor) for tensor in sums]
+        for one in pending:
+            one.wait()
+            one.wait()
+        return sent, sums
+
+    results = run_ranks(size, body)
+    for place in range(len(lengths)):
+        true = torch.stack([sent[place].double() for sent, _ in results]).sum(0)
+        for _, sums in results:
+            assert torch.equal(sums[place], results[0][1][place])
+            assert torch.allclose(sums[place].double(), true, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_of_rows(size):
     def body(group):

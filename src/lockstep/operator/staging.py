@@ -70,6 +70,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if type(batch) in (list, tuple):  # the common case, before slower questions
+        return type(batch)(to_device(child, device) for child in batch)
     # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
     if callable(getattr(batch, "to", None)):
         return batch.to(device)

@@ -7,7 +7,7 @@ import sys
 import zlib
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lockstep.group import Group
 
 Entry = list[Any]  # [kind, name, shape, dtype, strides, requires_grad], JSON-able
+
+_PIECE: Final = 1 << 18
 
 
 @dataclass
@@ -248,7 +250,8 @@ def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> Non
 def _sum_of_bits(tensor: torch.Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
-    return int(words.sum(dtype=torch.int64))
+    # By pieces: torch makes a copy of twice the size to add integers in a wider type.
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in words.split(_PIECE))
 
 
 def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[str, str]:

@@ -53,6 +53,7 @@ class Rollback:
         self._places: list[tuple[nn.Module, str]] = []
         self._buffers: list[Any] = []
         self._kept: list[torch.Tensor] = []
+        self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._rounds_before = 0
         self._settings: _Settings | None = None
@@ -73,7 +74,8 @@ class Rollback:
             handle.remove()
 
     def begin_call(self) -> None:
-        """Look where the modules' buffers are: too dear for every step."""
+        """Look where the modules' parameters and buffers are: too dear for every step."""
+        self._parameters = list(self._run.parameters())
         self._places = [
             (owner, key)
             for module in self._run.modules()
@@ -101,7 +103,7 @@ class Rollback:
         self._settings = _Settings(self._run) if self._handles else None
         sync = stage.sync
         self._rounds_before = 0 if sync is None else sync.rounds
-        self._versions = [parameter._version for parameter in self._run.parameters()]
+        self._versions = [parameter._version for parameter in self._parameters]
         self._buffers = [owner._buffers[key] for owner, key in self._places]
         _copy(self._buffers, self._kept)
 
@@ -159,7 +161,7 @@ class Rollback:
             return True
         if has_stepped:
             self._steps_early = True
-        return self._versions == [parameter._version for parameter in self._run.parameters()]
+        return self._versions == [parameter._version for parameter in self._parameters]
 
 
 class _Settings:
