@@ -30,10 +30,14 @@ def render(findings: Sequence[Finding], world: World) -> str:
         lines += [f"  notice {f.code}: {f.message}" for f in notices]
         return "\n".join([*lines, *_unseen(world)])
     errors = sum(1 for f in graver if f.severity == "error")
-    counted = f"{errors} errors, {len(graver) - errors} warnings"
+    counted = f"{_many(errors, 'error')}, {_many(len(graver) - errors, 'warning')}"
     blocks = [f"{head}: {counted}", *(_block(f) for f in graver)]
     blocks += [f"notice {f.code}: {f.message}" for f in notices]
     return "\n\n".join([*blocks, *_unseen(world)])
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _unseen(world: World) -> list[str]:
