@@ -8,6 +8,7 @@ from torch.nn.modules import module
 from torch.optim import optimizer
 
 import lockstep.audit
+from lockstep.audit.ledger import Ledger
 from lockstep.errors import WrongUseError
 
 
@@ -63,6 +64,33 @@ def test_an_exchange_of_ones_own_gives_findings():
     _train()
     findings = lockstep.audit.stop(exchange=lambda mine: [mine, None])
     assert "LS602" in {f.code for f in findings}
+
+
+class _Untouchable(torch.Tensor):
+    """Has a gradient, and refuses to be looked at by anybody but its optimizer."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.untyped_storage or "norm" in func.__name__:
+            raise NotImplementedError("not for you")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_what_the_audit_cannot_look_at_does_not_stop_the_program():
+    seen = []
+    lockstep.audit.start(mode="full")
+    try:
+        weight = torch.nn.Parameter(torch.ones(3).as_subclass(_Untouchable))
+        made = torch.optim.SGD([weight], lr=0.1, foreach=False)
+        for _ in range(2):
+            made.zero_grad()
+            (weight * 2).sum().backward()
+            made.step()
+    finally:
+        lockstep.audit.stop(exchange=lambda mine: seen.append(mine) or [mine])
+    assert weight.tolist() == pytest.approx([0.6] * 3)
+    unseen = Ledger.from_bytes(seen[0]).facts["unseen"]
+    assert any("not for you" in line for line in unseen)
 
 
 def test_starting_twice_and_stopping_what_never_started_is_refused():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.audit.finding import Place
 from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import Backward, Ledger, Step, Term, Track, is_detailed
+from lockstep.audit.ledger import Backward, Ledger, Step, Term, Track, is_detailed, thin_out
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.loss_graph import terms_of, weight_at
 
@@ -67,6 +67,21 @@ def test_fewer_and_fewer_steps_are_kept_and_the_same_ones_by_everyone():
     assert len(kept) < 500
     gaps = [b - a for a, b in itertools.pairwise(kept)]
     assert all(gap <= max(1, step // 16) for gap, step in zip(gaps, kept, strict=False))
+
+
+def test_a_trainers_watch_looks_at_every_64th_step_and_keeps_a_bounded_number():
+    looked = [step for step in range(20_000) if is_detailed(step, 8, 64)]
+    assert looked[:8] == list(range(8))
+    assert {b - a for a, b in itertools.pairwise(looked) if a >= 512} == {64}
+    steps: list[Step] = []
+    for number in looked:
+        steps.append(Step(number, []))
+        thin_out(steps, 96)
+    kept = [step.number for step in steps]
+    assert len(kept) <= 96
+    assert kept[:8] == list(range(8))
+    assert kept[-1] == looked[-1]
+    assert kept == sorted(kept)
 
 
 X, TARGET = _numbers(6, 3).requires_grad_(), torch.tensor([0, 1, 2, 0, -100, 1])

@@ -37,7 +37,7 @@ class Comparison:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[str] = set()
         if spec.audit != "off" and spec.num_workers > 1 and not spec.options.wrap_ddp:
             _log.warning(_OWN_WRAPPER)
 
@@ -49,12 +49,15 @@ class Comparison:
                 be. The steps were taken; the trainer goes on if it is called again.
         """
         seen = [report.seen for report in reports]
+        for ledger in seen:
+            for error in ledger.facts.get("unseen", ())[:1] if ledger is not None else ():
+                self._log_once("unseen", f"the watch could not look at everything, e.g. {error}")
         if not any(_is_news(ledger) for ledger in seen):
             return
         findings = [self._in_context(f) for f in judge(seen, ignore=_NOT_OURS)]
         for finding in findings:
             if finding.severity == "warning":
-                self._log_once(finding)
+                self._log_once(finding.code, str(_as_error([finding])))
         errors = [finding for finding in findings if finding.severity == "error"]
         if errors:
             raise _as_error(errors)
@@ -64,11 +67,10 @@ class Comparison:
             return replace(finding, severity="warning")  # loaders of their own were asked for
         return finding
 
-    def _log_once(self, finding: Finding) -> None:
-        known = (finding.code, finding.name)
-        if known not in self._logged:
-            self._logged.add(known)
-            _log.warning("%s", _as_error([finding]))
+    def _log_once(self, what: str, text: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            _log.warning("%s", text)
 
 
 def _is_news(ledger: Ledger | None) -> bool:

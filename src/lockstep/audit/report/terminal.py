@@ -28,12 +28,22 @@ def render(findings: Sequence[Finding], world: World) -> str:
         verdict = _verdict(world, bool(notices))
         lines = [f"{head}: {verdict}"]
         lines += [f"  notice {f.code}: {f.message}" for f in notices]
-        return "\n".join(lines)
+        return "\n".join([*lines, *_unseen(world)])
     errors = sum(1 for f in graver if f.severity == "error")
-    counted = f"{errors} errors, {len(graver) - errors} warnings"
+    counted = f"{_many(errors, 'error')}, {_many(len(graver) - errors, 'warning')}"
     blocks = [f"{head}: {counted}", *(_block(f) for f in graver)]
     blocks += [f"notice {f.code}: {f.message}" for f in notices]
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *_unseen(world)])
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _unseen(world: World) -> list[str]:
+    """What the audit wanted to look at and could not: nothing is said of that."""
+    errors = [error for errors in world.fact("unseen") for error in errors]
+    return [f"  could not look at everything, e.g. {errors[0]}"] if errors else []
 
 
 def _ranks(world: World) -> str:

@@ -55,6 +55,8 @@ class Consumed:
     codes = (TWICE, UNDIVIDED, ONE_RANK)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if world.sync_of_lockstep():
+            return  # its reduction ends after backward has: sums there are on their way
         for track in world.tracks:
             known = explained.tracks | explained.sums
             if len(track.ranks) < 2 or track.key in known or track.returns_to_agreement:

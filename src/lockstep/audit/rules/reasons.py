@@ -52,7 +52,7 @@ def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) ->
         found = _with_wrapper(track, candidate, key)
         if found is not None:
             return found
-    return _after(track, number, step)
+    return _after(world, track, number, step)
 
 
 def _without_wrapper(
@@ -62,12 +62,12 @@ def _without_wrapper(
     if others and set(names) - reduced:
         return _unknown(names, "passed no reduction, and the others did")
     if reduced & set(names):
-        return _after(track, step.number, step)
+        return _after(world, track, step.number, step)
     sizes = [c for c in step.collectives if c.op in ("all_reduce", "reduce") and c.shape]
     if any(len(b.wrappers) for b in step.backwards) and not sizes:
         return _unknown(names, "belong to no wrapper")
     if world.sync_of_lockstep():
-        return _after(track, step.number, step)
+        return _after(world, track, step.number, step)
     return Reason(
         "no reduction",
         f"no collective touched them between two steps ({len(step.backwards)} backwards, "
@@ -183,7 +183,7 @@ def _unfinished(
     )
 
 
-def _after(track: SharedTrack, number: int, step: Step) -> Reason:
+def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
     """A reduction ran; were they equal when backward had returned?"""
     scales = {r: s.scale for r, s in track.steps(number).items() if s.scale is not None}
     if len(set(scales.values())) > 1:
@@ -195,8 +195,15 @@ def _after(track: SharedTrack, number: int, step: Step) -> Reason:
             kind="after",
             evidence={"scales": {str(r): s for r, s in scales.items()}},
         )
-    equal_then = _equal_after_backward(track, number)
-    if equal_then:
+    if world.sync_of_lockstep():
+        return Reason(
+            "overwritten after the reduction",
+            "lockstep reduced them, or the step would have been refused: they were changed after "
+            "that",
+            "change gradients in the same way on every rank, from the same numbers",
+            kind="after",
+        )
+    if _equal_after_backward(track, number):
         return Reason(
             "overwritten after the reduction",
             "they were equal on all ranks when backward had returned, and were changed after that",
