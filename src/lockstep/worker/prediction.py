@@ -61,7 +61,7 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
     if run.sync is not None:
         run.sync.begin_step(operator._lockstep.committed)
     try:
-        with preserved(), worker._arithmetic(), torch.no_grad(), _evaluating(run):
+        with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
             return [
                 _predicted(operator, step.index, part.shards[0], part.indices, staged)
                 for step in source.batches(epoch=0)

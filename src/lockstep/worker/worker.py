@@ -263,7 +263,7 @@ class Worker:
         summaries: list[dict[str, Any] | None] = []
         samples_by_pass: list[int] = []
         epoch = cursor.epochs_entered
-        with preserved(), self._arithmetic(), activate(reduction_of(operator, None)):
+        with preserved(), self.arithmetic(), activate(reduction_of(operator, None)):
             while True:
                 if not cursor.at_epoch_start and cursor.is_exhausted():
                     self._end_epoch(cursor, purpose)
@@ -297,7 +297,7 @@ class Worker:
             measured=operator._lockstep.measures.collected(purpose),
         )
 
-    def _arithmetic(self) -> AbstractContextManager[None]:
+    def arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
 
     def _end_epoch(self, cursor: Cursor, purpose: str) -> None:
