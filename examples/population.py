@@ -35,12 +35,12 @@ def learning_rate(operator):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--storage", type=Path, default=Path("out/tune"))
     arguments = parser.parse_args()
 
     # Four trials of two workers and a driver: Ray counts CPUs, it does not need to have them.
-    ray.init(num_cpus=12, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=12, include_dashboard=False, logging_level="ERROR")
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=SmallDigits,
         num_workers=2,
@@ -48,7 +48,7 @@ def main() -> None:
         override_tune_step=tune_step,
     )
     scheduler = tune.schedulers.PopulationBasedTraining(
-        perturbation_interval=2,
+        perturbation_interval=3,
         quantile_fraction=0.5,
         resample_probability=0.0,
         hyperparam_mutations={"lr": RATES},

@@ -82,8 +82,8 @@ def test_population_based_training_ends_with_the_better_learning_rate(tmp_path):
     assert len(rows) == 4
     # What a trial was told is what its optimizers use, whosever state it went on from.
     assert in_use == asked
-    # Of four rates the two that learn nothing are left behind by somebody, and the best is good.
-    assert max(asked) >= 0.01
+    # Nobody stays at the rate that learns nothing.
+    assert min(asked) > 1e-4
     accuracies = [float(row[2].rstrip("%")) for row in rows]
     assert max(accuracies) > 92
     best = re.search(r"the best: lr=(\S+),", shown)

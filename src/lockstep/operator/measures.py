@@ -16,6 +16,10 @@ from lockstep.metrics.states import metrics_in
 _PREFIXES: Final = {"train": "train_", "validation": "val_"}
 
 
+Mark = list[tuple[Any, int, dict[str, Any]]]
+"""Metrics with the number of their updates and their states; of a list of rows its length."""
+
+
 class Measures:
     """Metric objects by purpose ("train", "validation") and name.
 
@@ -76,6 +80,24 @@ class Measures:
             for name, metric in _flat(self._by_purpose.get(purpose, {}))
         }
 
+    def mark(self) -> Mark:
+        """What has been counted so far, for a step that may have to be taken back.
+
+        Costs nothing without metrics; rows that a metric keeps are not copied.
+        """
+        every = [each for metric in self._distinct() for each in metrics_in(metric)]
+        return [(each, each.update_count, _states_of(each)) for each in every]
+
+    def back_to(self, mark: Mark) -> None:
+        """Forget what was counted since `mark`."""
+        for metric, count, states in mark:
+            metric._update_count, metric._computed = count, None
+            for name, state in states.items():
+                if isinstance(state, int):
+                    del getattr(metric, name)[state:]
+                else:
+                    setattr(metric, name, state.clone())
+
     def _distinct(self) -> list[Any]:
         every = [each for named in self._by_purpose.values() for each in named.values()]
         return list({id(metric): metric for metric in every}.values())
@@ -104,6 +126,14 @@ def _unless(is_borrowed: Callable[[], bool], update: Callable[..., Any]) -> Call
             update(*args, **kwargs)
 
     return counted
+
+
+def _states_of(metric: Any) -> dict[str, Any]:
+    states = {name: getattr(metric, name) for name in metric._reductions}
+    return {
+        name: len(state) if isinstance(state, list) else state.clone()
+        for name, state in states.items()
+    }
 
 
 def _never() -> bool:

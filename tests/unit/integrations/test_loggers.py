@@ -3,8 +3,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -137,20 +135,3 @@ def test_mlflow_reads_the_run(tmp_path, monkeypatch):
     with pytest.raises(KeyError), start(again):
         raise KeyError
     assert client.get_run(logger.run_id).info.status == "FAILED"
-
-
-@pytest.mark.parametrize(
-    ("package", "line"),
-    [
-        ("tensorboard", "TensorBoardLogger('x')"),
-        ("mlflow", "MLflowLogger()"),
-    ],
-)
-def test_a_missing_package_says_what_to_type(package, line):
-    program = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        f"from lockstep.integrations.loggers import *\n{line}"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert 'pip install "lockstep-train[loggers]"' in done.stderr
-    assert "Error: [LS003]" in done.stderr

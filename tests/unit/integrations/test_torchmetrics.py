@@ -13,6 +13,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.metrics.states import computed
+from lockstep.operator.measures import Measures
 
 CLASSES, SAMPLES = 3, 37
 GENERATOR = torch.Generator().manual_seed(0)
@@ -135,3 +136,23 @@ def test_ranks_without_samples_do_not_count():
     weighted[0].update(1.0, weight=3)
     weighted[1].update(5.0, weight=1)
     assert computed([{"m": each} for each in weighted]) == {"m": 2.0}
+
+
+def test_a_step_can_be_taken_back():
+    output, target = FEATURES[:, :CLASSES].softmax(dim=1), TARGETS
+    once, twice = Measures(), Measures()
+    for measures in (once, twice):
+        given = some_of_each_kind()
+        measures.register("validation", given, torch.device("cpu"), lambda: False)
+    once.observe("validation", output, target)
+    empty = twice.mark()
+    twice.observe("validation", output[:9], target[:9])
+    twice.back_to(empty)
+    twice.observe("validation", output[:20], target[:20])
+    mark = twice.mark()
+    for _ in range(2):
+        twice.observe("validation", output[20:], target[20:])
+        twice.back_to(mark)
+    twice.observe("validation", output[20:], target[20:])
+    values = [computed([each.collected("validation")]) for each in (once, twice)]
+    assert values[1] == pytest.approx(values[0], rel=1e-6)
