@@ -49,7 +49,7 @@ def main():
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=4, logging_level=logging.ERROR, log_to_driver=False)
+    ray.init("local", num_cpus=4, logging_level=logging.ERROR, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     main()

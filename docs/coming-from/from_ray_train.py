@@ -69,6 +69,6 @@ def with_lockstep():
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    ray.init(num_cpus=4, logging_level=logging.ERROR, log_to_driver=False)
+    ray.init("local", num_cpus=4, logging_level=logging.ERROR, log_to_driver=False)
     with tempfile.TemporaryDirectory() as storage:
         say_distance(with_ray_train(storage), with_lockstep())

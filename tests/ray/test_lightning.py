@@ -142,14 +142,19 @@ class Scorer(BoringModel):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("count", [33, 1])
-def test_metrics_are_gathered_from_all_workers(count):
-    """Also where one of them has no sample; and a plateau is one for all of them."""
+def test_metrics_are_gathered_from_all_workers(count, joint):
+    """Also where one of them has no sample, or borrows one; and a plateau is one for all."""
     rows = _rows(count, 32)
     operator = TrainingOperator.from_lightning(
         Scorer, DataLoader(_rows(8, 32)), DataLoader(rows, batch_size=2)
     )
-    with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
+
+    class Joint(operator):
+        joint_loss = joint
+
+    with TorchTrainer(training_operator_cls=Joint, num_workers=2) as trainer:
         for _ in range(3):
             trainer.train()
             result = trainer.validate()

@@ -50,7 +50,7 @@ LOADERS = {
     ),
     "stateful, over a stream": lambda: StatefulDataLoader(shuffled_stream(), batch_size=4),
 }
-SLOW = {"stateful, with processes"}
+SLOW = LOADERS.keys() - {"shuffled table", "shuffled stream", "stateful, shuffled"}
 CASES = [
     pytest.param(make, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name, make in LOADERS.items()
@@ -144,7 +144,15 @@ class Regression(TrainingOperator):
         return (self.model(batch["x"]).squeeze(1) - batch["id"]).square().mean()
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name not in SLOW])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shuffled table",
+        "stateful, shuffled",
+        pytest.param("shuffled stream", marks=[pytest.mark.slow]),
+        pytest.param("stateful, over a stream", marks=[pytest.mark.slow]),
+    ],
+)
 def test_a_run_goes_on_from_the_middle_of_an_epoch_to_the_same_bits(name, tmp_path):
     def trainer():
         return TorchTrainer(training_operator_cls=Regression, num_shards=2, config={"loader": name})

@@ -106,6 +106,7 @@ def test_a_module_as_it_is():
     assert trained["last_train_loss"] == trained["train_loss_step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module_cls", "lightning_arguments", "operator", "arguments"),
     [
@@ -135,6 +136,7 @@ def test_what_it_configures_is_done(module_cls, lightning_arguments, operator, a
         assert farthest(expected, plain) > 1e-3, "the oracle does not see what is configured"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_accumulation(reproducible):
     """Over windows of full batches, where Lightning's equal weights are right."""
@@ -175,6 +177,7 @@ def test_accumulation(reproducible):
         assert trainer.get_local_operator().module.global_step == 2
 
 
+@pytest.mark.slow
 def test_epochs_in_pieces_are_the_same_epochs():
     """Schedulers and hooks follow the epoch and not the calls."""
     expected, _ = by_lightning(StepsEachBatch(), validates=False)
@@ -203,6 +206,7 @@ def test_going_on_from_a_checkpoint(tmp_path):
         assert trainer.get_local_operator().module.global_step == 24
 
 
+@pytest.mark.slow
 def test_verify_finds_it_equal():
     operator = TrainingOperator.from_lightning(Classifier, loader(4), loader())
     with TorchTrainer(training_operator_cls=operator, num_shards=2) as trainer:

@@ -205,6 +205,7 @@ def test_a_plateau_that_nobody_validates_for():
             trainer.train()
 
 
+@pytest.mark.slow
 def test_without_lightning_the_message_is_what_to_install():
     """In a process where Python cannot find either package."""
     program = """

@@ -179,7 +179,7 @@ def test_front_doors_of_later_versions_say_so():
     with pytest.raises(NotAvailableError, match="as_trainable"):
         TorchTrainer.as_trainable(training_operator_cls=Regression)
     with trainer() as one:
-        with pytest.raises(NotAvailableError, match="register_data"):
+        with pytest.raises(WrongTypeError, match="register a loader"):
             one.train(dataset=[1])
         assert one.train()["batch_count"] == 4
 

@@ -48,10 +48,14 @@ class Speech:
         self.batch = num_samples
         if first_time:
             self._seen[self._purpose] += num_samples
+        # Rows that are only borrowed are in their own worker's metrics.
+        kept = [] if num_samples else [(one, _state_of(one)) for one in _metrics_in(self._module)]
         try:
             yield
         finally:
             self.batch = None
+            for metric, state in kept:
+                vars(metric).update(state)
 
     @contextmanager
     def heard(self, purpose: str) -> Iterator[None]:
@@ -147,6 +151,16 @@ class Speech:
 
 def _metrics_in(module: nn.Module) -> list[Any]:
     return [one for one in module.modules() if _is_metric(one)]
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    """What an update changes; tensors are updated in place, and so are lists of them."""
+    states = {
+        name: value.clone() if isinstance(value, torch.Tensor) else list(value)
+        for name, value in metric.metric_state.items()
+    }
+    plain = {name: value for name, value in vars(metric).items() if name not in states}
+    return {**plain, **states}
 
 
 def _is_metric(value: Any) -> bool:
