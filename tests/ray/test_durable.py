@@ -100,6 +100,20 @@ def test_what_operators_keep_is_that_of_each_rank(tmp_path):
         assert trainer.apply_all_operators(seen_by) == expected
 
 
+class Fails(Classifier):
+    def compute_loss(self, batch, batch_info):
+        if self.global_step == 7:
+            raise ZeroDivisionError
+        return super().compute_loss(batch, batch_info)
+
+
+def test_a_copy_that_was_made_before_a_failure_is_written(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 5, **BY_BATCH}
+    with pytest.raises(ZeroDivisionError), trainer_of(Fails, **arguments) as trainer:
+        trainer.train(num_steps=20)
+    assert steps_in(tmp_path) == [5]
+
+
 class Warned(Classifier):
     def compute_loss(self, batch, batch_info):
         if self.world_rank == 1 and self.global_step == self.config.get("warned_at"):
