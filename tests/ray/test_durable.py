@@ -39,12 +39,13 @@ def go_on(folder, operator_cls=Classifier, steps=STEPS, strikes=(), **arguments)
 
 
 @pytest.mark.timeout(120)
-def test_it_goes_on_at_other_numbers_of_workers_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_it_goes_on_at_other_numbers_of_workers_with_the_same_bits(tmp_path, size):
     """From the middle of an epoch, twice; `num_shards` comes from the file."""
     expected = run_through(**SAME_BITS)
     assert go_on(tmp_path, steps=STOP, **SAME_BITS)[0] == 0
     assert go_on(tmp_path, steps=16, num_workers=1, reproducible=True)[0] == 10
-    began, got = go_on(tmp_path, num_workers=3, reproducible=True, checkpoint_every=50)
+    began, got = go_on(tmp_path, num_workers=size, reproducible=True, checkpoint_every=50)
     assert (began, got) == (15, expected)
 
 
@@ -100,6 +101,20 @@ def test_what_operators_keep_is_that_of_each_rank(tmp_path):
         assert trainer.apply_all_operators(seen_by) == expected
 
 
+class Fails(Classifier):
+    def compute_loss(self, batch, batch_info):
+        if self.global_step == 7:
+            raise ZeroDivisionError
+        return super().compute_loss(batch, batch_info)
+
+
+def test_a_copy_that_was_made_before_a_failure_is_written(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 5, **BY_BATCH}
+    with pytest.raises(ZeroDivisionError), trainer_of(Fails, **arguments) as trainer:
+        trainer.train(num_steps=20)
+    assert steps_in(tmp_path) == [5]
+
+
 class Warned(Classifier):
     def compute_loss(self, batch, batch_info):
         if self.world_rank == 1 and self.global_step == self.config.get("warned_at"):
@@ -107,7 +122,26 @@ class Warned(Classifier):
         return super().compute_loss(batch, batch_info)
 
 
-@pytest.mark.parametrize("use_local", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.fixture
+def own_handler():
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda *_: calls.append(1))
+    yield calls
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_saves_before_a_handler_of_ones_own(tmp_path, own_handler):
+    config = {"*batch_size": 16, "driver": os.getpid(), "warned_at": 3}
+    with trainer_of(Warned, config=config, checkpoint_dir=tmp_path, **BY_BATCH) as trainer:
+        trainer.train(num_steps=12)
+        assert trainer.status()["step"] == 12
+    (step,) = steps_in(tmp_path)
+    assert 3 < step <= 12
+    assert own_handler == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_local", [False, True])
 def test_sigterm_saves_at_the_next_step_and_ends(tmp_path, use_local):
     expected = run_through()
     config = {"*batch_size": 16, "driver": os.getpid(), "warned_at": 3}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 import ray
 from lockstep.engine.travel import from_pieces
@@ -60,18 +60,23 @@ class RemoteCourier:
             self._asked = members[0].actor.snapshot.remote(self._is_requested)
             self._is_requested = False
 
-    def finish(self) -> None:
+    def finish(self, timeout_s: float | None = None) -> None:
+        """See `Courier`.
+
+        Args:
+            timeout_s: how long to wait for workers that may not answer any more.
+        """
         if self._asked is not None:
-            self._receive()
+            self._receive(timeout_s)
         self.look()
         if self._asked is not None:
-            self._receive()
+            self._receive(timeout_s)
 
-    def _receive(self) -> None:
+    def _receive(self, timeout_s: float | None = None) -> None:
         asked, self._asked = self._asked, None
         try:
-            answer = ray.get(asked)
-        except RayActorError:
+            answer = ray.get(asked, timeout=timeout_s)
+        except (RayActorError, GetTimeoutError):
             return  # the worker is gone, and its copy with it; its call says why
         except RayError as error:
             self._to.keep_failed(error)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lockstep.worker import WorkerSpec
 
 _STOP_S = 5.0
+_RESCUE_S = 2.0
 _LOOK_S = 0.02
 
 Watch = "Callable[[dict[str, Any]], None] | None"
@@ -189,7 +190,12 @@ class RayEngine:
     def end(self, cause: BaseException) -> None:
         """End all workers because of `cause`."""
         self.ended = cause
-        self.close(force=True)
+        try:
+            # A copy that was made before the failure is as good as any.
+            if self._courier is not None and isinstance(cause, Exception) and self._is_in_session:
+                self._courier.finish(_RESCUE_S)
+        finally:
+            self.close(force=True)
 
     def hear(
         self,
@@ -237,9 +243,13 @@ class RayEngine:
             raise
         return hearing
 
+    @property
+    def _is_in_session(self) -> bool:
+        return session() == self._session
+
     def _check_session(self) -> None:
         # Asked before Ray is: it would start a new cluster to look for our actors there.
-        if session() != self._session:
+        if not self._is_in_session:
             over = _session_over()
             self.end(over)
             raise over
@@ -314,7 +324,7 @@ class RayEngine:
     def close(self, *, force: bool) -> None:
         everyone = [*self.members, *(member for member, _ in self.spares)]
         members, self.members, self.spares = self.members, [], []
-        if session() != self._session:
+        if not self._is_in_session:
             everyone = []
             self._server = self._crew = None
         actors = [member.actor for member in everyone if member.actor is not None]
