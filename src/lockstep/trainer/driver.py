@@ -190,16 +190,14 @@ class TorchTrainer(BesideTraining):
         )
         durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
         self._spec = self._as_found(spec, durability)
-        backend = pick_backend(backend, gpu)
-        self._watched = Comparison(self._spec)
-        resources = Resources(
-            num_cpus_per_worker, int(gpu) * replicas, resources_per_worker, backend, timeout_s
-        )
-        self._open(resources, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
+        gpus, backend = int(gpu) * replicas, pick_backend(backend, gpu)
+        room = Resources(num_cpus_per_worker, gpus, resources_per_worker, backend, timeout_s)
+        self._open(room, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
 
     def _open(
         self, resources: Resources, *, gpu_here: bool, use_local: bool, num_spares: int
     ) -> None:
+        self._watched = Comparison(self._spec)
         if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
             self._engine = InlineEngine(self._spec)
         else:

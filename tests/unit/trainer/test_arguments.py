@@ -11,7 +11,6 @@ from torch import nn
 from lockstep import Callback, TorchTrainer, TrainingOperator
 from lockstep.errors import (
     ConfigurationError,
-    NotAvailableError,
     UnknownParameterError,
     WrongTypeError,
 )
@@ -175,9 +174,7 @@ def test_a_misspelt_argument_is_recognised():
         trainer(num_worker=2)
 
 
-def test_front_doors_of_later_versions_say_so():
-    with pytest.raises(NotAvailableError, match="as_trainable"):
-        TorchTrainer.as_trainable(training_operator_cls=Regression)
+def test_what_is_no_dataset_is_refused():
     with trainer() as one:
         with pytest.raises(WrongTypeError, match="register a loader"):
             one.train(dataset=[1])
