@@ -37,7 +37,6 @@ from lockstep.trainer.arguments import (
 )
 from lockstep.trainer.beside import BesideTraining
 from lockstep.trainer.durable import Durability
-from lockstep.trainer.feeding import Feeding
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
 from lockstep.trainer.tracing import Profile, traced
@@ -150,7 +149,6 @@ class TorchTrainer(BesideTraining):
         **further: Any,
     ) -> None:
         super().__init__()
-        self._feeding = Feeding()
         refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
         self.config = checked_config(config)

@@ -11,12 +11,12 @@ from lockstep import checkpoint
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.trainer.arguments import require
 from lockstep.trainer.calls import Calls
+from lockstep.trainer.feeding import Feeding
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
-    from lockstep.trainer.feeding import Feeding
 
 
 class KeepsState(Calls):
@@ -24,7 +24,10 @@ class KeepsState(Calls):
 
     _operator_cls: type[TrainingOperator]
     _explicit: dict[str, Any]
-    _feeding: Feeding
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._feeding = Feeding()
 
     def get_model(self) -> nn.Module | list[nn.Module]:
         """A copy of the trained model on the CPU: a plain module, loadable without lockstep.
