@@ -242,7 +242,7 @@ def test_statistics_never_count_borrowed_rows():
         with pytest.raises(PerShardLossError, match="rows of another worker"):
             refuse_borrowed(operator)
         operator.model.eval()
-        operator._lockstep.begin_call()
+        operator._lockstep.begin_call("validation")
         refuse_borrowed(operator)
     finally:
         operator._lockstep.sync.detach()
