@@ -48,6 +48,7 @@ def main() -> None:
         override_tune_step=tune_step,
     )
     scheduler = tune.schedulers.PopulationBasedTraining(
+        time_attr="training_iteration",  # by default it is seconds
         perturbation_interval=3,
         quantile_fraction=0.5,
         resample_probability=0.0,
