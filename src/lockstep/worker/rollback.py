@@ -103,7 +103,8 @@ class Rollback:
         self._settings = _Settings(self._run) if self._handles else None
         sync = stage.sync
         self._rounds_before = 0 if sync is None else sync.rounds
-        self._versions = [parameter._version for parameter in self._parameters]
+        if self._handles:
+            self._versions = [parameter._version for parameter in self._parameters]
         self._buffers = [owner._buffers[key] for owner, key in self._places]
         _copy(self._buffers, self._kept)
 
@@ -161,7 +162,8 @@ class Rollback:
             return True
         if has_stepped:
             self._steps_early = True
-        return self._versions == [parameter._version for parameter in self._parameters]
+        now = [parameter._version for parameter in self._parameters]
+        return not self._handles or self._versions == now
 
 
 class _Settings:
