@@ -36,6 +36,7 @@ class Mark:
     tally_steps: int
     tally_samples: int
     meters: Any
+    measures: Any
 
 
 class Rollback:
@@ -98,6 +99,7 @@ class Rollback:
             tally.steps,
             tally.samples,
             stage.meters.copy() if counts else None,
+            stage.measures.mark(),
         )
         # A loop of the user's own may let schedulers step between the batches of a window.
         self._settings = _Settings(self._run) if self._handles else None
@@ -150,6 +152,7 @@ class Rollback:
         tally.steps, tally.samples = mark.tally_steps, mark.tally_samples
         if mark.meters is not None:
             stage.meters = mark.meters
+        stage.measures.back_to(mark.measures)
         for (owner, key), buffer in zip(self._places, self._buffers, strict=True):
             owner._buffers[key] = buffer
         _put_back(self._kept, self._buffers)
