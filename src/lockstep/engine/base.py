@@ -89,6 +89,9 @@ class Engine(Protocol):
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""
 
+    def cut_anew(self, num_shards: int) -> None:
+        """A state was loaded: global batches are cut into as many shards from now on."""
+
     def roster(self) -> Roster:
         """Who is there."""
 

@@ -58,6 +58,9 @@ class InlineEngine:
     def local_operator(self) -> TrainingOperator | None:
         return self._worker.operator
 
+    def cut_anew(self, num_shards: int) -> None:
+        """The worker knows it from the state."""
+
     def roster(self) -> Roster:
         return Roster(workers=1)
 

@@ -8,6 +8,7 @@ the death, that broke it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -317,6 +318,9 @@ class RayEngine:
     def local_operator(self) -> TrainingOperator | None:
         first = self.members[0].worker if self.members else None
         return None if first is None else first.operator
+
+    def cut_anew(self, num_shards: int) -> None:
+        self.spec = replace(self.spec, num_shards=num_shards)
 
     def roster(self) -> Roster:
         return Roster(workers=len(self.members), spares=len(self.spares))

@@ -83,6 +83,9 @@ class RecoveringEngine:
     def close(self, *, force: bool) -> None:
         self._engine.close(force=force)
 
+    def cut_anew(self, num_shards: int) -> None:
+        self._engine.cut_anew(num_shards)
+
     def roster(self) -> Roster:
         return replace(
             self._engine.roster(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
@@ -87,6 +88,9 @@ class KeepsState(Calls):
                 self._call("settle_state", False)
             raise
         self._call("settle_state", True)
+        num_shards = int(state.get("num_shards", self._spec.num_shards))
+        self._spec = replace(self._spec, num_shards=num_shards)
+        self._engine.cut_anew(num_shards)
         self._give_back()
 
     def _refuse_another_run(self, state: Mapping[str, Any]) -> None:
