@@ -39,7 +39,8 @@ def go_on(folder, operator_cls=Classifier, steps=STEPS, strikes=(), **arguments)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_it_goes_on_at_other_numbers_of_workers_with_the_same_bits(tmp_path, size):
     """From the middle of an epoch, twice; `num_shards` comes from the file."""
     expected = run_through(**SAME_BITS)

@@ -253,6 +253,7 @@ ENDED_BY_THE_USER = """
 """
 
 
+@pytest.mark.slow
 def test_a_ray_that_the_user_shut_down_is_named_and_not_started_again():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(ENDED_BY_THE_USER)],

@@ -19,7 +19,10 @@ from lockstep.keys import BATCH_SIZE
 CONFIG = {BATCH_SIZE: GLOBAL_BATCH}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
+
+
+@pytest.mark.parametrize("num_workers", SIZES)
 def test_default_loop(num_workers):
     with TorchTrainer(
         training_operator_cls=DefaultLoop, num_workers=num_workers, config=CONFIG
@@ -33,7 +36,7 @@ def test_default_loop(num_workers):
     assert result["num_samples"] == 3 * 37 + 36
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_workers", SIZES)
 def test_plain_backward_and_custom_method_in_an_own_train_batch(num_workers):
     with TorchTrainer(
         training_operator_cls=PlainBackward, num_workers=num_workers, config=CONFIG

@@ -73,6 +73,7 @@ def test_workers_that_are_not_kept_end_with_their_trainer():
     assert not set(before) & set(after)
 
 
+@pytest.mark.slow
 def test_a_failure_ends_workers_that_would_be_kept():
     with start(num_workers=2) as trainer:
         before = trainer.apply_all_workers(os.getpid)
@@ -96,6 +97,7 @@ def test_a_number_of_workers_that_cannot_be_is_named(num_workers):
         lockstep.prestart(num_workers)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_workers_that_nobody_wants_are_sent_home(monkeypatch):
     lockstep.prestart(num_workers=3)

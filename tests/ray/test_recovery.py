@@ -73,7 +73,14 @@ def test_five_workers_die_one_after_the_other_and_no_bit_changes():
     assert validated["num_samples"] == 104
 
 
-@pytest.mark.parametrize("operator_cls", [TwoPlayers, OwnEpoch, Windows])
+@pytest.mark.parametrize(
+    "operator_cls",
+    [
+        TwoPlayers,
+        pytest.param(OwnEpoch, marks=pytest.mark.slow),
+        pytest.param(Windows, marks=pytest.mark.slow),
+    ],
+)
 def test_loops_of_ones_own_are_computed_again(operator_cls):
     """A spare in the place of the dead: the same bits without any further promise."""
     strikes = [Strike("kill", rank=1, step=5, phase="buckets")]
@@ -86,6 +93,7 @@ def test_loops_of_ones_own_are_computed_again(operator_cls):
     assert recovery["same_bits"]
 
 
+@pytest.mark.slow
 def test_under_torchs_ddp_the_wrappers_stay():
     """The loop's own reference to what `register` returned goes on working, a spare's too."""
     strikes = [
@@ -101,6 +109,7 @@ def test_under_torchs_ddp_the_wrappers_stay():
     assert [each["same_bits"] for each in recoveries] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_replaced():
     strikes = [Strike("stop", rank=1, step=12, phase="forward")]
     _, bits = undisturbed(Classifier)
@@ -125,6 +134,7 @@ def test_a_worker_that_died_between_calls_is_found_by_any_call(tmp_path):
     assert [each["num_samples"] for each in results[:3]] == [104] * 3
 
 
+@pytest.mark.slow
 def test_samples_that_kill_everybody_are_named():
     strikes = [Strike("kill", rank=0, step=2, phase="forward") for _ in range(3)]
     with (
