@@ -285,7 +285,10 @@ class Checkpointed(nn.Module):
         hidden = x.clone().requires_grad_(True)
         for layer in self.layers:
             hidden = checkpoint(
-                lambda h, layer=layer: torch.tanh(layer(h)), hidden, use_reentrant=self.reentrant
+                lambda h, layer=layer: torch.tanh(layer(h)),
+                hidden,
+                use_reentrant=self.reentrant,
+                preserve_rng_state=False,
             )
         return hidden
 

@@ -200,7 +200,9 @@ def test_reentrant_checkpointing_twice_through_one_layer():
         def forward(self, x):
             hidden = x.clone().requires_grad_(True)
             for _ in range(2):
-                hidden = checkpoint(super().forward, hidden, use_reentrant=True)
+                hidden = checkpoint(
+                    super().forward, hidden, use_reentrant=True, preserve_rng_state=False
+                )
             return hidden
 
     def program(sync, models, rank):
