@@ -47,9 +47,8 @@ def trainer(operator, **arguments):
     )
 
 
-@pytest.mark.parametrize(
-    ("operator", "workers"), [pytest.param(DefaultLoop, 3, marks=pytest.mark.slow), (OwnStep, 2)]
-)
+@pytest.mark.parametrize(("operator", "workers"), [(DefaultLoop, 3), (OwnStep, 2)])
+@pytest.mark.slow
 def test_the_weights_of_one_process(operator, workers):
     # 37 samples in batches of 12: the last batch of an epoch has one sample, for rank 0.
     with trainer(operator, num_workers=workers) as run:

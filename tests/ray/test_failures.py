@@ -200,8 +200,10 @@ INTERRUPTED = """
 
 class Slow(DefaultLoop):
     def compute_loss(self, batch, batch_info):
-        with open(self.config["inside"], "w") as pipe:
-            pipe.write(".")
+        # One writes: the reader closes after the first byte, and who came later would fail.
+        if self.world_rank == 0:
+            with open(self.config["inside"], "w") as pipe:
+                pipe.write(".")
         threading.Event().wait(600)
 
 

@@ -19,7 +19,7 @@ from lockstep.keys import BATCH_SIZE
 CONFIG = {BATCH_SIZE: GLOBAL_BATCH}
 
 
-SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
+SIZES = [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3)), 4]
 
 
 @pytest.mark.parametrize("num_workers", SIZES)

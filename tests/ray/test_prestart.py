@@ -64,6 +64,7 @@ def _has_traces(operator):
     return hasattr(operator, "marked")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_workers_that_are_not_kept_end_with_their_trainer():
     with start(num_workers=2) as trainer:

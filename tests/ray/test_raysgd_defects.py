@@ -168,6 +168,7 @@ def test_B8_fewer_samples_than_workers_in_a_global_batch():
     assert (result["num_samples"], result["batch_count"]) == (6, 3)
 
 
+@pytest.mark.slow
 def test_C19_shutdown_does_not_wait_for_a_worker_that_is_stuck():
     two = start(num_workers=2)
     pids = two.apply_all_workers(os.getpid)

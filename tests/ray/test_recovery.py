@@ -120,6 +120,7 @@ def test_a_worker_that_is_stopped_is_replaced():
     assert "stopped" in recovery["why"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_between_calls_is_found_by_any_call(tmp_path):
     _, bits = undisturbed(Classifier)
     with trainer_of(Classifier, spare_workers=1) as trainer:
