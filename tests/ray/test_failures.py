@@ -200,10 +200,8 @@ INTERRUPTED = """
 
 class Slow(DefaultLoop):
     def compute_loss(self, batch, batch_info):
-        # One writes: the reader closes after the first byte, and who came later would fail.
-        if self.world_rank == 0:
-            with open(self.config["inside"], "w") as pipe:
-                pipe.write(".")
+        with open(self.config["inside"], "w") as pipe:
+            pipe.write(".")
         threading.Event().wait(600)
 
 
@@ -220,10 +218,12 @@ def test_ctrl_c_in_an_epoch_comes_back_without_orphans(tmp_path):
     pids = [int(word) for word in program.stdout.readline().split()]
     assert len(pids) == 2
     assert all(map(_alive, pids))
-    with inside.open() as pipe:
-        assert pipe.read(1) == "."
+    # Held open to the end: a worker that comes later must find a reader, too.
+    pipe = os.open(inside, os.O_RDWR)
+    assert os.read(pipe, 1) == b"."
     program.send_signal(signal.SIGINT)
     rest, _ = program.communicate(timeout=30)
+    os.close(pipe)
     assert rest.split() == ["interrupted", "closed"]
     assert program.returncode == 0
     assert not any(map(_alive, pids))
