@@ -205,6 +205,7 @@ class Slow(DefaultLoop):
         threading.Event().wait(600)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_an_epoch_comes_back_without_orphans(tmp_path):
     inside = tmp_path / "inside"
     os.mkfifo(inside)
