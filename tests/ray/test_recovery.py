@@ -148,6 +148,35 @@ def test_samples_that_kill_everybody_are_named():
     assert "samples [" in str(caught.value)
 
 
+def test_a_function_of_ones_own_may_take_as_long_as_it_takes():
+    """A rank that is slow in it makes no step, and keeps nobody waiting who should not wait."""
+    with trainer_of(Classifier, hang_timeout_s=0.3) as trainer:
+        trainer.train(num_steps=1)
+        assert trainer.apply_all_operators(_takes_longer_on_rank_1) == [0, 1]
+        assert trainer.status()["recoveries"] == []
+
+
+def _takes_longer_on_rank_1(operator):
+    threading.Event().wait(2.0 * operator.world_rank)
+    return operator.world_rank
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_bits_that_are_lost_stay_lost():
+    """Two were fewer for some steps; a spare in the next one's place does not undo that."""
+    strikes = [
+        Strike("kill", rank=1, step=2, phase="forward"),
+        Strike("kill", rank=1, step=9, phase="forward"),
+    ]
+    with trainer_of(Classifier, strikes, num_workers=2) as trainer:
+        trainer.train(num_steps=6)
+        until_complete(trainer, 2)
+        trainer.train(num_steps=6)
+        recoveries = trainer.status()["recoveries"]
+    assert [each["same_bits"] for each in recoveries] == [False, False]
+
+
 def test_nobody_left():
     strikes = [Strike("kill", rank=rank, step=2, phase="forward") for rank in range(2)]
     with (

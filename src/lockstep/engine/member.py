@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,15 +53,16 @@ def kill(member: Member, neighbours: list[Member]) -> None:
     `ray.kill` asks the process first, and lets one that was stopped live on for seconds, in
     which its open sockets keep its peers waiting (measured: 5 s). A signal does not ask.
     """
-    if member.actor is None or not member.pid:
+    if member.actor is None:
         return
-    if member.is_here:
-        try:
+    if member.pid and member.is_here:
+        with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-    for other in neighbours:
-        if other.node == member.node and other.actor is not None and other is not member:
+    elif member.pid:
+        # One of them: a number that was signalled twice may be another process by then.
+        on_its_node = (n for n in neighbours if n.node == member.node and n is not member)
+        other = next((n for n in on_its_node if n.actor is not None), None)
+        if other is not None:
             other.actor.end_process.remote(member.pid)
     ray.kill(member.actor, no_restart=True)
 

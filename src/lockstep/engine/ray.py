@@ -45,8 +45,6 @@ _STOP_S = 5.0
 _RESCUE_S = 2.0
 _LOOK_S = 0.02
 
-Watch = "Callable[[dict[str, Any]], None] | None"
-
 
 class RayEngine:
     """See `Engine`.
@@ -160,9 +158,18 @@ class RayEngine:
     def bury(self, member: Member) -> None:
         """Make sure that a member's process is gone, and forget it."""
         kill(member, self.members)
+        self.forget(member)
+
+    def forget(self, member: Member) -> None:
+        """A member's process is gone. It is not signalled: its number may be another's by now."""
         if member in self.members:
             self.members.remove(member)
         self.spares = [each for each in self.spares if each[0] is not member]
+
+    @property
+    def everyone(self) -> list[Member]:
+        """Members and spares, ready or not."""
+        return [*self.members, *(member for member, _ in self.spares)]
 
     # -------------------------------------------------------------------------------- calling
 
@@ -326,7 +333,7 @@ class RayEngine:
         return Roster(workers=len(self.members), spares=len(self.spares))
 
     def close(self, *, force: bool) -> None:
-        everyone = [*self.members, *(member for member, _ in self.spares)]
+        everyone = self.everyone
         members, self.members, self.spares = self.members, [], []
         if not self._is_in_session:
             everyone = []

@@ -17,7 +17,7 @@ class Incident:
         why: what ended them.
         during: the method, and what the lost worker was seen doing last.
         step: steps of the run that had happened; none of them is lost.
-        replayed: steps that were computed again: 0 or 1, or an accumulation window.
+        replayed: 1 if an optimizer step was interrupted, and computed again; 0 between steps.
         seconds: from the first sign of the failure until the group stood again.
         generation: the formation that followed.
         workers: its size.

@@ -65,6 +65,8 @@ class RecoveringEngine:
         self._deaths = Deaths()
         self._incidents: list[Incident] = []
         self._has_dismissed = False
+        # Once other bits, always other bits: what was computed by fewer workers stays.
+        self._has_same_bits = True
 
     @property
     def ended(self) -> BaseException | None:
@@ -190,11 +192,12 @@ class RecoveringEngine:
         ]
 
     def _note(self, hearing: Hearing, regrouped: Regrouped, seconds: float) -> None:
-        losses = regrouped.losses
+        losses, spec = regrouped.losses, self._engine.spec
+        is_whole = regrouped.size == spec.num_workers
+        self._has_same_bits &= spec.options.reproducible or is_whole
         if not losses and (self._has_dismissed or not hearing.has_failed):
             _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
             return
-        spec = self._engine.spec
         incident = Incident(
             at=time.time(),
             lost=tuple(f"{loss.member}, rank {loss.rank}" for loss in losses),
@@ -205,7 +208,7 @@ class RecoveringEngine:
             seconds=seconds,
             generation=regrouped.generation,
             workers=regrouped.size,
-            same_bits=spec.options.reproducible or regrouped.size == spec.num_workers,
+            same_bits=self._has_same_bits,
         )
         self._incidents.append(incident)
         _log.warning("%s", incident)

@@ -130,7 +130,8 @@ class Regrouping:
     def hire_for(self, losses: Sequence[Loss]) -> None:
         """Start a worker for each that is lost; it will be a spare, or take a free place."""
         for loss in losses:
-            if loss.member.seat is not None:
+            taken = {member.seat for member in self._engine.everyone}
+            if loss.member.seat is not None and loss.member.seat not in taken:
                 self._engine.hire(loss.member.seat, loss.member.local_rank)
 
     # ---------------------------------------------------------------------------- forming
@@ -150,7 +151,7 @@ class Regrouping:
         places: list[Member | None] = list(engine.members)
         for loss in losses:
             places[places.index(loss.member)] = None
-            engine.bury(loss.member)
+            engine.forget(loss.member)
         for _ in range(_ATTEMPTS):
             standings = self._stand_down(method, places, further)
             best = _best(standings)
@@ -198,7 +199,7 @@ class Regrouping:
         if member in places:
             places[places.index(member)] = None
         further.append(Loss(member, rank, range(0), died))
-        self._engine.bury(member)
+        (self._engine.forget if rank in hearing.deaths else self._engine.bury)(member)
 
     def _fill(self, places: list[Member | None], losses: Sequence[Loss]) -> list[Member]:
         """Spares in the free places, in order; the members of the next generation, by rank."""
@@ -223,8 +224,7 @@ class Regrouping:
         _log.warning(
             "%d workers are left, min_workers=%d: waiting for others to start", left, wanted
         )
-        hired = len(self._engine.spares)
-        self.hire_for(losses[hired:])
+        self.hire_for(losses)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             ready = self._take_stock()

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep.recovery")
 
+# In these a rank either makes steps, or does what takes moments. How long a function of the
+# user's own may run, or a copy of a large model, nobody can say.
+_TIMED: Final = frozenset({"train", "validate", "stand_down", "join"})
 # The first step compiles, opens its data, and warms up caches.
 _FIRST_STEP_FACTOR: Final = 10.0
 # A rank in a collective of a broken group is freed by its peers' closing sockets in milliseconds.
@@ -73,7 +76,9 @@ class Watchdog:
                 continue
             waiting = [each for each, one in sightings.items() if self._waits(one, now)]
             is_waited_for = others_answered or any(each is not member for each in waiting)
-            if is_waited_for and not self._waits(seen, now) and self._is_overdue(member, seen, now):
+            is_late = hearing.method in _TIMED or _is_stopped(member)
+            is_at_fault = is_late and is_waited_for and not self._waits(seen, now)
+            if is_at_fault and self._is_overdue(member, seen, now):
                 self._end(member, seen, now, self._complaint(member, seen, now))
 
     def _waits(self, seen: Sighting, now: float) -> bool:

@@ -118,6 +118,8 @@ def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
     operator = worker.operator
     worker.take_rank(rank, formation.size)
     before = operator._lockstep.setting
+    if worker.before_meeting is not None:
+        worker.before_meeting()
     process_group = form_group(formation.rendezvous, rank, formation.size, before.device)
     worker.enter(process_group, formation.rendezvous)
     placement = worker.placement_for(before.placement)
