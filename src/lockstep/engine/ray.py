@@ -248,6 +248,9 @@ class RayEngine:
             # Ctrl-C most of all: nobody may be left behind in the middle of a step.
             if hearing.pending or local is not None:
                 self.end(error)
+            if isinstance(error, SystemError) and isinstance(error.__cause__, KeyboardInterrupt):
+                # Python's word for a Ctrl-C that came while Ray's compiled code was waiting.
+                raise error.__cause__ from None
             raise
         return hearing
 
