@@ -84,6 +84,7 @@ def seen_by(operator):
     return operator.seen
 
 
+@pytest.mark.slow
 def test_what_operators_keep_is_that_of_each_rank(tmp_path):
     arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 5, **BY_BATCH}
     with trainer_of(Counting, **arguments) as trainer:

@@ -48,6 +48,19 @@ def train_by_parts(trainer, workers, parts=(7, 7, 11)):
     return results, digest(trainer)
 
 
+def test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits():
+    strikes = [Strike("kill", rank=0, step=5, phase="applied")]
+    arguments = {"num_shards": 4, "reproducible": True}
+    expected, bits = undisturbed(Classifier, epochs=1, num_workers=1, **arguments)
+    with trainer_of(Classifier, strikes, **arguments) as trainer:
+        results, got = run(trainer, epochs=1)
+        (recovery,) = trainer.status()["recoveries"]
+    assert got == bits
+    assert counts(results) == counts(expected)
+    assert recovery["same_bits"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_five_workers_die_one_after_the_other_and_no_bit_changes():
     """Rank 0 too, in every phase; a spare takes over, then fewer go on, then they are complete."""
