@@ -8,8 +8,7 @@ count move, so that a step that failed half-way is a step that did not happen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
 from lockstep.errors import WeightError
@@ -18,154 +17,11 @@ from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
     from lockstep.data import Step
-    from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.sync import Synchroniser
+    from lockstep.worker.cursor import Cursor, Tally
     from lockstep.worker.rollback import Rollback
-
-
-class StepSource(Protocol):
-    """A loader cut into global steps; see `lockstep.data.ShardedLoader`.
-
-    Attributes:
-        joint: a worker's shards of a step come as one batch, not one after the other.
-    """
-
-    joint: bool
-
-    @property
-    def global_batch_size(self) -> int | None: ...
-
-    @property
-    def steps_per_epoch(self) -> int | None: ...
-
-    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
-
-    def agree(self, group: Group, epoch: int) -> None:
-        """Before an epoch's first step: every rank is about to read by the same plan.
-
-        Collective:
-            Every rank of `group`; one small exchange.
-        """
-
-    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
-        """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
-
-        None where nobody can tell.
-        """
-
-    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
-        """The items that `shards` hold in a step; an empty list where nobody can tell."""
-
-    def close(self) -> None: ...
-
-
-class Cursor:
-    """A position in a source that survives from one call to the next.
-
-    Attributes:
-        epoch: passes over the data completed, from 0.
-        step: global batches committed in the current pass.
-        window_start: the step with which the accumulation window that is open begins; `step`
-            if none is.
-    """
-
-    def __init__(self, source: StepSource) -> None:
-        self.source = source
-        self.epoch = 0
-        self.step = 0
-        self.window_start = 0
-        self._steps: Generator[Step, None, None] | None = None
-        self._ahead: Step | None = None
-
-    def move_to(self, epoch: int, step: int) -> None:
-        self._abandon()
-        self.epoch, self.step = epoch, step
-        # Wherever it is moved to, also into what was the middle of a window with another
-        # `accumulate`: what came before is not in anybody's gradients.
-        self.window_start = step
-
-    def use(self, source: StepSource) -> None:
-        """Read from `source` from now on, at the same position."""
-        self._abandon()
-        self.source.close()
-        self.source = source
-
-    def close(self) -> None:
-        """End the loader's worker processes."""
-        self._abandon()
-        self.source.close()
-
-    def _abandon(self) -> None:
-        steps, self._steps, self._ahead = self._steps, None, None
-        if steps is not None:
-            # Closing the generator ends the loader's processes now, not at some collection.
-            steps.close()
-
-    def take(self) -> Step | None:
-        """The step at the position; None at the end of the epoch."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            return ahead
-        if self._steps is None:
-            self._steps = self.source.batches(self.epoch, self.step)
-        return next(self._steps, None)
-
-    def is_exhausted(self) -> bool:
-        """Nothing is left of the epoch; reads one step ahead if the data has no length."""
-        total = self.source.steps_per_epoch
-        if total is not None:
-            return self.step >= total
-        if self._ahead is None:
-            self._ahead = self.take()
-        return self._ahead is None
-
-    def is_last(self, index: int) -> bool:
-        """Whether the epoch ends with step `index`, which was taken; may read one ahead."""
-        total = self.source.steps_per_epoch
-        if total is not None:
-            return index + 1 >= total
-        if self._ahead is None:
-            self._ahead = self.take()
-        return self._ahead is None
-
-    def commit(self) -> None:
-        self.step += 1
-
-    @property
-    def at_epoch_start(self) -> bool:
-        return self.step == 0 and self._steps is None
-
-    def finish_epoch(self) -> None:
-        self.move_to(self.epoch + 1, 0)
-
-    @property
-    def epochs_entered(self) -> int:
-        return self.epoch + (self.step > 0)
-
-    @property
-    def epochs_finished(self) -> int:
-        """The one that is under way too, if a state was taken right after its last step."""
-        total = self.source.steps_per_epoch
-        return self.epoch + (total is not None and 0 < total <= self.step)
-
-
-@dataclass
-class Tally:
-    """What a worker has delivered during one call.
-
-    Attributes:
-        on_commit: told of every step.
-        at_boundary: called before every batch; what it raises ends the call between two steps.
-    """
-
-    steps: int = 0
-    samples: int = 0
-    on_commit: Callable[[], None] | None = None
-    at_boundary: Callable[[], None] | None = None
 
 
 class Deliveries:
@@ -186,8 +42,8 @@ class Deliveries:
         *,
         limit: int | None,
         purpose: str,
-        rollback: Rollback | None = None,
-        first_index: int = 0,
+        rollback: Rollback | None,
+        first_index: int,
     ) -> None:
         self._operator = operator
         self._cursor = cursor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayShare
-from lockstep.worker.deliveries import Cursor
+from lockstep.worker.cursor import Cursor
 from lockstep.worker.sources import wants_joint
 
 if TYPE_CHECKING:

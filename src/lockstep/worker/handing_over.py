@@ -10,7 +10,7 @@ from lockstep.data import Placement, shards_of
 from lockstep.errors import CheckpointError
 from lockstep.operator.loops import registered
 from lockstep.worker import state as states
-from lockstep.worker.deliveries import Cursor
+from lockstep.worker.cursor import Cursor
 from lockstep.worker.inquiries import Inquiries
 from lockstep.worker.sources import open_source
 

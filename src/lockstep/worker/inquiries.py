@@ -10,7 +10,7 @@ from lockstep.worker.where import whereabouts
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.deliveries import Cursor
+    from lockstep.worker.cursor import Cursor
     from lockstep.worker.passes import Underway
     from lockstep.worker.where import Whereabouts
 

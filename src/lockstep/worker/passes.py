@@ -17,7 +17,8 @@ from lockstep.operator.loops import checked_metrics, registered
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
 from lockstep.reduction import activate
-from lockstep.worker.deliveries import Deliveries, Tally
+from lockstep.worker.cursor import Tally
+from lockstep.worker.deliveries import Deliveries
 from lockstep.worker.report import Counted, Report
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.deliveries import Cursor
+    from lockstep.worker.cursor import Cursor
     from lockstep.worker.rollback import Rollback
 
 _COUNT_EVERY_S: Final = 0.25

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
     from lockstep.sync import Synchroniser
-    from lockstep.worker.deliveries import Cursor, Tally
+    from lockstep.worker.cursor import Cursor, Tally
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.deliveries import StepSource
+    from lockstep.worker.cursor import StepSource
 
 
 class OwnSource:

@@ -25,7 +25,7 @@ _LIBRARIES: Final = (f"{os.sep}torch{os.sep}", f"{os.sep}ray{os.sep}", f"{os.sep
 # The innermost of these on the stack says what goes on.
 _PHASES: Final = {
     (os.path.join("data", "fetch.py"), None): "reading data",
-    (os.path.join("worker", "deliveries.py"), "take"): "reading data",
+    (os.path.join("worker", "cursor.py"), "take"): "reading data",
     (os.path.join("operator", "loops.py"), "_loss_and_metrics"): "forward",
     (os.path.join("operator", "loops.py"), "backward"): "backward",
     (os.path.join("operator", "precision.py"), "step"): "optimizer",
