@@ -51,12 +51,12 @@ class WorkerActor:
         self._spec, self._rank, self._local_rank = spec, rank, local_rank
 
     @ray.method(concurrency_group="control")
-    def alive(self, rank: int) -> Outcome:
+    def alive(self) -> Outcome:
         """Answers where a process lives, whatever it is doing."""
         from lockstep.engine.travel import pickled
         from lockstep.worker import Outcome
 
-        return Outcome(rank, pickled(None, "nothing"))
+        return Outcome(pickled(None, "nothing"))
 
     @ray.method(concurrency_group="control")
     def node(self) -> str:
@@ -77,7 +77,7 @@ class WorkerActor:
             if method == "stop":
                 self._retire()
             # Pickled here, so that a result that cannot travel is an error of this call.
-            return Outcome(self._rank, pickled(value, "what the worker returned"))
+            return Outcome(pickled(value, "what the worker returned"))
         except BaseException as error:
             # The peers wait for this rank in a collective: closing the sockets frees them.
             if method in COLLECTIVE_METHODS and self._worker is not None:

@@ -17,8 +17,10 @@ from lockstep.engine.travel import from_pieces
 from lockstep.worker import Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lockstep.engine.base import Keeper
-    from lockstep.engine.ray import RayEngine
+    from lockstep.engine.member import Member
     from lockstep.worker import Worker
 
 
@@ -26,12 +28,12 @@ class RemoteCourier:
     """See `Courier`.
 
     Args:
-        engine: whose workers make them.
+        rank_0: who makes them now; None where nobody is left.
         to: who gets them.
     """
 
-    def __init__(self, engine: RayEngine, to: Keeper) -> None:
-        self._engine = engine
+    def __init__(self, rank_0: Callable[[], Member | None], to: Keeper) -> None:
+        self._rank_0 = rank_0
         self._to = to
         self._is_requested = False
         self._asked: Any = None
@@ -47,7 +49,8 @@ class RemoteCourier:
             here.snapshots.give = self._to.keep
 
     def _worker_here(self) -> Worker | None:
-        return self._engine.members[0].worker if self._engine.members else None
+        first = self._rank_0()
+        return None if first is None else first.worker
 
     def look(self) -> None:
         """Take what has come, ask for more; never waits."""
@@ -55,9 +58,9 @@ class RemoteCourier:
             if not ray.wait([self._asked], timeout=0)[0]:
                 return
             self._receive()
-        members = self._engine.members
-        if members and members[0].actor is not None:
-            self._asked = members[0].actor.snapshot.remote(self._is_requested)
+        first = self._rank_0()
+        if first is not None and first.actor is not None:
+            self._asked = first.actor.snapshot.remote(self._is_requested)
             self._is_requested = False
 
     def finish(self, timeout_s: float | None = None) -> None:

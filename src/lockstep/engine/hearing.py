@@ -47,7 +47,7 @@ class Hearing:
     """
 
     def __init__(
-        self, method: str, server: ServerProcess | None = None, *, hears_all: bool = False
+        self, method: str, server: ServerProcess | None = None, *, hears_all: bool
     ) -> None:
         self.method = method
         self._server = server
@@ -60,10 +60,6 @@ class Hearing:
         self._causes: list[BaseException] = []
 
     @property
-    def dead(self) -> bool:
-        return bool(self.deaths)
-
-    @property
     def has_failed(self) -> bool:
         """Somebody could not do what was asked."""
         return bool(self._causes or self.deaths or self.lost_peers)
@@ -71,7 +67,7 @@ class Hearing:
     @property
     def is_recoverable(self) -> bool:
         """All that failed may have failed because a worker went away."""
-        return not self._causes or (self.dead and not self._has_plain_cause)
+        return not self._causes or (bool(self.deaths) and not self._has_plain_cause)
 
     @property
     def _has_plain_cause(self) -> bool:
@@ -122,7 +118,7 @@ class Hearing:
             return None
         if self._causes and together:
             return _NOTICE_S if self._hears_all and not self._has_plain_cause else 0.0
-        if self.dead:
+        if self.deaths:
             return 0.0
         is_freed = self.method in METHODS_BESIDE
         return None if is_freed or not self.has_failed else _HEARING_S
@@ -172,6 +168,6 @@ def _is_plain(error: BaseException) -> bool:
     return isinstance(error, LockstepError) or not isinstance(error, RuntimeError)
 
 
-def _first_lines(text: str, count: int = 3) -> str:
+def _first_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:count])
+    return " ".join(lines[:3])

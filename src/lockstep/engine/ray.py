@@ -55,7 +55,7 @@ class RayEngine:
     """
 
     def __init__(
-        self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int = 0
+        self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
     ) -> None:
         self.spec = spec
         self.ended: BaseException | None = None
@@ -167,6 +167,10 @@ class RayEngine:
         self.spares = [each for each in self.spares if each[0] is not member]
 
     @property
+    def _rank_0(self) -> Member | None:
+        return self.members[0] if self.members else None
+
+    @property
     def everyone(self) -> list[Member]:
         """Members and spares, ready or not."""
         return [*self.members, *(member for member, _ in self.spares)]
@@ -191,7 +195,7 @@ class RayEngine:
         cause = hearing.cause()
         if cause is None:
             return [hearing.values[rank] for rank in sorted(hearing.values)]
-        if hearing.method in COLLECTIVE_METHODS or hearing.pending or hearing.dead:
+        if hearing.method in COLLECTIVE_METHODS or hearing.pending or hearing.deaths:
             self.end(cause)
         raise cause
 
@@ -305,7 +309,7 @@ class RayEngine:
         return look
 
     def bring_snapshots(self, to: Keeper) -> Courier:
-        self._courier = RemoteCourier(self, to)
+        self._courier = RemoteCourier(lambda: self._rank_0, to)
         return self._courier
 
     def roll_call(self) -> Hearing:
@@ -314,7 +318,7 @@ class RayEngine:
         hearing = Hearing("roll call", hears_all=True)
         for rank, member in enumerate(self.members):
             if member.actor is not None:
-                hearing.pending[member.actor.alive.remote(rank)] = rank
+                hearing.pending[member.actor.alive.remote()] = rank
         hearing.listen(None)
         return hearing
 
@@ -326,8 +330,8 @@ class RayEngine:
     # --------------------------------------------------------------------------------- ending
 
     def local_operator(self) -> TrainingOperator | None:
-        first = self.members[0].worker if self.members else None
-        return None if first is None else first.operator
+        first = self._rank_0
+        return None if first is None or first.worker is None else first.worker.operator
 
     def cut_anew(self, num_shards: int) -> None:
         self.spec = replace(self.spec, num_shards=num_shards)

@@ -124,7 +124,7 @@ class RecoveringEngine:
             if not hearing.has_failed:
                 return [*self._engine.conclude(hearing), *lost.reports]
             # Who was asked to leave for a newcomer has not failed.
-            retries -= 0 if self._has_dismissed and not hearing.dead else 1
+            retries -= 0 if self._has_dismissed and not hearing.deaths else 1
             if not hearing.is_recoverable or retries < 0:
                 return self._engine.conclude(hearing)
             regrouped = self._recover(hearing)
@@ -158,7 +158,7 @@ class RecoveringEngine:
         if not self._regrouping.can_grow and may_repeat:
             return
         hearing = self._engine.roll_call()
-        if hearing.dead or self._regrouping.can_grow:
+        if hearing.deaths or self._regrouping.can_grow:
             self._recover(hearing)
 
     # ------------------------------------------------------------------------- recovering

@@ -33,7 +33,6 @@ class Outcome:
         peer_lost: the error only says that some other rank went away.
     """
 
-    rank: int
     value: Any = None
     error: bytes | None = None
     notes: tuple[str, ...] = ()
@@ -58,7 +57,7 @@ def failure(rank: int, error: BaseException) -> Outcome:
         # Not by assignment, which a user's class may refuse (a frozen dataclass does).
         BaseException.with_traceback(link, None)
     notes = (*getattr(error, "__notes__", ()), _rank_note(rank, trace))
-    return Outcome(rank=rank, error=_portable(error, rank), notes=notes, peer_lost=peer_lost)
+    return Outcome(error=_portable(error, rank), notes=notes, peer_lost=peer_lost)
 
 
 def _users_trace(error: BaseException) -> str | None:
@@ -75,11 +74,11 @@ def _users_trace(error: BaseException) -> str | None:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def add_rank(error: BaseException, rank: int, trace: str | None = None) -> None:
-    """Say on the exception itself which rank raised it, and where."""
+def add_rank(error: BaseException, rank: int) -> None:
+    """Say on the exception itself which rank raised it."""
     # A user's class may refuse the attribute; the exception itself is worth more than a note.
     with suppress(Exception):
-        BaseException.add_note(error, _rank_note(rank, trace))
+        BaseException.add_note(error, _rank_note(rank, None))
 
 
 def _rank_note(rank: int, trace: str | None) -> str:

@@ -96,7 +96,7 @@ class Underway:
         arithmetic: Callable[[], AbstractContextManager[None]],
         on_commit: Callable[[], None] | None,
         rollback: Rollback | None,
-        progress: Progress | None = None,
+        progress: Progress | None,
     ) -> None:
         self._operator = operator
         self.cursor = cursor

@@ -156,7 +156,7 @@ def form_second_group(
 
 
 class HasGroup(Protocol):
-    """A worker, as far as its group goes."""
+    """A worker, as far as its group goes; for what must not hold on to the group itself."""
 
     @property
     def process_group(self) -> Any: ...

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.worker import handover
-from lockstep.worker import state as states
 from lockstep.worker.shelf import Shelf
 from lockstep.worker.state import copied
 
@@ -175,7 +174,7 @@ class Snapshots:
         state = worker.state_dict(partial(copied, shelf=self._shelf)) if whole else {}
         self._shelf.clear()
         if everybody and worker.operator._brings("state_dict"):
-            own = state["operator"] if whole else states.copied(worker.operator.state_dict())
+            own = state["operator"] if whole else copied(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:
             self._keep(Snapshot(state["global_step"], state, self._shelf))

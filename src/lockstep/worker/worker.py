@@ -241,6 +241,10 @@ class Worker(HandsOver):
         """Belong to `group`, until `leave`."""
         self._group, self._rendezvous = group, rendezvous
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return self._group
+
     def placement_for(self, before: Placement) -> Placement:
         """The shards that this rank carries now."""
         return self._placement(before.num_shards, before.seed, self.rank)
@@ -367,10 +371,6 @@ class Worker(HandsOver):
 
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
         return function(self.operator)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        return self._group
 
 
 def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
