@@ -8,9 +8,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources, open_remote, stays_here
-from lockstep.errors import (
-    WrongTypeError,
-)
+from lockstep.engine.inline import InlineEngine
+from lockstep.errors import WrongTypeError
 from lockstep.operator import Options, TrainingOperator
 from lockstep.recovery import Policy
 from lockstep.trainer import results, verification
@@ -41,7 +40,7 @@ from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
 from lockstep.trainer.tracing import Profile, traced
 from lockstep.trainer.watched import Comparison
-from lockstep.trainer.workers import InlineEngine, recovering, refuse_spares
+from lockstep.trainer.workers import recovering, refuse_spares
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:

@@ -56,9 +56,7 @@ class Durability:
         CheckpointWriteError: the directory cannot be written to.
     """
 
-    def __init__(
-        self, folder: Any, every: Any, keep: Any, resume: Any, sync: str = "replicate"
-    ) -> None:
+    def __init__(self, folder: Any, every: Any, keep: Any, resume: Any, sync: str) -> None:
         _check(folder, every, keep, resume)
         self.every: int | None = every
         self.found: dict[str, Any] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.engine.inline import InlineEngine
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from lockstep.engine.ray import RayEngine
     from lockstep.recovery import Policy
     from lockstep.worker import WorkerSpec
-
-__all__ = ["InlineEngine", "recovering", "refuse_spares"]
 
 
 def recovering(engine: RayEngine, policy: Policy) -> Engine:
