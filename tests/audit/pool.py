@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.audit.finding import Finding
+from lockstep.audit.finding import Finding, Place
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
 
@@ -29,8 +29,6 @@ ANSWERS_WITHIN_S = 50.0
 def _rank(rank: int, pipe: Connection) -> None:
     import torch
     from torch.optim import optimizer
-
-    from lockstep.audit.session import watch_script
 
     torch.set_num_threads(1)
     os.environ.update(
@@ -50,7 +48,7 @@ def _rank(rank: int, pipe: Connection) -> None:
         os.environ["MASTER_PORT"] = str(port)
         torch.manual_seed(0)
         try:
-            ledger = watch_script(script, arguments, mode=mode, show=lambda error: None)
+            ledger = _watched(script, arguments, mode)
             left = len(optimizer._global_optimizer_pre_hooks)
             answer: Any = (ledger.to_bytes(), left)
         except BaseException:
@@ -63,6 +61,26 @@ def _rank(rank: int, pipe: Connection) -> None:
         sys.modules["__main__"] = main
         gc.collect()
         pipe.send(answer)
+
+
+def _watched(script: str, arguments: list[str], mode: str) -> Ledger:
+    """What this rank saw of a script."""
+    from lockstep.audit.probe.hooking import hook_in
+    from lockstep.audit.probe.probe import Probe
+    from lockstep.audit.script import describe_failure, run_script
+    from lockstep.audit.session import finish
+
+    probe = Probe(mode=mode, keeps_groups=True)
+    hook_in(probe)
+
+    def note_failure(error: BaseException, where: list[Place]) -> None:
+        probe.ledger.failure = describe_failure(error)
+        probe.ledger.stack = where
+
+    code = run_script(script, arguments, note_failure, lambda error: None)
+    ledger = finish(probe)
+    ledger.exit_code = code
+    return ledger
 
 
 class Pool:

@@ -68,12 +68,9 @@ class Backward:
 
     kind: str
     where: list[Place]
-    detailed: bool = True
     loss: float | None = None
     terms: list[Term] = field(default_factory=list)
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    issued: int = 0
-    under: str | None = None
     gathered: list[dict[str, Any]] = field(default_factory=list)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
 
@@ -91,7 +88,6 @@ class Collective:
     before: float | None = None
     after: float | None = None
     in_backward: bool = False
-    finished: bool = False
 
 
 @dataclass
@@ -167,7 +163,6 @@ class Loading:
     training: bool = False
     worker_seed: int | None = None
     workers: int = 0
-    batch_lengths: list[int] = field(default_factory=list)
 
 
 @dataclass

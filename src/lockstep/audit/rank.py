@@ -59,11 +59,12 @@ class Rank:
         return self._hand_in(code)
 
     def _start(self) -> None:
+        from lockstep.audit.probe.hooking import hook_in
         from lockstep.audit.probe.probe import Probe
         from lockstep.audit.spawned import watch_children
 
         self.probe = Probe(steps=self.options.steps, when_done=self._enough, keeps_groups=True)
-        self.probe.start()
+        hook_in(self.probe)
         if self.folder is not None:
             watch_children(self.probe, self.folder, self.options.steps)
 

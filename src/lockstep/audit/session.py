@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's audit: from `start` to `stop`, in code or round a script."""
+"""One rank's audit in code, from `start` to `stop`; and how any audit ends."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe
-from lockstep.audit.script import describe_failure, run_script
 from lockstep.errors import WrongUseError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def start(*, mode: str = "watch", steps: int | None = None) -> None:
             fix="call lockstep.audit.stop() first",
         )
     _running = Probe(mode=mode, steps=steps)
-    _running.start()
+    hook_in(_running)
 
 
 def stop(
@@ -132,32 +133,8 @@ def exchange_by_store(
     return found
 
 
-def watch_script(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    mode: str = "full",
-    steps: int | None = None,
-    show: Callable[[BaseException], None] | None = None,
-) -> Ledger:
-    """Run a script under the probe, in this process, and give back what this rank saw."""
-    probe = Probe(mode=mode, steps=steps, keeps_groups=True)
-    probe.start()
-
-    def note_failure(error: BaseException, where: list[Place]) -> None:
-        probe.ledger.failure = describe_failure(error)
-        probe.ledger.stack = where
-
-    code = run_script(script, arguments, note_failure, show)
-    ledger = finish(probe)
-    ledger.exit_code = code
-    return ledger
-
-
 def stack_of_main_thread() -> list[Place]:
     """Where the program stands, seen from another thread."""
-    import threading
-
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
     return [] if frame is None else users_lines(frame)

@@ -26,11 +26,12 @@ class Watched:
         self.steps = steps
 
     def __call__(self, index: int, *args: Any) -> Any:
+        from lockstep.audit.probe.hooking import hook_in
         from lockstep.audit.probe.probe import Probe
         from lockstep.audit.session import finish
 
         probe = Probe(steps=self.steps, keeps_groups=True)
-        probe.start()
+        hook_in(probe)
         try:
             return self.function(index, *args)
         except BaseException as error:

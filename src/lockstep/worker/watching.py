@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe, TrainersRun
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Watch:
         self._probe: Probe | None = None
         self._before: dict[str, int] = {}
 
-    def attach(self, rank: int, world_size: int, steps_before: int = 0) -> None:
+    def attach(self, rank: int, world_size: int, steps_before: int) -> None:
         """The group has formed: compare with these peers from here on.
 
         Args:
@@ -48,9 +49,14 @@ class Watch:
         """
         self.detach()
         if self._mode != "off":
-            run = TrainersRun(rank, world_size, self._synchronised, self._shares_out)
-            run.first_step = steps_before
-            run.rarest = 1 if self._mode == "full" else WATCHED_EVERY
+            run = TrainersRun(
+                rank,
+                world_size,
+                synchronised=self._synchronised,
+                shares_out=self._shares_out,
+                first_step=steps_before,
+                rarest=1 if self._mode == "full" else WATCHED_EVERY,
+            )
             self._probe = Probe(mode=self._mode, run=run)
 
     def detach(self) -> None:
@@ -88,7 +94,7 @@ class Watch:
             yield
             return
         probe.run.thread = threading.get_ident()
-        probe.start()
+        hook_in(probe)
         try:
             yield
         finally:

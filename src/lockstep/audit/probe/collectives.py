@@ -101,7 +101,6 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
             result = original(*args, **kwargs)
         finally:
             probe.enter("collective", -1)
-        call.finished = True
         probe.ledger.stuck_in = waiting
         if probe.detailed and tensor is not None:
             probe.harmlessly(_after, probe, call, tensor, result, args, kwargs)

@@ -42,6 +42,9 @@ CLOSELY: Final = 8
 """So many steps are looked at more closely: gradients also after each backward, the optimizer's
 state, and norms of parameters."""
 
+KEPT_STEPS: Final = 96
+"""Of a run of a trainer's, which has no end that is known."""
+
 
 class Watched:
     """One optimizer, its track in the ledger and the step that is under way."""
@@ -67,11 +70,9 @@ def install(probe: Probe) -> None:
     if probe.run is not None:
         known = [o for o in probe.run.optimizers if o not in probe.optimizers]
         probe.made_waiting += map(weakref.ref, known)
-    if probe.run is not None and probe.run.synchronised:
-        _hook(probe)  # what was made is known
-        return
-    probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
-    probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
+    if probe.run is None or not probe.run.synchronised:  # else what was made is known
+        probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
+        probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
     _hook(probe)
 
 
@@ -202,7 +203,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
         track.steps.append(step)
         watched.step = None
         if probe.run is not None:
-            thin_out(track.steps, probe.run.keep)
+            thin_out(track.steps, KEPT_STEPS)
     track.count += 1
     watched.next_is_detailed = _is_detailed(probe, track.count)
     if step is not None or probe.detailed:
@@ -236,11 +237,11 @@ def watch_made(probe: Probe) -> None:
     waiting, probe.made_waiting = probe.made_waiting, []
     for reference in waiting:
         optimizer = reference()
-        if optimizer is not None and optimizer not in probe.optimizers and _is_whole(optimizer):
+        if optimizer is not None and optimizer not in probe.optimizers and _has_groups(optimizer):
             _watch(probe, optimizer)
 
 
-def _is_whole(optimizer: Optimizer) -> bool:
+def _has_groups(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "param_groups", None))
 
 
@@ -253,7 +254,7 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
         # More parameters than before (layers unfrozen): the same track, described anew.
         watched.track.parameters = _describe(probe, optimizer)
         watched.track.steps.clear()
-        watched.track.count, fresh = watched.track.count, Watched(optimizer, watched.track)
+        fresh = Watched(optimizer, watched.track)
     else:
         kind = type(optimizer).__name__
         same = sum(1 for t in probe.ledger.tracks if t.optimizer == kind)
@@ -274,7 +275,7 @@ def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
     held = [p for g in optimizer.param_groups for p in g["params"]]
     modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
     probe.living = [weakref.ref(module) for module in modules]
-    names = parameter_names(m for r in probe.living if (m := r()) is not None)
+    names = parameter_names(modules)
     pieces = pieces_of_flat_parameters(modules)
     probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
     counts = samples_per_tensor([_local_size(p) for p in held])

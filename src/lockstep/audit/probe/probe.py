@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is hooked into torch, and the state that the hooks share.
+"""The state that the hooks in torch share.
 
 One probe per process. Everything it puts into torch is in `Patches` and is taken out by `stop`.
 """
@@ -42,7 +42,6 @@ class TrainersRun:
         optimizers: those that will step.
         first_step: the optimizer steps that the run has behind it.
         rarest: at least every so many steps are looked at.
-        keep: so many steps are kept.
         thread: who runs the worker; rank 0 may live in the user's process.
     """
 
@@ -54,7 +53,6 @@ class TrainersRun:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     first_step: int = 0
     rarest: int = 64
-    keep: int = 96
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -258,30 +256,8 @@ class Probe:
             if self.store is None:
                 self.store = dist.distributed_c10d._get_default_store()
 
-    def start(self) -> None:
-        """Hook everything in."""
-        from lockstep.audit.probe import (
-            backwards,
-            clipping,
-            collectives,
-            loaders,
-            optimizers,
-            wrappers,
-        )
-
-        assert not self.is_on
-        self.is_on = True
-        self.note_group()
-        parts: list[Any] = [backwards, collectives, optimizers]
-        if self.run is None or not self.run.synchronised:
-            parts = [wrappers, *parts, clipping]
-        if self.run is None or not self.run.shares_out:
-            parts.append(loaders)
-        for part in parts:
-            part.install(self)
-
     def pause(self) -> None:
-        """Take everything out, and remember what was seen: `start` goes on."""
+        """Take everything out, and remember what was seen: `hook_in` goes on."""
         self.is_on = False
         self.forward_hook = None
         self.patches.undo()
@@ -289,9 +265,7 @@ class Probe:
 
     def stop(self) -> Ledger:
         """Take everything out. The second call changes nothing."""
-        self.is_on = False
-        self.patches.undo()
+        self.pause()
         self.windows.clear()
         self.optimizers.clear()
-        self.forget_gathered()
         return self.ledger

@@ -7,6 +7,7 @@ that it did, and that it mattered, the gradients say: a call of ``ddp.module`` i
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ _LINES_PER_WINDOW = 8
 
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
-    probe.patches.wrap(DistributedDataParallel, "__init__", lambda f: _constructor(probe, f))
+    probe.patches.wrap(DistributedDataParallel, "__init__", functools.partial(_constructor, probe))
     hook = _ForwardHook(probe)
     if probe.mode == "watch":
         probe.forward_hook = hook
