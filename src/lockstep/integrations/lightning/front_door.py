@@ -21,7 +21,7 @@ from lockstep.integrations.lightning import refusals
 from lockstep.integrations.lightning.checkpoints import added_by_hook, offered_to_hook
 from lockstep.integrations.lightning.hooks import HookedActs, call_data_hook
 from lockstep.integrations.lightning.schedules import Schedules, configured
-from lockstep.integrations.lightning.sources import Source, check_module, is_lightning
+from lockstep.integrations.lightning.sources import Source, check_given, is_lightning
 from lockstep.integrations.lightning.speech import Speech
 from lockstep.integrations.lightning.view import TrainerView
 from lockstep.keys import SCHEDULER_STEP_MANUAL
@@ -68,7 +68,7 @@ def from_lightning(
             something that lockstep does not do; it is named.
     """
     refusals.refuse_trainer_arguments(further)
-    check_module(module_cls)
+    check_given(module_cls)
     source = Source(
         module_cls,
         datamodule,

@@ -7,7 +7,7 @@ A mean counts every sample once: each value weighs what its batch holds, whoever
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,9 +17,14 @@ from lockstep.errors import ConfigurationError, NotAvailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-_REDUCTIONS: Final = {"mean": "mean", "sum": "sum", "min": "min", "amin": "min", "max": "max"} | {
-    "amax": "max",
+_REDUCTIONS: Final = {
+    "mean": "mean",
     "avg": "mean",
+    "sum": "sum",
+    "min": "min",
+    "amin": "min",
+    "max": "max",
+    "amax": "max",
 }
 
 
@@ -50,8 +55,12 @@ class _Entry:
         self.latest_weight += weight
         self.forks |= forks
 
+    def plain(self) -> tuple[Any, ...]:
+        """Its fields in their order, as plain numbers; ``_Entry(*plain)`` is the same again."""
+        return astuple(replace(self, total=float(self.total), latest=float(self.latest)))
 
-class Ledger:
+
+class Sums:
     """The logged values of one pass, or of one epoch, on one worker."""
 
     def __init__(self) -> None:
@@ -83,23 +92,12 @@ class Ledger:
         """The same as plain numbers, for the peers."""
         return {
             "metrics": self.metrics,
-            "entries": {
-                name: [
-                    each.reduction,
-                    float(each.total),
-                    each.weight,
-                    float(each.latest),
-                    each.latest_weight,
-                    each.latest_step,
-                    each.forks,
-                ]
-                for name, each in self._entries.items()
-            },
+            "entries": {name: each.plain() for name, each in self._entries.items()},
         }
 
 
 def merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """All ranks' `Ledger.plain()` as one result: each name, and ``last_<name>``.
+    """All ranks' `Sums.plain()` as one result: each name, and ``last_<name>``.
 
     A name that was logged for steps and for epochs is there as ``<name>_step`` and
     ``<name>_epoch`` too, as in Lightning.
@@ -107,26 +105,26 @@ def merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     result: dict[str, float] = {}
     names = dict.fromkeys(name for each in everyone for name in each["entries"])
     for name in names:
-        rows = [each["entries"][name] for each in everyone if name in each["entries"]]
-        value, latest = _whole(rows), _latest(rows)
+        heard = [_Entry(*each["entries"][name]) for each in everyone if name in each["entries"]]
+        value, latest = _whole(heard), _latest(heard)
         result[name] = value
         result.setdefault(f"last_{name}", latest)
-        if any(row[6] for row in rows):
+        if any(each.forks for each in heard):
             result[f"{name}_epoch"], result[f"{name}_step"] = value, latest
     return result
 
 
-def _whole(rows: Sequence[Any]) -> float:
-    totals = [row[1] for row in rows]
-    if rows[0][0] == "mean":
-        return _mean([(row[1], row[2]) for row in rows])
+def _whole(heard: Sequence[_Entry]) -> float:
+    reduction = heard[0].reduction
+    if reduction == "mean":
+        return _mean([(each.total, each.weight) for each in heard])
     pick: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
-    return pick[rows[0][0]](totals)
+    return pick[reduction]([each.total for each in heard])
 
 
-def _latest(rows: Sequence[Any]) -> float:
-    step = max(row[5] for row in rows)
-    return _mean([(row[3], row[4]) for row in rows if row[5] == step])
+def _latest(heard: Sequence[_Entry]) -> float:
+    step = max(each.latest_step for each in heard)
+    return _mean([(each.latest, each.latest_weight) for each in heard if each.latest_step == step])
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:

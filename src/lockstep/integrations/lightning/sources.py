@@ -67,7 +67,7 @@ class Source:
         return module, data
 
 
-def check_module(given: Any) -> None:
+def check_given(given: Any) -> None:
     """Raise unless a LightningModule can come of it."""
     if is_lightning(given, "LightningModule") or (
         callable(given) and not inspect.isclass(given) and not hasattr(given, "forward")

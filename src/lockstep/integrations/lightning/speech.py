@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.integrations.lightning.logged import Ledger, merged, reduction_named, scalar
+from lockstep.integrations.lightning.logged import Sums, merged, reduction_named, scalar
 from lockstep.integrations.lightning.sources import is_lightning
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class Speech:
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._module = module
         self._group = group
-        self._passing = Ledger()
-        self._ledgers: dict[str, Ledger] = {}
+        self._passing = Sums()
+        self._of_epoch: dict[str, Sums] = {}
         self._purpose = "train"
         self._seen = {"train": 0.0, "validation": 0.0}
         self.step = 0
@@ -64,8 +64,8 @@ class Speech:
         What is put on the module is taken off again: a module that travels to the driver or
         is copied between two calls must not hold on to this worker.
         """
-        self._purpose, self._passing = purpose, Ledger()
-        self._ledgers.setdefault(purpose, Ledger())
+        self._purpose, self._passing = purpose, Sums()
+        self._of_epoch.setdefault(purpose, Sums())
         metrics = _metrics_in(self._module)
         before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
         speakers = [one for one in self._module.modules() if is_lightning(one, "LightningModule")]
@@ -102,8 +102,8 @@ class Speech:
     ) -> None:
         """`LightningModule.log`: every rank's samples count, whatever `sync_dist` says."""
         if _is_metric(value):
-            for ledger in (self._passing, self._ledgers[self._purpose]):
-                ledger.metrics[name] = _place_of(value, self._module, name)
+            for sums in (self._passing, self._of_epoch[self._purpose]):
+                sums.metrics[name] = _place_of(value, self._module, name)
             return
         if self.batch == 0:
             return  # a borrowed batch: its samples are logged by their own worker
@@ -115,8 +115,8 @@ class Speech:
         on_step = in_step if on_step is None else on_step
         on_epoch = not in_step if on_epoch is None else on_epoch
         how, number = reduction_named(reduce_fx, name), scalar(value, name)
-        for ledger in (self._passing, self._ledgers[self._purpose]):
-            ledger.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
+        for sums in (self._passing, self._of_epoch[self._purpose]):
+            sums.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
 
     def conclude(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
         """What was logged in this pass, and in the epoch so far; the same on every rank.
@@ -124,14 +124,14 @@ class Speech:
         Collective:
             Every rank: one small exchange, and what the metric objects gather.
         """
-        epoch = self._ledgers[self._purpose]
+        epoch = self._of_epoch[self._purpose]
         everyone = self._group.exchange([self._passing.plain(), epoch.plain()])
         of_pass, of_epoch = (merged([each[part] for each in everyone]) for part in (0, 1))
         # A rank without samples has not logged them, and still takes part in their gathers.
         names = dict(item for each in everyone for item in each[1]["metrics"].items())
         found = self._computed(names, reset=epoch_over)
         if epoch_over:
-            self._ledgers[self._purpose] = Ledger()
+            self._of_epoch[self._purpose] = Sums()
             self._seen[self._purpose] = 0.0
         return {**of_pass, **found}, {**of_epoch, **found}
 

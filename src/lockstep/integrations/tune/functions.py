@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from lockstep.engine.placement import bundle_for
 from lockstep.integrations.packages import required
 from lockstep.integrations.tune import checkpoints
 
@@ -36,8 +37,7 @@ def resources(
         NotAvailableError: Ray Tune is not installed.
     """
     tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune")
-    worker = {"CPU": num_cpus_per_worker, "GPU": num_gpus_per_worker}
-    bundle = {name: n for name, n in {**worker, **(resources_per_worker or {})}.items() if n}
+    bundle = bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
     return tune.PlacementGroupFactory([{"CPU": 1}, *([bundle] * num_workers)], strategy="PACK")
 
 
