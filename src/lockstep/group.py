@@ -102,10 +102,6 @@ class Group:
         """No process group behind it: nothing is communicated."""
         return self._process_group is None and not self._closed
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
     def all_reduce(self, tensor: torch.Tensor, op: Any = SUM) -> Pending:
         """Start to reduce `tensor` in place over all ranks.
 
@@ -353,23 +349,6 @@ class Group:
             works.clear()
             return error.with_traceback(None)
         return None
-
-    def barrier(self) -> None:
-        """Return when every rank has come.
-
-        Gradient:
-            None.
-
-        Collective:
-            Every rank, same order. Blocks. One all-reduce of one element.
-
-        Raises:
-            PeerLostError: another rank went away or the group is closed.
-        """
-        token = torch.zeros(1, device=self.device)
-        self.all_reduce(token).wait()
-        if token.is_cuda:
-            torch.cuda.current_stream(token.device).synchronize()
 
     def is_same_as(self, other: Group) -> bool:
         """Whether both stand for the same process group."""
