@@ -28,6 +28,8 @@ class Sighting:
         latest: what it was doing when it answered last.
         since: the moment from which on it has been at the same step.
         asked_at: when it was asked what it has not answered yet; None if it owes no answer.
+        question: what that answer comes by.
+        next_at: when to ask again.
     """
 
     latest: Whereabouts | None

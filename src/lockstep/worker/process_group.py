@@ -213,21 +213,16 @@ def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
         del os.environ[_GLOO_INTERFACE]
 
 
-def leave_group(group: dist.ProcessGroup) -> None:
+def leave_group(group: Any) -> None:
     """Close the sockets, so that ranks blocked in a collective with this one get an error.
 
     Measured on gloo: `abort` and `shutdown` unblock nobody; only a closed socket does, and
     the sockets close when the last reference to the group is gone. NCCL needs the abort.
     """
-    if not dist.is_initialized() or group is not dist.group.WORLD:
+    if isinstance(group, dist.ProcessGroup):
+        if dist.get_backend(group) == "nccl":
+            group._get_backend(torch.device("cuda")).abort()
+        dist.destroy_process_group(group)
+    elif "nccl" in type(group).__name__.lower():
         # A raw NCCL group frees its peers by an abort too; a gloo group has none.
-        if "nccl" in type(group).__name__.lower():
-            group.abort()
-        elif isinstance(group, dist.ProcessGroup):
-            if dist.get_backend(group) == "nccl":
-                group._get_backend(torch.device("cuda")).abort()
-            dist.destroy_process_group(group)
-        return
-    if dist.get_backend() == "nccl":
-        group._get_backend(torch.device("cuda")).abort()
-    dist.destroy_process_group()
+        group.abort()

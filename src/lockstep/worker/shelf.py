@@ -8,13 +8,14 @@ Memory fresh from the operating system is mapped page by page as it is written t
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.worker.state import tensors_in
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable
 
 
 class Shelf:
@@ -39,7 +40,7 @@ class Shelf:
     def put_back(self, state: Any) -> None:
         """Take the tensors of a copy that nobody will look at again."""
         # By identity: what stands in two places of a state must not become two copies' memory.
-        tensors = {id(tensor): tensor for tensor in _tensors_in(state)}
+        tensors = {id(tensor): tensor for tensor in tensors_in(state)}
         for tensor in tensors.values():
             if tensor.layout == torch.strided and not tensor.is_quantized:
                 self._free[_kind(tensor)].append(tensor)
@@ -51,12 +52,3 @@ class Shelf:
 
 def _kind(tensor: torch.Tensor) -> Hashable:
     return tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, dict):
-        yield from chain.from_iterable(map(_tensors_in, state.values()))
-    elif isinstance(state, list | tuple):
-        yield from chain.from_iterable(map(_tensors_in, state))

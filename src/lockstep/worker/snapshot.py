@@ -171,7 +171,7 @@ class Snapshots:
         if worker.rank != 0 and not everybody:
             return
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
-        state = worker.state_dict(partial(copied, shelf=self._shelf)) if whole else {}
+        state = worker.state_dict(partial(copied, clone=self._shelf.copy_of)) if whole else {}
         self._shelf.clear()
         if everybody and worker.operator._brings("state_dict"):
             own = state["operator"] if whole else copied(worker.operator.state_dict())

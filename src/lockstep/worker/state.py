@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registration import Registered
-    from lockstep.worker.shelf import Shelf
-
 
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -59,16 +57,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole_of(tensor)
 
 
-def copied(value: Any, shelf: Shelf | None = None) -> Any:
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def copied(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _cloned) -> Any:
     """The same structure with tensors cloned to the CPU; later training must not move them.
 
     Args:
-        shelf: where to take the memory from.
+        clone: copies one tensor to the CPU, into memory of its choice.
     """
-
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("cpu", copy=True) if shelf is None else shelf.copy_of(tensor)
-
     return _rebuilt(value, clone, copy.deepcopy)
 
 
@@ -238,15 +236,16 @@ def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in _MODULE_TABLES:
-                yield from _tensors_in(value)
+                yield from tensors_in(value)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
