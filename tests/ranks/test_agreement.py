@@ -8,7 +8,7 @@ from torch import nn
 from harness import reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError, ReplicasDifferError, UnknownParameterError
 from lockstep.operator import Options, Setting
-from lockstep.operator.attachment import Wanted
+from lockstep.operator.registered import Wanted
 from lockstep.operator.registration import assemble
 from lockstep.sync import local, replicate
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
 
 
 class Acts:

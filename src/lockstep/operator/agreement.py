@@ -18,7 +18,7 @@ from lockstep.sync import is_local
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
 
 
 def agree_on_steps(group: Group, registered: Registered) -> None:

@@ -1,38 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the name of a way to synchronise (`TorchTrainer(sync=...)`) to the thing at work."""
+"""The way to synchronise that `TorchTrainer(sync=...)` names, put to work among the peers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
+from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.setting import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import Alone, GradientSync, ParameterServer, ReplicatedModel, replica_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered, Wanted
     from lockstep.operator.setting import Setting
     from lockstep.sync import Synchroniser
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How an operator wants its gradients to become one.
+def tie(registered: Registered, setting: Setting) -> None:
+    """Attach `registered` to the peers, and compare what the ranks registered.
 
-    Attributes:
-        buffers: "after_backward", or "manual" where the loop says when.
-        averages: False if the losses are sums over their batches.
-        ddp_args: for torch's DistributedDataParallel.
-        broadcast: the ranks take over rank 0's values; False where they are equal already.
+    Collective:
+        Every rank; see `attach`.
     """
+    if not any(True for _ in registered.parameters()):
+        return
+    registered.sync = attach(registered, setting, registered.wanted)
+    if setting.group.size == 1:
+        return
+    registered.attached = tuple(registered.parameters())
+    try:
+        agree_on_steps(setting.group, registered)
+    except BaseException:
+        # Nobody gets hold of it, and its hooks would keep it on the parameters.
+        registered.sync.detach()
+        raise
 
-    buffers: str
-    averages: bool
-    ddp_args: Mapping[str, Any] = field(default_factory=dict)
-    broadcast: bool = True
+
+def rejoin(registered: Registered, setting: Setting) -> None:
+    """Attach to the peers of another generation, which hold the same values already.
+
+    Collective:
+        Every rank; see `attach`.
+    """
+    if registered.sync is not None and registered.may_join:
+        registered.sync.join(setting.group)
+        registered.attached = tuple(registered.parameters())
+        agree_on_steps(setting.group, registered)
+        return
+    registered.wanted = replace(registered.wanted, broadcast=False)
+    tie(registered, setting)
 
 
 def attach(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:

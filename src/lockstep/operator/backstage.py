@@ -14,7 +14,7 @@ from lockstep.operator.staging import Part, PlaceInWindow
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
     from lockstep.operator.setting import Setting
     from lockstep.sync import Synchroniser
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.errors import ConfigurationError
 from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
-from lockstep.operator.attachment import Wanted
 from lockstep.operator.backstage import Backstage
+from lockstep.operator.registered import Wanted
 from lockstep.operator.registration import assemble, in_shape
 from lockstep.operator.setting import Setting
 from lockstep.operator.staging import to_device

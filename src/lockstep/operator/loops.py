@@ -29,7 +29,7 @@ from lockstep.operator.counting import (
     take_weight,
 )
 from lockstep.operator.joint import computing
-from lockstep.operator.registration import Registered, step_schedulers
+from lockstep.operator.registration import step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
+    from lockstep.operator.registered import Registered
 
 
 def registered(operator: TrainingOperator) -> Registered:

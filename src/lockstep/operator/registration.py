@@ -3,166 +3,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.agreement import agree_on_steps
-from lockstep.operator.attachment import Wanted, attach
-from lockstep.sync import ReplicatedModel, is_local
+from lockstep.operator.attachment import tie
+from lockstep.operator.registered import Registered
+from lockstep.sync import is_local
 
 if TYPE_CHECKING:
+    from lockstep.operator.registered import Wanted
     from lockstep.operator.setting import Setting
-    from lockstep.sync import Synchroniser
-
-
-@dataclass
-class Registered:
-    """The parts of a training run, each as a list, and what keeps their gradients one."""
-
-    models: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    schedulers: list[Any]
-    criterion: Any
-    models_given_alone: bool
-    sync: Synchroniser | None
-    wanted: Wanted
-    attached: tuple[nn.Parameter, ...] = ()
-    skeletons: tuple[nn.Module, ...] = ()
-    may_join: bool = False
-
-    def tie(self, setting: Setting) -> None:
-        """Attach to the peers, and compare what the ranks registered.
-
-        Collective:
-            Every rank; see `attach`.
-        """
-        if not any(True for _ in self.parameters()):
-            return
-        self.sync = attach(self, setting, self.wanted)
-        if setting.group.size == 1:
-            return
-        self.attached = tuple(self.parameters())
-        try:
-            agree_on_steps(setting.group, self)
-        except BaseException:
-            # Nobody gets hold of it, and its hooks would keep it on the parameters.
-            self.sync.detach()
-            raise
-
-    def part(self) -> None:
-        """Leave a group that has broken, for another one."""
-        self.may_join = self.sync is not None and self.sync.part()
-
-    def rejoin(self, setting: Setting) -> None:
-        """Attach to the peers of another generation, which hold the same values already.
-
-        Collective:
-            Every rank; see `attach`.
-        """
-        if self.sync is not None and self.may_join:
-            self.sync.join(setting.group)
-            self.attached = tuple(self.parameters())
-            agree_on_steps(setting.group, self)
-            return
-        self.wanted = replace(self.wanted, broadcast=False)
-        self.tie(setting)
-
-    def refuse_replaced(self) -> None:
-        """Raise if a model holds parameters that it did not hold when it was registered.
-
-        Nobody made them equal on all ranks, and nobody reduces their gradients: each rank
-        would compute with a model of its own.
-
-        Raises:
-            UnknownParameterError: names them.
-        """
-        known = set(map(id, self.attached))
-        found = [
-            f"`{name}` {tuple(parameter.shape)}"
-            for module in self.modules()
-            for name, parameter in module.named_parameters()
-            if id(parameter) not in known and not is_local(parameter)
-        ]
-        if not found:
-            return
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise UnknownParameterError(
-            "a registered model holds parameters that nobody synchronises",
-            got=", ".join(found[:5]) + more,
-            cause="they were added or replaced after register(), as in model.fc = nn.Linear(...)",
-            fix="build the model completely before register(); to start from trained weights,"
-            " make a new trainer whose setup() loads them, or copy values in place:"
-            " parameter.data.copy_(...)",
-        )
-
-    def seal(self) -> None:
-        """Where weights are in shards and were gathered for use: only the shards are left."""
-        if self.sync is not None:
-            self.sync.seal()
-
-    def plain_models(self) -> list[nn.Module]:
-        """The models without a wrapper of the user's own, or of ``torch.compile``."""
-        return [_unwrapped(model) for model in self.models]
-
-    def plain_modules(self) -> list[nn.Module]:
-        """`modules()` without wrappers."""
-        return [_unwrapped(module) for module in self.modules()]
-
-    def remember_plain(self) -> None:
-        """Keep copies of the models without their tensors: sharding changes them in place."""
-        memo: dict[int, Any] = {}
-        for model in self.plain_models():
-            for parameter in model.parameters():
-                empty = torch.empty_like(parameter, device="meta")
-                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            for buffer in model.buffers():
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-        self.skeletons = tuple(copy.deepcopy(model, memo) for model in self.plain_models())
-
-    def plain_criterion(self) -> Any:
-        """The criterion without a wrapper."""
-        is_module = isinstance(self.criterion, nn.Module)
-        return _unwrapped(self.criterion) if is_module else self.criterion
-
-    def replace_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Put what a way of synchronising made of `modules()` in their place, in their order."""
-        self.models = list(modules[: len(self.models)])
-        if len(modules) > len(self.models):
-            self.criterion = modules[-1]
-
-    def modules(self) -> list[nn.Module]:
-        """The models, and the criterion where it is a module (it may hold parameters)."""
-        extra = [self.criterion] if isinstance(self.criterion, nn.Module) else []
-        return [*self.models, *extra]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        # Once each: two modules may share some, and clipping would count those twice.
-        yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
-
-    def set_training(self, training: bool) -> None:
-        for module in self.modules():
-            module.train(training)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
-            inner: nn.Module = model.module
-        else:
-            inner = getattr(model, "_orig_mod", model)
-        if inner is model:
-            return model
-        model = inner
 
 
 def as_list(given: Any, kind: type, argument: str) -> list[Any]:
@@ -223,10 +79,10 @@ def assemble(
     if setting.options.wrap_ddp:
         _refuse_strangers(registered)
         if not setting.is_spare:
-            registered.tie(setting)
+            tie(registered, setting)
         elif setting.options.sync == "ddp":
             # Its peers come later; but what is wrapped the user's code holds from now on.
-            registered.tie(setting)
+            tie(registered, setting)
             registered.part()
     return registered
 

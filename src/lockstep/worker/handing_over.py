@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
     from lockstep.worker.feeding import Feed
     from lockstep.worker.spec import WorkerSpec
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.group import Group
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
 
 _BLOCK_BYTES: Final = 64 * 2**20
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
 
 
 @dataclass

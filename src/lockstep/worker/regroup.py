@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.group import Group
+from lockstep.operator.attachment import rejoin
 from lockstep.worker import handover
 from lockstep.worker.passes import Progress
 from lockstep.worker.process_group import form_group
@@ -20,7 +21,7 @@ from lockstep.worker.sources import open_source
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
@@ -107,7 +108,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     if formation.stale:
         _hand_over(worker, group, rank, formation)
     worker.snapshots.forget()
-    worker.run.rejoin(operator._lockstep.setting)
+    rejoin(worker.run, operator._lockstep.setting)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     handover.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
     from lockstep.sync import Synchroniser
     from lockstep.worker.cursor import Cursor, Tally
 

@@ -25,7 +25,7 @@ from lockstep.worker.recording import Recorded, Recorder
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
     from lockstep.worker.worker import Worker
 
 _BY_SHARD: Final = (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lockstep.audit.ledger import Ledger
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
     from lockstep.worker.spec import WorkerSpec
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registration import Registered
+    from lockstep.operator.registered import Registered
 
 
 def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:

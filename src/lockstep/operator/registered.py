@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a training run, as its operator registered them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lockstep.errors import UnknownParameterError
+from lockstep.sync import ReplicatedModel, is_local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lockstep.sync import Synchroniser
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How an operator wants its gradients to become one.
+
+    Attributes:
+        buffers: "after_backward", or "manual" where the loop says when.
+        averages: False if the losses are sums over their batches.
+        ddp_args: for torch's DistributedDataParallel.
+        broadcast: the ranks take over rank 0's values; False where they are equal already.
+    """
+
+    buffers: str
+    averages: bool
+    ddp_args: Mapping[str, Any] = field(default_factory=dict)
+    broadcast: bool = True
+
+
+@dataclass
+class Registered:
+    """The parts of a training run, each as a list, and what keeps their gradients one."""
+
+    models: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[Any]
+    criterion: Any
+    models_given_alone: bool
+    sync: Synchroniser | None
+    wanted: Wanted
+    attached: tuple[nn.Parameter, ...] = ()
+    skeletons: tuple[nn.Module, ...] = ()
+    may_join: bool = False
+
+    def part(self) -> None:
+        """Leave a group that has broken, for another one."""
+        self.may_join = self.sync is not None and self.sync.part()
+
+    def refuse_replaced(self) -> None:
+        """Raise if a model holds parameters that it did not hold when it was registered.
+
+        Nobody made them equal on all ranks, and nobody reduces their gradients: each rank
+        would compute with a model of its own.
+
+        Raises:
+            UnknownParameterError: names them.
+        """
+        known = set(map(id, self.attached))
+        found = [
+            f"`{name}` {tuple(parameter.shape)}"
+            for module in self.modules()
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in known and not is_local(parameter)
+        ]
+        if not found:
+            return
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise UnknownParameterError(
+            "a registered model holds parameters that nobody synchronises",
+            got=", ".join(found[:5]) + more,
+            cause="they were added or replaced after register(), as in model.fc = nn.Linear(...)",
+            fix="build the model completely before register(); to start from trained weights,"
+            " make a new trainer whose setup() loads them, or copy values in place:"
+            " parameter.data.copy_(...)",
+        )
+
+    def seal(self) -> None:
+        """Where weights are in shards and were gathered for use: only the shards are left."""
+        if self.sync is not None:
+            self.sync.seal()
+
+    def plain_models(self) -> list[nn.Module]:
+        """The models without a wrapper of the user's own, or of ``torch.compile``."""
+        return [_unwrapped(model) for model in self.models]
+
+    def plain_modules(self) -> list[nn.Module]:
+        """`modules()` without wrappers."""
+        return [_unwrapped(module) for module in self.modules()]
+
+    def remember_plain(self) -> None:
+        """Keep copies of the models without their tensors: sharding changes them in place."""
+        memo: dict[int, Any] = {}
+        for model in self.plain_models():
+            for parameter in model.parameters():
+                empty = torch.empty_like(parameter, device="meta")
+                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            for buffer in model.buffers():
+                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        self.skeletons = tuple(copy.deepcopy(model, memo) for model in self.plain_models())
+
+    def plain_criterion(self) -> Any:
+        """The criterion without a wrapper."""
+        is_module = isinstance(self.criterion, nn.Module)
+        return _unwrapped(self.criterion) if is_module else self.criterion
+
+    def replace_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Put what a way of synchronising made of `modules()` in their place, in their order."""
+        self.models = list(modules[: len(self.models)])
+        if len(modules) > len(self.models):
+            self.criterion = modules[-1]
+
+    def modules(self) -> list[nn.Module]:
+        """The models, and the criterion where it is a module (it may hold parameters)."""
+        extra = [self.criterion] if isinstance(self.criterion, nn.Module) else []
+        return [*self.models, *extra]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        # Once each: two modules may share some, and clipping would count those twice.
+        yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
+
+    def set_training(self, training: bool) -> None:
+        for module in self.modules():
+            module.train(training)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
+            inner: nn.Module = model.module
+        else:
+            inner = getattr(model, "_orig_mod", model)
+        if inner is model:
+            return model
+        model = inner
