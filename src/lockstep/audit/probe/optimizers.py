@@ -24,7 +24,7 @@ from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
-from lockstep.audit.probe.probe import Window
+from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import (
     is_fully_sharded,
     is_piece,
@@ -44,25 +44,6 @@ state, and norms of parameters."""
 
 KEPT_STEPS: Final = 96
 """Of a run of a trainer's, which has no end that is known."""
-
-
-class Watched:
-    """One optimizer, its track in the ledger and the step that is under way."""
-
-    def __init__(self, optimizer: Optimizer, track: Track) -> None:
-        self.ref = weakref.ref(optimizer)
-        self.track = track
-        self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        self.counts = [p.samples for p in track.parameters]
-        self.step: Step | None = None
-        self.next_is_detailed = True
-
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Does the optimizer still hold the same parameters?"""
-        held = [p for g in optimizer.param_groups for p in g["params"]]
-        return len(held) == len(self.parameters) and all(
-            a is b for a, b in zip(held, self.parameters, strict=True)
-        )
 
 
 def install(probe: Probe) -> None:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.audit.finding import Place
-    from lockstep.audit.ledger import Backward, Collective, Loading
-    from lockstep.audit.probe.optimizers import Watched
+    from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
 
 
 _kept: list[Any] = []
@@ -102,6 +101,25 @@ def sequence_number(group: Any) -> int:
         return int(group._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
         return -1
+
+
+class Watched:
+    """One optimizer, its track in the ledger and the step that is under way."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, track: Track) -> None:
+        self.ref = weakref.ref(optimizer)
+        self.track = track
+        self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        self.counts = [p.samples for p in track.parameters]
+        self.step: Step | None = None
+        self.next_is_detailed = True
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Does the optimizer still hold the same parameters?"""
+        held = [p for g in optimizer.param_groups for p in g["params"]]
+        return len(held) == len(self.parameters) and all(
+            a is b for a, b in zip(held, self.parameters, strict=True)
+        )
 
 
 class Window:
