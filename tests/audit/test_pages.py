@@ -13,9 +13,8 @@ from lockstep.cli import main
 HERE = Path(__file__).parent
 
 # Not (yet) shown by a program of two ranks that runs to its end: a killed rank (LS602, in
-# test_launch), scripts without a group or an optimizer (LS404, LS405, there too), a notice, and
-# scalers that one rank disturbs before its parameters show it.
-WITHOUT_A_PROGRAM = {"LS307", "LS402", "LS404", "LS405", "LS602"}
+# test_launch), scripts without a group or an optimizer (LS404, LS405, there too), and a notice.
+WITHOUT_A_PROGRAM = {"LS402", "LS404", "LS405", "LS602"}
 
 
 @pytest.mark.parametrize("code", sorted(all_codes()))

@@ -125,6 +125,21 @@ def test_under_torchs_ddp_the_wrappers_stay():
 
 
 @pytest.mark.slow
+def test_beside_rank_0_in_the_driver():
+    """The operator that the user holds here lives through it."""
+    strikes = [Strike("kill", rank=1, step=3, phase="buckets")]
+    expected, bits = undisturbed(Classifier)
+    with trainer_of(Classifier, strikes, spare_workers=1, use_local=True) as trainer:
+        operator = trainer.get_local_operator()
+        results, got = run(trainer)
+        (recovery,) = trainer.status()["recoveries"]
+        assert trainer.get_local_operator() is operator
+    assert got == bits
+    assert counts(results) == counts(expected)
+    assert recovery["same_bits"]
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_replaced():
     strikes = [Strike("stop", rank=1, step=12, phase="forward")]
     _, bits = undisturbed(Classifier)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 
+_SCALES_KEPT = 256
+"""Calls of ``GradScaler.step``, the last ones."""
+
+
 def install(probe: Probe) -> None:
     """Watch ``clip_grad_norm_``, ``GradScaler.step`` and schedulers."""
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -51,11 +55,19 @@ def _clipper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    number = 0
+
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        number += 1
         if probe.detailed and self.is_enabled():
             probe.scale = float(self.get_scale())
-            probe.ledger.facts.setdefault("scales", []).append(probe.scale)
-            del probe.ledger.facts["scales"][:-256]
+            facts = probe.ledger.facts
+            if "scaled_at" not in facts:
+                facts["scaled_at"] = users_lines()
+            scales = facts.setdefault("scales", {})
+            scales[str(number)] = probe.scale  # as JSON will have it
+            scales.pop(str(number - _SCALES_KEPT), None)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -195,18 +195,20 @@ class Scales:
     codes = (SCALE,)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        histories = {r: led.facts.get("scales", []) for r, led in world.ledgers.items()}
-        if len([h for h in histories.values() if h]) < 2 or explained.scales:
+        seen = {r: led.facts for r, led in world.ledgers.items() if "scales" in led.facts}
+        if len(seen) < 2 or explained.scales:
             return
-        for number, at_once in enumerate(zip(*histories.values(), strict=False)):
-            values = dict(zip(histories, at_once, strict=True))
-            if len(set(at_once)) > 1:
+        of_all = set.intersection(*(set(facts["scales"]) for facts in seen.values()))
+        for number in sorted(map(int, of_all)):
+            values = {rank: facts["scales"][str(number)] for rank, facts in seen.items()}
+            if len(set(values.values())) > 1:
                 yield SCALE.finding(
-                    f"call {number + 1} of GradScaler.step used a scale of {numbers(values)}",
+                    f"call {number} of GradScaler.step used a scale of {numbers(values)}",
                     "all ranks have to see the same found_inf: unscale gradients that are already "
                     "reduced, and make the scaler with the same arguments on every rank",
                     rank=sorted(values),
-                    step=number + 1,
+                    step=number,
+                    where=next(iter(seen.values()))["scaled_at"],
                     evidence={"scale": {str(r): v for r, v in values.items()}},
                 )
                 return
