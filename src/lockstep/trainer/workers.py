@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine a trainer's workers live in, and whether it survives their death."""
+"""Whether a trainer's workers survive the death of one of them."""
 
 from __future__ import annotations
 

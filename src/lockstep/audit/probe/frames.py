@@ -40,7 +40,7 @@ def _distance(file: str) -> int:
     return distance
 
 
-def users_lines(frame: FrameType | None = None, depth: int = _DEPTH) -> list[Place]:
+def users_lines(frame: FrameType | None = None) -> list[Place]:
     """The innermost lines of the user's own files; of a library's if there are none.
 
     Costs a quarter of a microsecond a frame; the text is read later, by `with_text`.
@@ -49,11 +49,11 @@ def users_lines(frame: FrameType | None = None, depth: int = _DEPTH) -> list[Pla
     own: list[Place] = []
     library: list[Place] = []
     walked: FrameType | None = frame
-    while walked is not None and len(own) < depth:
+    while walked is not None and len(own) < _DEPTH:
         code = walked.f_code
         distance = _distance(code.co_filename)
         if distance < 2:
             place = Place(code.co_filename, walked.f_lineno, code.co_name, "")
             (own if distance == 0 else library).append(place)
         walked = walked.f_back
-    return own or library[:depth]
+    return own or library[:_DEPTH]

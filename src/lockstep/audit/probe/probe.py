@@ -37,10 +37,10 @@ class TrainersRun:
     Attributes:
         synchronised: by lockstep, and not by a wrapper of the user's own.
         shares_out: lockstep gives each rank its part of the data.
-        modules: those whose names count.
-        optimizers: those that will step.
         first_step: the optimizer steps that the run has behind it.
         rarest: at least every so many steps are looked at.
+        modules: those whose names count.
+        optimizers: those that will step.
         thread: who runs the worker; rank 0 may live in the user's process.
     """
 
@@ -48,23 +48,22 @@ class TrainersRun:
     world_size: int
     synchronised: bool
     shares_out: bool
+    first_step: int
+    rarest: int
     modules: list[torch.nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    first_step: int = 0
-    rarest: int = 64
     thread: int = field(default_factory=threading.get_ident)
 
 
 class Wrapper:
     """One DistributedDataParallel: what it knows, and whether its reducer is armed."""
 
-    def __init__(self, module: Any, key: str, where: list[Place]) -> None:
+    def __init__(self, module: Any, key: str) -> None:
         self.ref = weakref.ref(module)
         self.key = key
-        self.where = where
         self.ranks = dist.get_process_group_ranks(module.process_group)
         self.known = {
-            id(p): name
+            id(p)
             for name, p in module.module.named_parameters(remove_duplicate=False)
             if p.requires_grad and name not in getattr(module, "parameters_to_ignore", ())
         }

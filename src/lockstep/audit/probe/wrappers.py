@@ -79,7 +79,7 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
         original(self, *args, **kwargs)
         probe.note_group()
         probe.keep_group(self.process_group)
-        wrapper = Wrapper(self, f"ddp{len(probe.wrappers)}", users_lines())
+        wrapper = Wrapper(self, f"ddp{len(probe.wrappers)}")
         probe.wrappers.append(wrapper)
         for module in self.module.modules():
             probe.owned[id(module)] = weakref.ref(module)
