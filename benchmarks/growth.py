@@ -134,17 +134,27 @@ def of_time() -> list[Table]:
 
 
 def of_driver() -> list[Table]:
-    """The driver's own part of an epoch with up to 1 000 workers."""
+    """The driver's own part of an epoch, and of a recovery, with up to 1 000 workers."""
     with running_ray(2):
-        rows = _program("growth_driver")["rows"]
-    columns = {
+        epochs = _program("growth_driver")["rows"]
+        recoveries = _program("growth_recovery")["rows"]
+    of_epochs = {
         "workers": "workers",
         "cpu": "driver CPU an epoch, ms",
         "wall": "driver time an epoch, ms",
         "messages": "messages an epoch",
         "kibibytes": "KiB an epoch",
     }
-    return [Table("The driver, workers simulated", columns, rows)]
+    of_recoveries = {
+        "workers": "workers, of whom one dies",
+        "cpu": "driver CPU a recovery, ms",
+        "wall": "driver time a recovery, ms",
+        "messages": "messages a recovery",
+    }
+    return [
+        Table("The driver, workers simulated", of_epochs, epochs),
+        Table("The driver when a worker dies, survivors simulated", of_recoveries, recoveries),
+    ]
 
 
 PARTS: dict[str, Callable[[], list[Table]]] = {

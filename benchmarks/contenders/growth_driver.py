@@ -16,7 +16,8 @@ import cloudpickle
 import ray
 from classifier import Classifier
 from lockstep import TorchTrainer
-from lockstep.engine.ray import _Hearing
+from lockstep.engine import Roster
+from lockstep.engine.hearing import Hearing
 from lockstep.engine.travel import pickled
 from lockstep.metrics import AverageMeterCollection
 from lockstep.worker import Outcome, Report
@@ -66,14 +67,21 @@ class Standing:
         self._actor = actor
 
     def call(
-        self, method: str, *args: Any, watch: Callable[[dict[str, Any]], None] | None = None
+        self,
+        method: str,
+        *args: Any,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        retries: int = 3,
     ) -> list[Any]:
         arguments = pickled(args, "arguments")
-        hearing = _Hearing(method)
+        hearing = Hearing(method)
         for rank in range(len(self.started)):
             hearing.pending[self._actor.perform.remote(rank, method, arguments)] = rank
         hearing.listen(None)
         return [hearing.values[rank] for rank in range(len(self.started))]
+
+    def roster(self) -> Roster:
+        return Roster(workers=len(self.started))
 
     def close(self, *, force: bool) -> None:
         pass
