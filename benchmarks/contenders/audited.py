@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from blocks import Pairs, interleaved
+from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe, TrainersRun
 from lockstep.worker.watching import WATCHED_EVERY
 from reporting import report
@@ -56,9 +57,15 @@ def measure(name: str, mode: str, pairs: int) -> Pairs:
     model = DistributedDataParallel(make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     features = torch.randn(shape, generator=torch.Generator().manual_seed(dist.get_rank()))
-    run = TrainersRun(dist.get_rank(), dist.get_world_size(), synchronised=False, shares_out=False)
-    run.modules, run.optimizers, run.first_step = [model.module], [optimizer], BEGINNING
-    run.rarest = 1 if mode == "full" else WATCHED_EVERY
+    run = TrainersRun(
+        dist.get_rank(),
+        dist.get_world_size(),
+        synchronised=False,
+        shares_out=False,
+        first_step=BEGINNING,
+        rarest=1 if mode == "full" else WATCHED_EVERY,
+    )
+    run.modules, run.optimizers = [model.module], [optimizer]
     probe = Probe(mode=mode, run=run)
 
     def step() -> None:
@@ -71,7 +78,7 @@ def measure(name: str, mode: str, pairs: int) -> Pairs:
             step()
 
     def watched_block() -> None:
-        probe.start()
+        hook_in(probe)
         block()
         probe.pause()
 

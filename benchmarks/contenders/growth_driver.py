@@ -54,8 +54,8 @@ class Everybody:
     def __init__(self) -> None:
         self._value = cloudpickle.dumps(_report())
 
-    def perform(self, rank: int, method: str, arguments: bytes) -> Outcome:
-        return Outcome(rank=rank, value=self._value)
+    def perform(self, method: str, arguments: bytes) -> Outcome:
+        return Outcome(value=self._value)
 
 
 class Standing:
@@ -74,9 +74,9 @@ class Standing:
         retries: int = 3,
     ) -> list[Any]:
         arguments = pickled(args, "arguments")
-        hearing = Hearing(method)
+        hearing = Hearing(method, hears_all=False)
         for rank in range(len(self.started)):
-            hearing.pending[self._actor.perform.remote(rank, method, arguments)] = rank
+            hearing.pending[self._actor.perform.remote(method, arguments)] = rank
         hearing.listen(None)
         return [hearing.values[rank] for rank in range(len(self.started))]
 
@@ -100,7 +100,7 @@ def _measure(actor: Any, num_workers: int) -> dict[str, float]:
         wall.append(time.perf_counter() - started)
     trainer.shutdown()
     arguments = len(pickled((None, False, {}), "arguments"))
-    answer = len(cloudpickle.dumps(Outcome(rank=0, value=cloudpickle.dumps(_report()))))
+    answer = len(cloudpickle.dumps(Outcome(value=cloudpickle.dumps(_report()))))
     return {
         "workers": num_workers,
         "cpu": 1000 * statistics.median(cpu),
