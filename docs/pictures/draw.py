@@ -182,7 +182,10 @@ def recovery() -> Picture:
         picture.box(x - 46, 592, 92, ["step k + 2"], "good")
     picture.box(driver - 46, 526, 92, ["starts the", "next spare"], "plain")
     picture.text(
-        WIDTH / 2, height - 14, "The same samples, random numbers and weights as without it.", "soft"
+        WIDTH / 2,
+        height - 14,
+        "The same samples, random numbers and weights as without it.",
+        "soft",
     )
     return picture
 

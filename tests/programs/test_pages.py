@@ -35,7 +35,9 @@ def name(page: Path) -> str:
 
 def runs_here(page: Path) -> bool:
     commands = [command for block in blocks_of(page) for command in filter(is_run, block.commands)]
-    return page not in FRAGMENTS and name(page) not in ELSEWHERE and bool(files_of(page) or commands)
+    return (
+        page not in FRAGMENTS and name(page) not in ELSEWHERE and bool(files_of(page) or commands)
+    )
 
 
 RUN_HERE = [page for page in PAGES if runs_here(page)]
@@ -91,7 +93,12 @@ def test_commands_that_are_not_run_exist():
 def test_what_is_shown_is_compared():
     compare("a 1.00\n...\nb 97%, 3e-08, 12\n", "a  1.04\nx\ny\nb  95%, 1e-07, 12\n")
     compare("...\nend\n", "end\n")
-    for shown, printed in [("12\n", "13\n"), ("0.50\n", "0.70\n"), ("a\n", "b\n"), ("a\n", "a\nb\n")]:
+    for shown, printed in [
+        ("12\n", "13\n"),
+        ("0.50\n", "0.70\n"),
+        ("a\n", "b\n"),
+        ("a\n", "a\nb\n"),
+    ]:
         with pytest.raises(AssertionError):
             compare(shown, printed)
 

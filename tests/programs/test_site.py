@@ -7,8 +7,9 @@ import sys
 from urllib.parse import urlparse
 
 import pytest
-from audit.browser import Browser
 from tests.programs.blocks import ROOT
+
+from audit.browser import Browser
 
 DOCS = ROOT / "docs"
 SCREENS = [
