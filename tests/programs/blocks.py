@@ -3,7 +3,8 @@
 
 A Python block that begins with ``# name.py`` is that file, and one that begins with ``# name.py,
 continued`` is the rest of it; the others, one after the other, are one program. Then come the
-commands of the bash blocks, in order, in the same folder. A text block that follows commands shows
+commands of the bash blocks, in order, in the same folder, where the programs also are whose source the
+page shows. A text block that follows commands shows
 what they print; a line ``...`` in it stands for any number of lines.
 """
 
@@ -25,9 +26,13 @@ FENCED = re.compile(
     r"^(?P<fence>```+)(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=fence)$",
     re.DOTALL | re.MULTILINE,
 )
+SHOWN = re.compile(r"^<!-- source: (\S+)", re.MULTILINE)
 FILE = re.compile(r"# (?P<name>[\w-]+\.py)(?P<goes_on>, continued)?\n")
 EXIT_CODE = re.compile(r"# exit code (\d+)")
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]\d+)?%?)")
+
+YOURS = {"lockstep audit train.py --your-own arguments"}
+"""About a program of the reader's; docs/audit.md runs the same about one of ours."""
 
 PROGRAMS = {
     "python": [sys.executable],
@@ -69,7 +74,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 def is_run(command: str) -> bool:
     """A command that starts a program of the page, or of ours."""
-    return shlex.split(command, comments=True)[0] in PROGRAMS
+    return shlex.split(command, comments=True)[0] in PROGRAMS and command not in YOURS
 
 
 def files_of(page: Path) -> dict[str, str]:
@@ -111,6 +116,8 @@ def run(command: list[str], folder: Path, *, exit_code: int = 0, typed: str = ""
 def run_page(page: Path, folder: Path, typed: str = "") -> None:
     """Run everything on a page that can be run, and compare what it shows."""
     (folder / "examples").symlink_to(ROOT / "examples")
+    for program in SHOWN.findall(page.read_text(encoding="utf-8")):
+        (folder / Path(program).name).symlink_to(page.parent / program)
     for name, text in files_of(page).items():
         (folder / name).write_text(text, encoding="utf-8")
         if name.endswith("_page.py"):
