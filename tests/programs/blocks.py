@@ -3,9 +3,9 @@
 
 A Python block that begins with ``# name.py`` is that file, and one that begins with ``# name.py,
 continued`` is the rest of it; the others, one after the other, are one program. Then come the
-commands of the bash blocks, in order, in the same folder, where the programs also are whose source the
-page shows. A text block that follows commands shows
-what they print; a line ``...`` in it stands for any number of lines.
+commands of the bash blocks, in order, in the same folder, where the programs also are that the page
+shows the source of. A text block that follows commands shows what they print; a line ``...`` in it
+stands for any number of lines.
 """
 
 from __future__ import annotations
