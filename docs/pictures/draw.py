@@ -86,7 +86,7 @@ class Picture:
 
 def step() -> Picture:
     """The way of a global batch through one optimizer step."""
-    picture = Picture("The way of a global batch through one step", 676)
+    picture = Picture("The way of a global batch through one step", 636)
     middle, left, right, wide = WIDTH / 2, 14, 206, 180
     columns = (left + wide / 2, right + wide / 2)
 
@@ -147,46 +147,46 @@ def step() -> Picture:
 
 def recovery() -> Picture:
     """What happens when a worker is killed in the middle of a step."""
-    height = 668
+    height = 664
     picture = Picture("A worker is killed in the middle of a step, and the run goes on", height)
-    lanes = {"worker 0": 60, "worker 1": 158, "spare": 256, "driver": 348}
+    wide = 90
+    lanes = {"worker 0": 55, "worker 1": 152, "spare": 249, "driver": 346}
     for name, x in lanes.items():
         picture.line(x, 46, x, height - 40, "lane")
-        picture.box(x - 42, 14, 84, [name], "plain")
+        picture.box(x - wide / 2, 14, wide, [name], "plain")
     zero, one, spare, driver = lanes.values()
 
+    def box(x: float, y: float, *lines: str, kind: str = "plain") -> None:
+        picture.box(x - wide / 2, y, wide, list(lines), kind)
+
     for x in (zero, one):
-        picture.box(x - 42, 64, 84, ["step k"], "good")
-        picture.box(x - 42, 112, 84, ["step k + 1"], "box")
-    picture.box(spare - 42, 64, 84, ["setup done,", "waits"], "plain")
-    picture.cross(one, 172)
-    picture.text(one, 200, "killed", "strong")
+        box(x, 64, "step k", kind="good")
+        box(x, 112, "step k + 1", kind="box")
+    box(spare, 64, "is ready,", "and waits")
+    picture.cross(one, 174)
+    picture.text(one, 202, "killed", "strong")
 
-    picture.arrow(one - 12, 172, zero + 46, 172)
-    picture.box(zero - 46, 212, 92, ["hears it:", "connection", "is closed"], "bad")
-    picture.box(zero - 46, 292, 92, ["undoes", "step k + 1"], "plain")
-    picture.arrow(zero + 46, 240, driver - 46, 240)
-    picture.box(driver - 46, 224, 92, ["who lives?", "who is", "furthest?"], "plain")
+    picture.arrow(one - 12, 174, zero + wide / 2, 174)
+    picture.text(zero, 179, "hears it")
+    box(zero, 196, "undoes", "step k + 1")
+    picture.arrow(zero + wide / 2, 228, driver - wide / 2, 228)
+    box(driver, 210, "who lives,", "who is", "furthest?")
+    picture.line(driver, 278, driver, 322)
+    picture.arrow(driver, 322, spare + wide / 2, 322)
+    box(spare, 297, "is rank 1", "from here")
 
-    picture.box(spare - 46, 330, 92, ["is rank 1", "from now on"], "plain")
-    picture.arrow(driver, 292, driver, 356)
-    picture.arrow(driver, 356, spare + 46, 356)
-    picture.box(14, 392, 288, ["the group forms anew: generation 1"], "box")
-    picture.arrow(zero + 46, 448, spare - 46, 448)
-    picture.text((zero + spare) / 2, 442, "state", "soft")
-    picture.box(14, 432, 92, ["hands over"], "plain")
-    picture.box(spare - 46, 432, 92, ["takes over"], "plain")
-    picture.box(14, 478, 288, ["the bits of all are compared"], "plain")
+    across = spare - zero + wide
+    picture.box(zero - wide / 2, 368, across, ["the group forms anew: generation 1"])
+    box(zero, 420, "hands over")
+    picture.arrow(zero + wide / 2, 436, spare - wide / 2, 436)
+    picture.text(one, 430, "state", "soft")
+    box(spare, 420, "takes over")
+    picture.box(zero - wide / 2, 472, across, ["the bits of all are compared"], "plain")
     for x in (zero, spare):
-        picture.box(x - 46, 526, 92, ["step k + 1,", "once more"], "good")
-        picture.box(x - 46, 592, 92, ["step k + 2"], "good")
-    picture.box(driver - 46, 526, 92, ["starts the", "next spare"], "plain")
-    picture.text(
-        WIDTH / 2,
-        height - 14,
-        "The same samples, random numbers and weights as without it.",
-        "soft",
-    )
+        box(x, 524, "step k + 1,", "once more", kind="good")
+        box(x, 590, "step k + 2", kind="good")
+    box(driver, 524, "starts the", "next spare")
+    picture.text(WIDTH / 2, height - 14, "Same samples, same random numbers, same weights.", "soft")
     return picture
 
 
