@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of our docstrings that Sphinx's own reader of them would misread.
+"""The sections of our docstrings as fields of reStructuredText.
 
-Types stand in annotations, so what precedes a colon under `Returns` is part of a sentence and no
-type; `Raises` may hold sentences between its names; `Gradient` and `Collective` are ours. Each
-becomes a field, beside the parameters, which napoleon makes.
+Rejected: Sphinx's own reader of Google's style (napoleon). It takes what precedes a colon for a
+type, under `Returns` and in one-line docstrings of attributes, where ours is a part of the
+sentence (types stand in annotations); it knows no sentences among the names under `Raises`, and no
+`Gradient` and `Collective`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from lockstep import errors
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-SECTION = re.compile(r"(?P<name>Returns|Raises|Gradient|Collective|Attributes):$")
+SECTION = re.compile(r"(?P<name>Args|Attributes|Returns|Gradient|Collective|Raises):$")
 ENTRY = re.compile(r"(?P<name>\w+(?:, \w+)*): (?P<text>.*)", re.DOTALL)
 EXCEPTION = re.compile(r"(?<![`\w])[A-Z]\w*Error\b")
-
-BEFORE_NAPOLEON = 400
 
 
 def indented(lines: list[str], by: int = 4) -> list[str]:
@@ -60,11 +59,25 @@ def with_name(text: str) -> str:
     return f"``{entry['name']}``: {entry['text']}" if entry else text
 
 
+def parameters(body: list[str]) -> list[str]:
+    """A field for each name."""
+    fields: list[str] = []
+    for each in entries(body):
+        entry = ENTRY.fullmatch(each)
+        if entry is None:
+            raise ValueError(f"no argument, and what it is: {each}")
+        fields += [f":param {name}: {entry['text']}" for name in entry["name"].split(", ")]
+    return fields
+
+
 def field(name: str, body: list[str]) -> list[str]:
-    """One section as a field."""
+    """One section as a field, or as several."""
+    if name == "Args":
+        return [*parameters(body), ""]
     if name in ("Raises", "Attributes"):
-        rendered = [with_links(each) if name == "Raises" else with_name(each) for each in body]
-        body = [f"* {each}" for each in rendered] if len(rendered) > 1 else rendered
+        change = with_links if name == "Raises" else with_name
+        parts = [change(each) for each in entries(body)]
+        body = [f"* {each}" for each in parts] if len(parts) > 1 else parts
     return [f":{name}:", *indented(body), ""]
 
 
@@ -81,9 +94,7 @@ def convert(lines: list[str]) -> list[str]:
         body: list[str] = []
         while rest and (not rest[0] or rest[0].startswith(" ")):
             body.append(rest.pop(0))
-        body = dedent("\n".join(body)).strip("\n").split("\n")
-        name = section["name"]
-        result += field(name, entries(body) if name in ("Raises", "Attributes") else body)
+        result += field(section["name"], dedent("\n".join(body)).strip("\n").split("\n"))
     return result
 
 
@@ -95,5 +106,5 @@ def rewrite(
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.setup_extension("sphinx.ext.autodoc")
-    app.connect("autodoc-process-docstring", rewrite, priority=BEFORE_NAPOLEON)
+    app.connect("autodoc-process-docstring", rewrite)
     return {"parallel_read_safe": True}
