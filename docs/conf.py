@@ -24,7 +24,6 @@ extensions = [
     "contents",
     "docstrings",
 ]
-exclude_patterns = ["adr/0000-template.md"]
 root_doc = "index"
 # Dashes only: quoted values are there to be typed.
 smartquotes_action = "D"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTH, HEIGHT = 760, 1180
+WIDTH, HEIGHT = 760, 1650
 """Of the window: the finding, the gradients and the drift."""
 
 

@@ -16,9 +16,10 @@ def main() -> None:
     done = subprocess.run(
         command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
-    print(done.stdout, end="")
+    # The report comes after what the program prints, and does not get into it.
+    print(done.stderr, end="")
     if done.returncode != FOUND_SOMETHING:
-        raise SystemExit(done.stderr)
+        raise SystemExit(f"lockstep audit ended with {done.returncode}")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ def run(command: list[str], folder: Path, *, exit_code: int = 0, typed: str = ""
         check=False,
     )
     assert done.returncode == exit_code, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    # The audit's report does not get into what the audited program prints.
+    return done.stdout + (done.stderr if "audit" in command else "")
 
 
 def run_page(page: Path, folder: Path, typed: str = "") -> None:
