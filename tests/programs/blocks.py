@@ -123,21 +123,21 @@ def run_page(page: Path, folder: Path, typed: str = "") -> None:
         (folder / name).write_text(text, encoding="utf-8")
         if name.endswith("_page.py"):
             run([sys.executable, name], folder, typed=typed)
-    printed = ""
+    printed: str | None = None
     for block in blocks_of(page):
         for command in filter(is_run, block.commands):
             program, *arguments = shlex.split(command, comments=True)
             code = EXIT_CODE.search(command)
-            printed += run(
+            printed = (printed or "") + run(
                 [*PROGRAMS[program], *arguments],
                 folder,
                 exit_code=int(code[1]) if code else 0,
                 typed=typed,
             )
-        if block.language == "text" and not block.is_made and printed:
+        if block.language == "text" and not block.is_made and printed is not None:
             compare(block.body, printed)
         if block.language != "bash":
-            printed = ""
+            printed = None
 
 
 def compare(shown: str, printed: str) -> None:
