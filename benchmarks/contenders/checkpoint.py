@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from blocks import Pairs
 
 WIDTH, LAYERS = 2000, 25
-PAIRS = 4
+PAIRS = 5
+WARM_UP = 3
+"""Pairs until files replace files in memory that the system has handed out before."""
 EVERY = 3
 
 
@@ -111,7 +113,7 @@ def main() -> None:
                 stream.flush()
                 os.fsync(stream.fileno())
 
-        interleaved(ours, theirs, pairs=1)
+        interleaved(ours, theirs, pairs=WARM_UP)
         total = interleaved(ours, theirs, pairs=PAIRS, meet=os.sync)
         trainer.train(num_steps=EVERY + 1)
         waited(trainer)

@@ -30,6 +30,8 @@ class Idle:
 def main() -> None:
     ray.init()
     idle = ray.remote(num_cpus=1)(Idle).remote()
+    # Ray imports its serialisers with the first answer: they are its own part, too.
+    ray.get(idle.footprint.remote())
     bare = ray.get(idle.footprint.remote())
     ray.kill(idle)
     with TorchTrainer(

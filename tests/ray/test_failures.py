@@ -230,6 +230,19 @@ def test_ctrl_c_in_an_epoch_comes_back_without_orphans(tmp_path):
     assert not any(map(_alive, pids))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("workers_end_with_their_trainer")
+def test_ctrl_c_while_a_worker_is_waited_for_leaves_nothing():
+    """A worker that does not answer is waited for at the end; nobody closes a second time."""
+    trainer = TorchTrainer(training_operator_cls=DefaultLoop, num_workers=2, config=CONFIG)
+    pids = trainer.apply_all_workers(os.getpid)
+    os.kill(pids[1], signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.shutdown()
+    assert not any(map(_alive, pids))
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -24,6 +24,9 @@ import ray
 from lockstep.errors import PoisonedStepError, WorkerDiedError
 from lockstep.testing import Strike
 
+# Each death starts a process that imports torch: seconds, and many where the processors are busy.
+pytestmark = pytest.mark.timeout(240)
+
 KILLED = ("data", "forward", "backward", "buckets", "optimizer", "applied")
 
 
@@ -61,7 +64,6 @@ def test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_five_workers_die_one_after_the_other_and_no_bit_changes():
     """Rank 0 too, in every phase; a spare takes over, then fewer go on, then they are complete."""
     strikes = [
@@ -175,7 +177,6 @@ def _takes_longer_on_rank_1(operator):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_bits_that_are_lost_stay_lost():
     """Two were fewer for some steps; a spare in the next one's place does not undo that."""
     strikes = [

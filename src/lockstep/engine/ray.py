@@ -342,16 +342,23 @@ class RayEngine:
             everyone = []
             self._server = self._crew = None
         actors = [member.actor for member in everyone if member.actor is not None]
-        have_stopped = not force and _stop(actors)
-        for member in members:
-            if member.worker is not None:
-                member.worker.stop()
-        crew, self._crew = self._crew, None
         pids = [each.pid for each in everyone if each.actor and each.pid and each.is_here]
+        have_stopped = False
+        try:
+            have_stopped = not force and _stop(actors)
+            for member in members:
+                if member.worker is not None:
+                    member.worker.stop()
+        finally:
+            # Also where Ctrl-C came while a worker was waited for: nobody closes it again.
+            self._let_go(actors, pids, keep=have_stopped)
+
+    def _let_go(self, actors: list[Any], pids: list[int], *, keep: bool) -> None:
+        crew, self._crew = self._crew, None
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        if crew is not None and crew.stays and have_stopped and crew.actors == actors:
+        if crew is not None and crew.stays and keep and crew.actors == actors:
             come_back(crew)
             pids = []
         elif crew is not None:
