@@ -21,17 +21,73 @@ SCREENS = [
 LOOKED_AT = ("index", "tutorial", "recovery", "audit", "api/trainer", "rules/README", "rules/LS101")
 
 
-def drawer():
-    spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
+def module_at(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_the_pictures_are_what_the_program_draws():
-    draw = drawer()
+    draw = module_at(DOCS / "pictures" / "draw.py")
     for name, picture in draw.PICTURES.items():
         assert picture().drawn() == (DOCS / "pictures" / name).read_text(encoding="utf-8")
+
+
+def listed(contents):
+    lines = contents.splitlines()
+    return [line for line in lines if line and not line.startswith(("```", ":"))]
+
+
+def test_contents_are_what_the_pages_link_to_and_nothing_is_lost():
+    contents = module_at(DOCS / "site" / "contents.py")
+    pages = {"index", "a", "b/README", "b/first", "b/second", "b/lost", "lost"}
+    front = "## One\n[b](b/README.md#x), [out](../x.md)\n## Two\n[a](a.md), [b](https://b.md)\n"
+    made = contents.of_the_site(front, pages)
+    assert listed(made) == ["b/README", "a", "lost"]
+    assert made.index(":caption: One") < made.index("b/README") < made.index(":caption: Two")
+    folder = contents.of_a_folder("[2](second.md) [1](first.md) [a](../a.md)", "b", pages)
+    assert listed(folder) == ["second", "first", "lost"]
+    assert contents.inside("[x](../../CHANGELOG.md#y)", "b/first") == "[x](/changelog.md#y)"
+
+
+def test_sections_of_docstrings_become_fields():
+    convert = module_at(DOCS / "site" / "docstrings.py").convert
+    docstring = """Say.
+
+Args:
+    one, two: numbers, the second
+        of them larger.
+
+Returns:
+    A pair: of both.
+
+Collective:
+    None.
+
+Raises:
+    WeightError, OSError: a bad one,
+        or none.
+    Whatever else: it is raised."""
+    assert convert(docstring.splitlines()) == [
+        "Say.",
+        "",
+        ":param one: numbers, the second of them larger.",
+        ":param two: numbers, the second of them larger.",
+        "",
+        ":Returns:",
+        "    A pair: of both.",
+        "",
+        ":Collective:",
+        "    None.",
+        "",
+        ":Raises:",
+        "    * :py:exc:`~lockstep.errors.WeightError`, ``OSError``: a bad one, or none.",
+        "    * Whatever else: it is raised.",
+        "",
+    ]
+    with pytest.raises(ValueError, match="nonsense"):
+        convert(["Args:", "    nonsense"])
 
 
 @pytest.fixture(scope="module")
