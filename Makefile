@@ -49,8 +49,9 @@ test-all: $(VENV)/.installed $(VENV)/.audited browser ## all tests, with the lib
 bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
 	$(BIN)/python -m benchmarks
 
-docs: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
+docs: $(VENV)/.installed ## run the programs in docs and the notebook, and put their output into them
 	$(BIN)/python docs/refresh.py
+	$(BIN)/python docs/refresh_tour.py
 
 bench-full: $(VENV)/.installed $(PEERS)/.tried ## the same with Ray Train, 1 to 8 workers, the loss over 65536 rows
 	$(BIN)/python -m benchmarks --suite full
