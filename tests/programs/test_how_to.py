@@ -21,7 +21,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return [body for name, body in BLOCK.findall(page.read_text()) if name == language]
 
 
-PROGRAMS = sorted(page for page in PAGES.glob("*.md") if blocks(page, "python"))
+ELSEWHERE = {"cluster"}
+"""On a cluster, by test_cluster_page.py."""
+PROGRAMS = sorted(
+    page for page in PAGES.glob("*.md") if blocks(page, "python") and page.stem not in ELSEWHERE
+)
 COMMANDS = [
     command
     for body in blocks(PAGES / "command-line.md", "bash")

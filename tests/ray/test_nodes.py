@@ -31,6 +31,7 @@ def test_a_node_dies_in_the_middle_and_the_run_goes_on():
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "nodes": 2,
+        "within reach": True,
         "same": True,
         "alone": 1,
         "recoveries": 1,
