@@ -43,14 +43,15 @@ class LocalCluster:
             "RAY_AUTH_TOKEN_PATH": str(token),
         }
         self.folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("a_cluster.py"))],
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "cluster.log").open("w"),
-            text=True,
-        )
+        with (folder / "cluster.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("a_cluster.py"))],
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         line = self._process.stdout.readline()
         assert line, (folder / "cluster.log").read_text()[-3000:]
         self.gcs, self.dashboard = json.loads(line).values()
@@ -94,7 +95,6 @@ def page(cluster, tmp_path):
     folder.mkdir()
     for name in ("digits.py", "small_digits.py"):
         shutil.copy(ROOT / "examples" / name, folder)
-    (folder / "requirements.txt").write_text("")
     commands = []
     for language, body in BLOCK.findall(text):
         if language == "bash":
@@ -110,7 +110,7 @@ def page(cluster, tmp_path):
 
 def set_variable(cluster, name, value):
     file = cluster.folder / "runtime_env.yaml"
-    text = file.read_text()
+    text = re.sub(rf"^  {name}: .*\n", "", file.read_text(), flags=re.MULTILINE)
     file.write_text(text.replace("env_vars:\n", f'env_vars:\n  {name}: "{value}"\n'))
 
 
