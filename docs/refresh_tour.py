@@ -3,8 +3,8 @@
 
     python docs/refresh_tour.py
 
-A progress bar that is over leaves nothing on the screen, and nothing here. Left out as well is what
-is of this machine and this run only: Ray's own lines about processes and addresses, times, versions.
+A progress bar that is over leaves nothing on the screen, and nothing here. Left out as well is
+what is of this machine and this run only: Ray's own lines about processes, times, versions.
 """
 
 from __future__ import annotations
