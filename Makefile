@@ -53,8 +53,9 @@ docs: $(VENV)/.documented ## write the documentation as a site to build/docs
 	$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -E -d build/doctrees docs build/docs
 	@echo "open build/docs/index.html"
 
-docs-refresh: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
+docs-refresh: $(VENV)/.installed ## run the programs in docs and the notebook, and put their output into them
 	$(BIN)/python docs/refresh.py
+	$(BIN)/python docs/refresh_tour.py
 
 bench-full: $(VENV)/.installed $(PEERS)/.tried ## the same with Ray Train, 1 to 8 workers, the loss over 65536 rows
 	$(BIN)/python -m benchmarks --suite full

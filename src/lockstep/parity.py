@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 from types import MethodType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -95,6 +95,10 @@ class ParityReport:
         alike = "no difference in what could be compared" if unheld else "equal"
         found = alike if self.ok else f"{wrong} of {len(self.rows)} parameters differ"
         return f"{workers} against one process: {found}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """The same in an IPython terminal."""
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         """A table, for notebooks."""

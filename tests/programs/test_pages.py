@@ -17,6 +17,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 ELSEWHERE = {
+    "docs/how-to/cluster.md": "tests/programs/test_cluster_page.py",
     "docs/how-to/command-line.md": "tests/programs/test_how_to.py",
 }
 """Pages whose blocks another test runs."""

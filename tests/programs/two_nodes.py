@@ -13,7 +13,9 @@ from ray.cluster_utils import Cluster
 from tests.ray.surviving import Classifier, digest, trainer_of
 
 import ray
+from listening import listens
 
+EVERYWHERE = {"::", "0.0.0.0"}
 ARGUMENTS = {"num_workers": 2, "num_shards": 4, "reproducible": True}
 
 
@@ -43,19 +45,25 @@ def main():
         with trainer_of(Classifier, **ARGUMENTS) as trainer:
             expected = train(trainer)
         with trainer_of(Classifier, **ARGUMENTS) as trainer:
-            nodes = {member.node for member in trainer._engine._engine.members}
+            members = trainer._engine._engine.members
+            nodes = {member.node for member in members}
+            # Ray's own servers listen everywhere.
+            gloo = {address for m in members for address, _ in listens(m.pid)} - EVERYWHERE
+            is_within_reach = gloo == {ray.util.get_node_ip_address()}
             lost = threading.Timer(0.05, lambda: cluster.remove_node(second, allow_graceful=False))
             found = train(trainer, on_second=lost.start)
             lost.join()
             alone = trainer.status()
             cluster.add_node(num_cpus=1)
-            until(lambda: trainer.status()["spares"] == 1)
+            # A worker that is ready takes the free place at the next call, as this one is.
+            until(lambda: trainer.status()["workers"] == 2)
             trainer.train(num_steps=1)
             together = trainer.status()
         print(
             json.dumps(
                 {
                     "nodes": len(nodes),
+                    "within reach": is_within_reach,
                     "same": expected == found,
                     "alone": alone["workers"],
                     "recoveries": len(alone["recoveries"]),

@@ -35,3 +35,41 @@ def test_another_programs_private_ray_is_left_alone():
     first, second, address = done.stdout.split()
     assert (first, second) == ("True", "True")  # its own, also when it is asked again
     assert address != ray.get_runtime_context().gcs_address
+
+
+THROUGH_A_CLIENT = """
+import socket, subprocess, sys
+from ray.cluster_utils import Cluster
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+head = {"num_cpus": 1, "include_dashboard": False, "ray_client_server_port": port}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+program = f"import ray; ray.init('ray://127.0.0.1:{port}')" + '''
+from lockstep.engine.cluster import connect
+connect()
+'''
+try:
+    sys.exit(subprocess.run([sys.executable, "-c", program]).returncode)
+finally:
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_program_outside_of_the_cluster_is_told_to_submit_a_job():
+    folder = tempfile.mkdtemp(prefix="ls")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", THROUGH_A_CLIENT],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 1
+    assert "[LS003] a trainer cannot train through Ray Client" in done.stderr
+    assert "ray job submit" in done.stderr

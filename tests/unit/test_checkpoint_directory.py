@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint as a directory: whole or not there, verified, read without running code."""
 
+import hashlib
 import os
 import pickle
 from collections import OrderedDict
@@ -8,6 +9,8 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed.checkpoint as distributed
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from lockstep import checkpoint
 from lockstep.checkpoint.directory import INDEX
@@ -65,21 +68,88 @@ def test_every_file_is_verified(tmp_path, how):
 
 
 class Runs:
+    def __init__(self, target):
+        self.target = target
+
     def __reduce__(self):
-        return os.mkdir, ("it-ran",)
+        return os.mkdir, (str(self.target),)
 
 
-def test_an_index_that_would_run_code_does_not(tmp_path):
-    path = tmp_path / "state"
-    checkpoint.write_directory(path, STATE)
-    (path / ".metadata").write_bytes(pickle.dumps(Runs()))
+def through_an_import(target):
+    """A pickle that calls what a harmless module has imported, by a name with a dot."""
+
+    def text(value):
+        return b"\x8c" + bytes([len(value)]) + value.encode()
+
+    function = text("torch.distributed.checkpoint.metadata") + text("os.mkdir") + b"\x93"
+    return b"\x80\x04" + function + text(str(target)) + b"\x85R."
+
+
+def with_checksums(path):
+    """Whoever alters a directory on purpose makes them right."""
     index = checkpoint.read(path / INDEX)
-    index["files"] = {}
+    files = set(os.listdir(path)) - {INDEX}
+    index["files"] = {
+        name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in files
+    }
     checkpoint.write(path / INDEX, index)
-    before = os.listdir()
+
+
+def altered(path, change):
+    """The directory with another metadata of torch."""
+    metadata = distributed.FileSystemReader(path).read_metadata()
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with_checksums(path)
+
+
+def bytes_that_torch_unpickles(path, target):
+    """An entry whose metadata says that it holds an object, and not a tensor."""
+    attack = pickle.dumps(Runs(target))
+    (path / "__0_0.distcp").write_bytes(attack)
+
+    def change(metadata):
+        for name in metadata.state_dict_metadata:
+            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+            metadata.storage_data[MetadataIndex(name)] = _StorageInfo(
+                "__0_0.distcp", 0, len(attack)
+            )
+
+    altered(path, change)
+
+
+ATTACKS = {
+    "a function": lambda path, target: (path / ".metadata").write_bytes(pickle.dumps(Runs(target))),
+    "a module's import": lambda path, target: (path / ".metadata").write_bytes(
+        through_an_import(target)
+    ),
+    "bytes": bytes_that_torch_unpickles,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_directory_that_would_run_code_does_not(tmp_path, attack):
+    path, target = tmp_path / "state", tmp_path / "it-ran"
+    checkpoint.write_directory(path, STATE)
+    ATTACKS[attack](path, target)
+    with_checksums(path)
     with pytest.raises(CheckpointError, match="it was not run"):
         checkpoint.read(path)
-    assert os.listdir() == before
+    assert not target.exists()
+
+
+def test_a_file_outside_is_not_read(tmp_path):
+    path = tmp_path / "state"
+    checkpoint.write_directory(path, STATE)
+    (path / "__0_0.distcp").rename(tmp_path / "elsewhere")
+
+    def change(metadata):
+        for entry in metadata.storage_data.values():
+            entry.relative_path = "../elsewhere"
+
+    altered(path, change)
+    with pytest.raises(CheckpointError, match="no file of this checkpoint"):
+        checkpoint.read(path)
 
 
 def test_what_is_in_the_way_stays(tmp_path):

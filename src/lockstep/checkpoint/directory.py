@@ -22,7 +22,7 @@ import secrets
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,11 +40,20 @@ INDEX: Final = "lockstep.ckpt"
 _MARK: Final = "\0tensor"
 _METADATA: Final = ".metadata"
 
-# What torch's own index of a distributed checkpoint is made of. Unpickling runs nothing else.
+# What torch's own index of a distributed checkpoint of tensors is made of. Unpickling runs nothing
+# else: a module as a whole would bring what it imports (`os`), and an entry of bytes
+# (`BytesStorageMetadata`) is something that torch unpickles when it reads the entry.
 _KNOWN: Final = {
-    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
-    "torch.distributed.checkpoint.planner": None,
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "device"},
     "collections": {"OrderedDict"},
@@ -128,7 +137,7 @@ def read_directory(path: str, index: Mapping[str, Any]) -> dict[str, Any]:
     if tensors:
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        reader = _reader(path)
+        reader = _reader(path, set(index["files"]))
         reader.read_metadata()  # what it refuses keeps its type here
         with _in_one_process():
             load(tensors, storage_reader=reader, no_dist=True)
@@ -174,26 +183,36 @@ def _with_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        names = _KNOWN.get(module, set())
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if names is None or name in names or is_dtype:
+        if name in _KNOWN.get(module, set()) or is_dtype:
             return super().find_class(module, name)
-        raise CheckpointError(
-            "the checkpoint holds an object that only code could rebuild; it was not run",
-            got=f"{module}.{name}",
-            cause="it was not written by lockstep, or altered on purpose",
-            fix="do not use this directory",
-        )
+        raise _would_run(f"{module}.{name}")
 
 
-def _reader(path: str) -> FileSystemReader:
+def _would_run(got: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint holds an object that only code could rebuild; it was not run",
+        got=got,
+        cause="it was not written by lockstep, or altered on purpose",
+        fix="do not use this directory",
+    )
+
+
+def _reader(path: str, verified: Set[str]) -> FileSystemReader:
+    """Reads tensors, out of files whose checksum was right."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import StorageMeta
+    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             with self.fs.create_stream(_joined(self.path, _METADATA), "rb") as file:
                 metadata: Metadata = _Unpickler(io.BytesIO(file.read())).load()
+            for name, entry in metadata.state_dict_metadata.items():
+                if type(entry) is not TensorStorageMetadata:
+                    raise _would_run(f"{name}: {type(entry).__name__}")
+            for entry in metadata.storage_data.values():
+                if entry.relative_path not in verified or entry.transform_descriptors:
+                    raise _would_run(f"{entry.relative_path}, which is no file of this checkpoint")
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
             metadata.storage_meta.load_id = self.load_id
             return metadata

@@ -8,7 +8,10 @@ import os
 from pathlib import Path
 from typing import Final
 
+from ray.util import client
+
 import ray
+from lockstep.errors import NotAvailableError
 
 _ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
 
@@ -22,8 +25,19 @@ def connect() -> bool:
     Joined are only clusters that were offered: the one that RAY_ADDRESS names, or the one
     that ``ray start`` made on this machine. ``address="auto"`` would join any Ray process it
     detects, also the private one of another program, take its CPUs and end with it.
+
+    Raises:
+        NotAvailableError: the program has connected by Ray Client, from outside of the cluster.
     """
     global _own_address
+    if client.ray.is_connected():
+        raise NotAvailableError(
+            "a trainer cannot train through Ray Client",
+            got='ray.init("ray://...")',
+            cause="this program is where the workers meet, and has to be one of the cluster's own",
+            fix='ray job submit --working-dir . -- python program.py, or ray.init("auto") on one of'
+            " its machines",
+        )
     if not ray.is_initialized():
         if os.environ.get(_ADDRESS_VARIABLE):
             _join_named()

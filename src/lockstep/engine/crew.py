@@ -9,6 +9,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ class Crew:
         nodes: the node id of each actor.
         asked: what was asked for, to tell whether another trainer wants the same.
         session: the stay in a cluster that they belong to.
+        name: what their actors' names begin with; no other crew has it.
     """
 
     room: PlacementGroup
@@ -41,6 +43,7 @@ class Crew:
     actors: list[Any]
     asked: tuple[dict[str, float], range]
     session: str | None
+    name: str
 
     @property
     def stays(self) -> bool:
@@ -91,24 +94,28 @@ def prestart(
     own_cluster = connect()
     (_keeping.add if keep else _keeping.discard)(session())
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
-    _waiting.append(hire(bundle, range(num_workers), own_cluster))
+    _waiting.append(hire(bundle, range(num_workers), own_cluster, "prestarted"))
 
 
-def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
-    """The crew that waits, if it is the one that is asked for; else a new one."""
+def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) -> Crew:
+    """The crew that waits, if it is the one that is asked for; else a new one, named `label`."""
     if _waiting and _waiting[0].asked == (bundle, ranks) and _waiting[0].session == session():
         return _waiting.pop()
     dismiss_waiting()
-    return hire(bundle, ranks, own_cluster)
+    return hire(bundle, ranks, own_cluster, label)
 
 
-def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
+def hire(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) -> Crew:
     """Reserve room and start an actor for each of `ranks`, all at once."""
     room = placement.find_room(bundle, len(ranks), own_cluster)
+    if session() in _keeping:
+        label = "kept"  # for one operator after the other
+    # Trainers of the same operator live side by side in a namespace of Ray, as trials of Tune do.
+    name = f"lockstep:{label}:{secrets.token_hex(3)}"
     actors: list[Any] = []
     try:
         actors += [
-            _hired(room, bundle, placement.seat_of(room, index), rank)
+            _hired(room, bundle, placement.seat_of(room, index), rank, name)
             for index, rank in enumerate(ranks)
         ]
         nodes = placement.nodes_of(room, len(ranks))
@@ -116,12 +123,16 @@ def hire(bundle: dict[str, float], ranks: range, own_cluster: bool) -> Crew:
         # Ctrl-C most of all: nobody else knows of them yet.
         _send_home(room, actors)
         raise
-    return Crew(room, nodes, actors, (bundle, ranks), session())
+    return Crew(room, nodes, actors, (bundle, ranks), session(), name)
 
 
-def _hired(room: PlacementGroup, bundle: Mapping[str, float], seat: int, rank: int) -> Any:
+def _hired(
+    room: PlacementGroup, bundle: Mapping[str, float], seat: int, number: int, crew_name: str
+) -> Any:
     further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
     options = RemoteWorker.options(
+        # Its number and not its rank: ranks change hands when a worker dies.
+        name=f"{crew_name}:worker{number}",
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         resources=further or None,
@@ -129,7 +140,7 @@ def _hired(room: PlacementGroup, bundle: Mapping[str, float], seat: int, rank: i
             room, placement_group_bundle_index=seat
         ),
     )
-    return options.remote(rank)
+    return options.remote(number)
 
 
 def replacement(crew: Crew, seat: int, number: int) -> Any:
@@ -138,7 +149,7 @@ def replacement(crew: Crew, seat: int, number: int) -> Any:
     Its room stays reserved. If its node is gone, Ray reserves room elsewhere, when there is
     some, and starts the actor then.
     """
-    return _hired(crew.room, crew.asked[0], seat, number)
+    return _hired(crew.room, crew.asked[0], seat, number, crew.name)
 
 
 def come_back(crew: Crew) -> None:

@@ -76,7 +76,7 @@ class RayEngine:
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
         remote_ranks = range(1 if use_local else 0, spec.num_workers + num_spares)
         try:
-            self._crew = crew_for(bundle, remote_ranks, own_cluster)
+            self._crew = crew_for(bundle, remote_ranks, own_cluster, spec.operator_cls.__name__)
             self._payload = ray.put(payload)
             self._enlist(self._crew, remote_ranks)
             self._open_server(self._crew)
@@ -113,6 +113,7 @@ class RayEngine:
         if self.spec.options.sync == "parameter_server" and self.spec.num_workers > 1:
             self._server = ServerProcess(
                 crew.room,
+                name=f"{crew.name}:parameter-server",
                 on_loopback=self._is_on_one_node(),
                 size=self.spec.num_workers,
                 timeout_s=self._resources.timeout_s,

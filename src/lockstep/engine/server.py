@@ -65,6 +65,7 @@ class ServerProcess:
 
     Args:
         room: the workers' placement group; the server runs where its first bundle is.
+        name: of its actor.
         on_loopback: every worker runs on this machine.
         size: how many workers will come.
         timeout_s: how long one of them waits for an answer.
@@ -77,11 +78,11 @@ class ServerProcess:
     """
 
     def __init__(
-        self, room: PlacementGroup, *, on_loopback: bool, size: int, timeout_s: float
+        self, room: PlacementGroup, *, name: str, on_loopback: bool, size: int, timeout_s: float
     ) -> None:
         self.on_loopback = on_loopback
         strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=0)
-        self._actor = RemoteServer.options(scheduling_strategy=strategy).remote()
+        self._actor = RemoteServer.options(name=name, scheduling_strategy=strategy).remote()
         try:
             self.address, self.pid = self._opened(on_loopback, size, timeout_s)
         except BaseException:

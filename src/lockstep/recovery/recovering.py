@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import shards_of
@@ -143,7 +144,12 @@ class RecoveringEngine:
     ) -> Hearing:
         self._watchdog.begin()
         self._has_dismissed = False
-        return self._engine.hear(method, args, ranks, watch=watch, guard=self._guard)
+        told = None if watch is None else partial(self._tell, watch)
+        return self._engine.hear(method, args, ranks, watch=told, guard=self._guard)
+
+    def _tell(self, watch: Callable[[dict[str, Any]], None], progress: dict[str, Any]) -> None:
+        there = {"workers": len(self._engine.members), "recoveries": len(self._incidents)}
+        watch({**progress, **there} if progress else progress)
 
     def _guard(self, hearing: Hearing) -> None:
         self._watchdog.look(hearing)

@@ -15,7 +15,7 @@ class Callback:
 
     ``TorchTrainer(callbacks=[...])`` calls them in the order given. An exception in one
     reaches the caller of the trainer's method; the workers live on. The trainer's own methods
-    may be called from all of them but `on_failure`.
+    may be called from all of them but `on_progress` and `on_failure`.
 
     Attributes:
         stop_reason: why training should end, or None. Set it, and ``trainer.should_stop`` is
@@ -26,6 +26,18 @@ class Callback:
 
     def on_start(self, trainer: TorchTrainer) -> None:
         """The workers are ready."""
+
+    def on_progress(self, trainer: TorchTrainer, progress: dict[str, Any]) -> None:
+        """A `train` or `validate` call begins, or goes on: called as it begins, then once a second.
+
+        Args:
+            progress: ``phase`` ("train" or "validation"), and of this call so far ``seconds``,
+                ``steps``, ``samples`` (over all workers) and ``loss`` (of rank 0's latest batch;
+                None before there is one); ``workers`` and ``recoveries`` of the run, where
+                workers are processes of their own and it can go on without one.
+
+        What it raises ends the call only when the workers are through with it.
+        """
 
     def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
         """A `train` call has ended; `result` is what it returns, reduced over workers."""

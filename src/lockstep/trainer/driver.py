@@ -36,6 +36,7 @@ from lockstep.trainer.arguments import (
 )
 from lockstep.trainer.beside import BesideTraining
 from lockstep.trainer.durable import Durability
+from lockstep.trainer.onlookers import all_of, announced
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
 from lockstep.trainer.tracing import Profile, traced
@@ -292,10 +293,14 @@ class TorchTrainer(BesideTraining):
         if purpose != "train" or not self._feeding.has_dataset:
             check_loader(self._engine.started, self._operator_cls.__name__, purpose)
         method = "train" if purpose == "train" else "validate"
-        with traced(self, profile, method), self._bar(purpose, num_steps) as watch:
-            reports = self._call(
-                method, num_steps, bool(profile), dict(info or {}), watch=watch, retries=retries
-            )
+        arguments = num_steps, bool(profile), dict(info or {})
+        with (
+            traced(self, profile, method),
+            self._bar(purpose, num_steps) as bar,
+            announced(self, self._callbacks, purpose) as announcer,
+        ):
+            watch = all_of(bar, announcer)
+            reports = self._call(method, *arguments, watch=watch, retries=retries)
         if not any(report.steps for report in reports):
             raise no_batch(self._operator_cls.__name__, purpose)
         return reports

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -14,19 +15,30 @@ def wants_bar(asked: bool) -> bool:
 
 
 def _in_notebook() -> bool:
-    shell = sys.modules.get("IPython")
-    if shell is None:
+    # Only a kernel's process has imported it; hosted notebooks have shells that derive from it.
+    kernel, ipython = sys.modules.get("ipykernel.zmqshell"), sys.modules.get("IPython")
+    if kernel is None or ipython is None:
         return False
-    return type(shell.get_ipython()).__name__ == "ZMQInteractiveShell"
+    return isinstance(ipython.get_ipython(), kernel.ZMQInteractiveShell)
+
+
+def _bar_class() -> Any:
+    """tqdm's widget in a notebook where widgets can be drawn, its line of text elsewhere.
+
+    tqdm's own choice is the same, but for a warning in notebooks without ipywidgets.
+    """
+    if _in_notebook() and find_spec("ipywidgets") is None:
+        from tqdm.std import tqdm
+    else:
+        from tqdm.auto import tqdm
+    return tqdm
 
 
 class ProgressBar:
     """Steps done of `total`, latest loss, samples per second over all workers."""
 
     def __init__(self, description: str, total: int | None) -> None:
-        from tqdm.auto import tqdm
-
-        self._bar = tqdm(desc=description, total=total, unit="step", leave=False)
+        self._bar = _bar_class()(desc=description, total=total, unit="step", leave=False)
         self._since = time.monotonic()
 
     def watch(self, progress: dict[str, Any]) -> None:

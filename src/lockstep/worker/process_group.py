@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from lockstep.errors import PeerLostError, WrongUseError
+from lockstep.worker.interface import interface_towards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +71,7 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
             " torch.distributed.init_process_group",
             fix="leave it out: the workers' group becomes the default group by itself",
         )
-    with _gloo_on_loopback(rendezvous.one_node), _excepthook_kept():
+    with _gloo_within_reach(rendezvous), _excepthook_kept():
         try:
             return _met(rendezvous, rank, world_size, device)
         except RuntimeError as error:
@@ -138,7 +139,7 @@ def form_second_group(
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     backend = rendezvous.backend
-    with _gloo_on_loopback(rendezvous.one_node):
+    with _gloo_within_reach(rendezvous):
         try:
             if rendezvous.as_default and alone:
                 return dist.new_group(
@@ -197,16 +198,21 @@ def _excepthook_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
-    """Gloo would look up the host's name and listen on whatever address it finds.
+def _gloo_within_reach(rendezvous: Rendezvous) -> Iterator[None]:
+    """Gloo listens where the other ranks can reach it, and nobody else where that can be had.
 
+    By itself it would look up the machine's own name and listen on whatever address it finds:
+    one that strangers reach, or on many systems one (127.0.1.1) that no other machine does.
     The variable is put back: rank 0 may live in the user's own process.
     """
     before = os.environ.get(_GLOO_INTERFACE)
-    if not one_node or before is not None or sys.platform != "linux":
+    name = None
+    if before is None and sys.platform == "linux":
+        name = "lo" if rendezvous.one_node else interface_towards(rendezvous.host, rendezvous.port)
+    if name is None:
         yield
         return
-    os.environ[_GLOO_INTERFACE] = "lo"
+    os.environ[_GLOO_INTERFACE] = name
     try:
         yield
     finally:

@@ -17,6 +17,10 @@ CASES = {
         "loggers",
     ),
     "mlflow": ("from lockstep.integrations.loggers import *; MLflowLogger()", "loggers"),
+    "prometheus_client": (
+        "from lockstep.integrations.loggers import *; RayMetricsLogger()",
+        "cluster",
+    ),
     "pandas": (TUNE, "tune"),
     "shtab": ("from lockstep.cli import main; main(['completion', 'bash'])", "cli"),
 }

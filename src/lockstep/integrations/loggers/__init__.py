@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that write down what `train` and `validate` return: files, TensorBoard, MLflow."""
+"""Callbacks that write down what `train` and `validate` return: files, TensorBoard, MLflow, Ray."""
 
 from lockstep.integrations.loggers.files import CSVLogger, JSONLinesLogger
 from lockstep.integrations.loggers.mlflow import MLflowLogger
+from lockstep.integrations.loggers.ray_metrics import RayMetricsLogger
 from lockstep.integrations.loggers.row import Logger, Row
 from lockstep.integrations.loggers.tensorboard import TensorBoardLogger
 
@@ -11,6 +12,7 @@ __all__ = [
     "JSONLinesLogger",
     "Logger",
     "MLflowLogger",
+    "RayMetricsLogger",
     "Row",
     "TensorBoardLogger",
 ]

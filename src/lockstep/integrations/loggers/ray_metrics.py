@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of Ray: what its dashboard and Prometheus show of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import NotAvailableError
+from lockstep.integrations.loggers.row import Logger, Row
+from lockstep.integrations.packages import required
+from lockstep.keys import NUM_SAMPLES
+
+if TYPE_CHECKING:
+    from lockstep.trainer import TorchTrainer
+
+_LOSSES: Final = {"train": "train_loss", "validation": "val_loss"}
+
+_GAUGES: Final = {
+    "loss": "of the latest batch of rank 0 while a call runs, then the mean of the call",
+    "samples_per_second": "over all workers, in the call that runs or ran last; 0 after the run",
+    "workers": "that train; 0 after the run",
+    "step": "optimizer steps (global batches) since the run began",
+    "metric": "numbers that train and validate return, by name",
+}
+_COUNTERS: Final = {
+    "samples": "computed by this program",
+    "recoveries": "from the loss of a worker",
+}
+
+
+class RayMetricsLogger(Logger):
+    """Loss, samples a second, recoveries and further numbers as metrics of Ray.
+
+    Ray serves them on the metrics port of the driver's node, where Prometheus reads them:
+    ``ray_lockstep_loss``, ``ray_lockstep_samples_per_second``, ``ray_lockstep_workers``,
+    ``ray_lockstep_step``, ``ray_lockstep_metric``, ``ray_lockstep_samples_total`` and
+    ``ray_lockstep_recoveries_total``, with the labels ``run``, ``phase`` ("train" or
+    "validation") and, for ``metric``, ``metric``. The driver reports them, as a call begins and
+    ends and once a second in between; workers have nothing to do with it.
+
+    Args:
+        run: what tells this run from others; the operator's name if None.
+
+    Raises:
+        NotAvailableError: Ray, or what it exports metrics with, is not installed; when the
+            trainer starts: its only worker lives in this process, which knows of no Ray.
+    """
+
+    def __init__(self, run: str | None = None) -> None:
+        super().__init__()
+        self.run = run
+        # Without its exporter Ray takes metrics, and drops them without a word.
+        required("prometheus_client", extra="cluster", by="RayMetricsLogger")
+        self._ray = required("ray", extra="cluster", by="RayMetricsLogger")
+        self._metrics: dict[str, Any] = {}
+        self._began: dict[str, float] = {}
+        self._counted = 0.0
+        self._recoveries = 0
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        if not self._ray.is_initialized():
+            raise NotAvailableError(
+                "RayMetricsLogger has no Ray to report to",
+                cause="the only worker lives in this process, and nothing has connected to Ray",
+                fix="ray.init() before the trainer, or another logger",
+            )
+        if self.run is None:
+            self.run = trainer._operator_cls.__name__
+        kinds = required("ray.util.metrics", extra="cluster", by="RayMetricsLogger")
+        for names, kind in ((_GAUGES, kinds.Gauge), (_COUNTERS, kinds.Counter)):
+            for name, meaning in names.items():
+                keys = ("run", "phase", "metric") if name == "metric" else ("run", "phase")
+                self._metrics[name] = kind(f"lockstep_{name}", meaning, keys)
+
+    def on_progress(self, trainer: TorchTrainer, progress: dict[str, Any]) -> None:
+        phase, steps, seconds = progress["phase"], progress["steps"], progress["seconds"]
+        if not steps:
+            self._began[phase], self._counted = time.monotonic() - seconds, 0.0
+            return
+        self._set("loss", progress["loss"], phase)
+        self._set("samples_per_second", progress["samples"] / seconds, phase)
+        self._count_samples(progress["samples"], phase)
+        if "recoveries" in progress:
+            self._set("workers", progress["workers"], "train")
+            self._count_recoveries(progress["recoveries"])
+
+    def write(self, trainer: TorchTrainer, row: Row) -> None:
+        phase, values = row.phase, row.numbers
+        seconds = max(time.monotonic() - self._began[phase], 1e-9)
+        self._set("samples_per_second", values[NUM_SAMPLES] / seconds, phase)
+        self._count_samples(values[NUM_SAMPLES], phase)
+        self._set("step", row.step, phase)
+        self._set("loss", values.get(_LOSSES[phase]), phase)
+        for name, value in values.items():
+            self._set("metric", value, phase, metric=name)
+        status = trainer.status()
+        self._set("workers", status["workers"], "train")
+        self._count_recoveries(len(status["recoveries"]))
+
+    def on_failure(self, trainer: TorchTrainer, error: BaseException) -> None:
+        self._rest()
+
+    def on_shutdown(self, trainer: TorchTrainer) -> None:
+        self._rest()
+
+    def _rest(self) -> None:
+        """A gauge keeps its last value; a run that is over computes nothing."""
+        self._set("workers", 0, "train")
+        for phase in self._began:
+            self._set("samples_per_second", 0, phase)
+
+    def _set(self, name: str, value: float | None, phase: str, **further: str) -> None:
+        # An exporter's text has a word for NaN, and monitoring has none: a gap says the same.
+        if value is not None and not math.isnan(value) and name in self._metrics:
+            self._metrics[name].set(value, {"run": self.run, "phase": phase, **further})
+
+    def _count_samples(self, in_call: float, phase: str) -> None:
+        """A step that is computed again may take the count back for a moment."""
+        if in_call > self._counted:
+            tags = {"run": self.run, "phase": phase}
+            self._metrics["samples"].inc(in_call - self._counted, tags)
+            self._counted = in_call
+
+    def _count_recoveries(self, so_far: int) -> None:
+        if so_far > self._recoveries:
+            tags = {"run": self.run, "phase": "train"}
+            self._metrics["recoveries"].inc(so_far - self._recoveries, tags)
+            self._recoveries = so_far
