@@ -125,10 +125,12 @@ def test_under_torchs_ddp_the_wrappers_stay():
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_is_replaced():
+@pytest.mark.parametrize("use_local", [False, True])
+def test_a_worker_that_is_stopped_is_replaced(use_local):
     strikes = [Strike("stop", rank=1, step=12, phase="forward")]
     _, bits = undisturbed(Classifier)
-    with trainer_of(Classifier, strikes, spare_workers=1, hang_timeout_s=1) as trainer:
+    arguments = {"spare_workers": 1, "hang_timeout_s": 1, "use_local": use_local}
+    with trainer_of(Classifier, strikes, **arguments) as trainer:
         _, got = run(trainer)
         (recovery,) = trainer.status()["recoveries"]
     assert got == bits

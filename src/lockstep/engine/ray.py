@@ -8,6 +8,8 @@ the death, that broke it.
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from lockstep.engine.crew import come_back, crew_for, replacement, send_home
 from lockstep.engine.ending import has_failed, wait_until_gone
 from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
+from lockstep.engine.lookout import looking_after
 from lockstep.engine.member import Member, kill, this_node
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.server import ServerProcess
@@ -241,8 +244,10 @@ class RayEngine:
             if local is not None and local.worker is not None:
                 local.worker.before_meeting = partial(self._wait_for_peers, hearing.pending)
                 own = args if args_of is None else (*args, *args_of(0))
-                _perform_here(local.worker, hearing, own, watch)
-                watch = None
+                hearing.here = partial(local.worker.where, threading.get_ident())
+                with nullcontext() if guard is None else looking_after(partial(guard, hearing)):
+                    _perform_here(local.worker, hearing, own, watch)
+                watch = hearing.here = None
             hearing.listen(self._looker(hearing, watch, guard))
         except BaseException as error:
             # Ctrl-C most of all: nobody may be left behind in the middle of a step.
