@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
+from lockstep.engine.ending import ctrl_c_as_itself
 from lockstep.errors import LockstepError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Hearing:
         else:
             self._causes.append(error)
 
+    @ctrl_c_as_itself()
     def listen(self, look: Callable[[], None] | None) -> None:
         """Until all have answered, or a cause is known, or a consequence waited long enough.
 

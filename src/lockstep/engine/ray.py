@@ -23,7 +23,7 @@ from lockstep.engine.base import COLLECTIVE_METHODS, Roster
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.courier import RemoteCourier
 from lockstep.engine.crew import come_back, crew_for, replacement, send_home
-from lockstep.engine.ending import has_failed, wait_until_gone
+from lockstep.engine.ending import ctrl_c_as_itself, has_failed, wait_until_gone
 from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
 from lockstep.engine.lookout import looking_after
@@ -253,9 +253,6 @@ class RayEngine:
             # Ctrl-C most of all: nobody may be left behind in the middle of a step.
             if hearing.pending or local is not None:
                 self.end(error)
-            if isinstance(error, SystemError) and isinstance(error.__cause__, KeyboardInterrupt):
-                # Python's word for a Ctrl-C that came while Ray's compiled code was waiting.
-                raise error.__cause__ from None
             raise
         return hearing
 
@@ -270,6 +267,7 @@ class RayEngine:
             self.end(over)
             raise over
 
+    @ctrl_c_as_itself()
     def _wait_for_peers(self, pending: Mapping[Any, int]) -> None:
         """Rank 0 in this process joins the meeting only when the others stand at it.
 
@@ -323,6 +321,7 @@ class RayEngine:
         hearing.listen(None)
         return hearing
 
+    @ctrl_c_as_itself()
     def pause(self, seconds: float) -> None:
         """Wait, for workers that start."""
         starting = [ref for _, ref in self.spares]
@@ -417,6 +416,7 @@ def _tell_progress(actor: Any, watch: Callable[[dict[str, Any]], None]) -> None:
             return
 
 
+@ctrl_c_as_itself()
 def _stop(actors: Sequence[Any]) -> bool:
     """Let the actors close loaders and connections; whether all of them did."""
     arguments = pickled((), "nothing")
