@@ -156,6 +156,7 @@ def test_steps_ends_the_watch_and_not_the_script(tmp_path):
         ("own_optimizer.py", 0, {"LS405"}, "cannot be watched"),
         ("compiled.py", 0, {"LS508"}, "in lockstep"),
         ("sets_the_environment_first.py", 0, {"LS405"}, "no optimizer step was seen"),
+        ("forgets_its_rank.py", 0, {"LS405"}, "no optimizer step was seen"),
     ],
 )
 def test_scripts_of_other_kinds(tmp_path, script, code, found, said):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from tests.ray.surviving import (
+    ROWS,
     Classifier,
     OwnEpoch,
     TwoPlayers,
@@ -140,10 +141,12 @@ def test_beside_rank_0_in_the_driver():
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_is_replaced():
+@pytest.mark.parametrize("use_local", [False, True])
+def test_a_worker_that_is_stopped_is_replaced(use_local):
     strikes = [Strike("stop", rank=1, step=12, phase="forward")]
     _, bits = undisturbed(Classifier)
-    with trainer_of(Classifier, strikes, spare_workers=1, hang_timeout_s=1) as trainer:
+    arguments = {"spare_workers": 1, "hang_timeout_s": 1, "use_local": use_local}
+    with trainer_of(Classifier, strikes, **arguments) as trainer:
         _, got = run(trainer)
         (recovery,) = trainer.status()["recoveries"]
     assert got == bits
@@ -176,6 +179,25 @@ def test_samples_that_kill_everybody_are_named():
     ):
         trainer.train(max_retries=10)
     assert "samples [" in str(caught.value)
+
+
+class MortalInValidation(Classifier):
+    """Whoever is rank 1 dies, once for each file that a call names."""
+
+    def validate_batch(self, batch, batch_info):
+        if self.world_rank == 1 and not os.path.exists(batch_info["died"]):
+            open(batch_info["died"], "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().validate_batch(batch, batch_info)
+
+
+@pytest.mark.slow
+def test_deaths_in_one_validation_after_the_other_accuse_no_samples(tmp_path):
+    with trainer_of(MortalInValidation, spare_workers=2, scheduler_step_freq="batch") as trainer:
+        for number in range(3):
+            result = trainer.validate(info={"died": str(tmp_path / str(number))})
+            assert result["num_samples"] == ROWS
+        assert len(trainer.status()["recoveries"]) == 3
 
 
 def test_a_function_of_ones_own_may_take_as_long_as_it_takes():

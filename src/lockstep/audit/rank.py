@@ -64,6 +64,8 @@ class Rank:
         from lockstep.audit.spawned import watch_children
 
         self.probe = Probe(steps=self.options.steps, when_done=self._enough, keeps_groups=True)
+        # The script may have changed its environment before it imported torch.
+        self.probe.ledger.rank, self.probe.ledger.world_size = self.rank, self.world_size
         hook_in(self.probe)
         if self.folder is not None:
             watch_children(self.probe, self.folder, self.options.steps)

@@ -27,7 +27,8 @@ def find_operator(name: str) -> type[TrainingOperator]:
         Whatever the module raises when it is imported.
     """
     module_name, colon, class_name = name.rpartition(":")
-    if not colon or not module_name or not class_name:
+    is_relative = module_name.startswith(".") and not module_name.endswith(".py")
+    if not colon or not module_name or not class_name or is_relative:
         raise ConfigurationError(
             "this names no operator",
             expected="MODULE:OPERATOR",

@@ -53,7 +53,11 @@ def _read(path: Path) -> dict[str, Any]:
             got=str(path),
         )
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            "the config file is not text in UTF-8", where=str(path), got=str(error)
+        ) from error
     except OSError as error:
         raise ConfigurationError(
             "the config file cannot be read", where=str(path), got=error.strerror

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.cli.operators import find_operator
@@ -32,6 +34,8 @@ def run(read: argparse.Namespace) -> int:
         operator = find_operator(read.operator)
         config = config_of(read.config, read.settings, read.batch_size)
         callbacks = [_logger(path) for path in read.log]
+        if read.save is not None:
+            _check_target(Path(read.save), in_directory=getattr(read, "sync", None) == "fsdp")
     except (ConfigurationError, NotAvailableError) as error:
         print(error, file=sys.stderr)
         return USAGE
@@ -43,6 +47,24 @@ def run(read: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _check_target(path: Path, *, in_directory: bool) -> None:
+    """What --save names is written when all is trained, which is late to hear of a wrong path.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    found = next(each for each in path.absolute().parents if each.exists())
+    problem = None
+    if path.is_dir() and not in_directory:
+        problem = "a directory; name a file in it"
+    elif not found.is_dir():
+        problem = f"{found} is a file, and no directory"
+    elif not os.access(found, os.W_OK):
+        problem = f"{found} is not writable"
+    if problem is not None:
+        raise ConfigurationError("--save names no file to write", where=str(path), got=problem)
 
 
 def _logger(path: str) -> Callback:

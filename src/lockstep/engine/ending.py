@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call on an actor failed, and when a process is gone."""
+"""Whether a call on an actor failed, when a process is gone, and what a Ctrl-C is."""
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from lockstep.worker import Outcome
+
+
+@contextmanager
+def ctrl_c_as_itself() -> Iterator[None]:
+    """Around waiting for Ray: Python reports a Ctrl-C in its compiled code as a SystemError.
+
+    That would be an exception like others to who ends the workers, and to the user's program.
+    """
+    try:
+        yield
+    except SystemError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
+        raise
 
 
 def has_failed(ref: Any) -> bool:

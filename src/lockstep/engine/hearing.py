@@ -11,13 +11,14 @@ from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
+from lockstep.engine.ending import ctrl_c_as_itself
 from lockstep.errors import LockstepError, WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.engine.server import ServerProcess
-    from lockstep.worker import Outcome
+    from lockstep.worker import Outcome, Whereabouts
 
 WATCH_S = 0.2
 """How often somebody who watches a call is told of its progress."""
@@ -44,6 +45,7 @@ class Hearing:
         deaths: the ranks whose process died.
         lost_peers: the ranks that only say that another one went away.
         failed_at: when the first failure was heard (`time.monotonic`).
+        here: tells where rank 0 in this process is, while it performs.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Hearing:
         self.deaths: dict[int, WorkerDiedError] = {}
         self.lost_peers: dict[int, BaseException] = {}
         self.failed_at: float | None = None
+        self.here: Callable[[], Whereabouts] | None = None
         self._causes: list[BaseException] = []
 
     @property
@@ -87,6 +90,7 @@ class Hearing:
         else:
             self._causes.append(error)
 
+    @ctrl_c_as_itself()
     def listen(self, look: Callable[[], None] | None) -> None:
         """Until all have answered, or a cause is known, or a consequence waited long enough.
 

@@ -16,6 +16,7 @@ from ray.util.placement_group import (
 )
 
 import ray
+from lockstep.engine.ending import ctrl_c_as_itself
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def bundle_for(
     return {name: amount for name, amount in bundle.items() if amount}
 
 
+@ctrl_c_as_itself()
 def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> PlacementGroup:
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 

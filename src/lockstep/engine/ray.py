@@ -8,6 +8,8 @@ the death, that broke it.
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,9 +24,10 @@ from lockstep.engine.breakpoints import breakpoints_here
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.courier import RemoteCourier
 from lockstep.engine.crew import come_back, crew_for, replacement, send_home
-from lockstep.engine.ending import has_failed, wait_until_gone
+from lockstep.engine.ending import ctrl_c_as_itself, has_failed, wait_until_gone
 from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
+from lockstep.engine.lookout import looking_after
 from lockstep.engine.member import Member, kill, this_node
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.server import ServerProcess
@@ -247,16 +250,15 @@ class RayEngine:
             if local is not None and local.worker is not None:
                 local.worker.before_meeting = partial(self._wait_for_peers, hearing.pending)
                 own = args if args_of is None else (*args, *args_of(0))
-                _perform_here(local.worker, hearing, own, watch)
-                watch = None
+                hearing.here = partial(local.worker.where, threading.get_ident())
+                with nullcontext() if guard is None else looking_after(partial(guard, hearing)):
+                    _perform_here(local.worker, hearing, own, watch)
+                watch = hearing.here = None
             hearing.listen(self._looker(hearing, watch, guard))
         except BaseException as error:
             # Ctrl-C most of all: nobody may be left behind in the middle of a step.
             if hearing.pending or local is not None:
                 self.end(error)
-            if isinstance(error, SystemError) and isinstance(error.__cause__, KeyboardInterrupt):
-                # Python's word for a Ctrl-C that came while Ray's compiled code was waiting.
-                raise error.__cause__ from None
             raise
         return hearing
 
@@ -271,6 +273,7 @@ class RayEngine:
             self.end(over)
             raise over
 
+    @ctrl_c_as_itself()
     def _wait_for_peers(self, pending: Mapping[Any, int]) -> None:
         """Rank 0 in this process joins the meeting only when the others stand at it.
 
@@ -324,6 +327,7 @@ class RayEngine:
         hearing.listen(None)
         return hearing
 
+    @ctrl_c_as_itself()
     def pause(self, seconds: float) -> None:
         """Wait, for workers that start."""
         starting = [ref for _, ref in self.spares]
@@ -419,6 +423,7 @@ def _tell_progress(actor: Any, watch: Callable[[dict[str, Any]], None]) -> None:
             return
 
 
+@ctrl_c_as_itself()
 def _stop(actors: Sequence[Any]) -> bool:
     """Let the actors close loaders and connections; whether all of them did."""
     arguments = pickled((), "nothing")

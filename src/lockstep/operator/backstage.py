@@ -14,6 +14,7 @@ from lockstep.operator.staging import Part, PlaceInWindow
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lockstep.operator.committed import BuffersBefore
     from lockstep.operator.registered import Registered
     from lockstep.operator.setting import Setting
     from lockstep.sync import Synchroniser
@@ -37,6 +38,7 @@ class Backstage:
         summary: what the default loop returned for this pass; None if it did not run.
         partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
+        buffers_before: the buffers before the window that is open; None with windows of one batch.
         joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
@@ -53,6 +55,7 @@ class Backstage:
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False
+        self.buffers_before: BuffersBefore | None = None
         self.begin_call("train")
 
     def begin_call(self, purpose: str) -> None:

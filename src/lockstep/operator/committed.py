@@ -9,7 +9,7 @@ nothing (it has no tokens) leaves them as they were.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -76,3 +76,24 @@ def _copy(values: list[torch.Tensor], into: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for value, target in zip(values, into, strict=True):
             target.copy_(value)
+
+
+class BuffersBefore:
+    """What the buffers of `modules` held before an accumulation window.
+
+    A state that is saved within the window goes on from its start, and the forwards that are
+    done again then change the buffers again.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._by_module = [
+            {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+            for module in modules
+        ]
+
+    def put_into(self, states: Iterable[dict[str, Any] | None]) -> None:
+        """Replace them in the modules' `state_dict`s, in the same order, on the CPU."""
+        for buffers, state in zip(self._by_module, states, strict=False):
+            if state is not None:
+                own = {key: held for key, held in buffers.items() if key in state}
+                state.update({key: held.to("cpu", copy=True) for key, held in own.items()})

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeErro
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, mean_over_shards
-from lockstep.operator.committed import CommittedBuffers
+from lockstep.operator.committed import BuffersBefore, CommittedBuffers
 from lockstep.operator.counting import (
     BY_SAMPLES,
     Result,
@@ -180,6 +180,8 @@ def _open_window(
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
     operator._lockstep.acts.zero_grad(optimizer)
+    if operator._lockstep.setting.options.accumulate > 1:
+        operator._lockstep.buffers_before = BuffersBefore(run.plain_modules())
 
 
 def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:

@@ -13,7 +13,10 @@ LIMIT: Final = 3
 
 
 class Deaths:
-    """Who died over what. Only deaths at the same step are held against each other."""
+    """Who died over what in one call. Only deaths at the same step are held against each other.
+
+    Of one call: several validations after one step of training begin at that step.
+    """
 
     def __init__(self) -> None:
         self._step: tuple[str, int, int] | None = None

@@ -117,6 +117,7 @@ class RecoveringEngine:
         watch: Callable[[dict[str, Any]], None] | None,
         retries: int,
     ) -> list[Any]:
+        self._deaths = Deaths()
         self._muster(method)
         attempt, lost = args, LostCounts(self._engine, method)
         while True:

@@ -63,7 +63,9 @@ class Watchdog:
         working = [self._engine.members[rank] for rank in hearing.pending.values()]
         sightings = self._outlook.look(working)
         now = time.monotonic()
-        others_answered = len(hearing.pending) < len(self._engine.members)
+        here = None if hearing.here is None else hearing.here()
+        performing = len(hearing.pending) + (here is not None)
+        others_wait = performing < len(self._engine.members) or (here is not None and here.waits)
         for member, seen in sightings.items():
             if member in self.verdicts:
                 continue
@@ -75,7 +77,7 @@ class Watchdog:
                 self._end(member, seen, now, "stayed in a collective of a group that has broken")
                 continue
             waiting = [each for each, one in sightings.items() if self._waits(one, now)]
-            is_waited_for = others_answered or any(each is not member for each in waiting)
+            is_waited_for = others_wait or any(each is not member for each in waiting)
             is_late = hearing.method in _TIMED or _is_stopped(member)
             is_at_fault = is_late and is_waited_for and not self._waits(seen, now)
             if is_at_fault and self._is_overdue(member, seen, now):

@@ -92,6 +92,9 @@ class HandsOver(Inquiries):
             cursor = self.cursors["train"]
             state["position"]["train"]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
+            before = self.operator._lockstep.buffers_before
+            if before is not None and cursor.step != cursor.window_start:
+                before.put_into([*state["models"], state["criterion"]])
 
     def operator_state(self) -> Any:
         return states.copied(self.operator.state_dict())

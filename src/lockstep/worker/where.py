@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES: Final = (f"{os.sep}torch{os.sep}", f"{os.sep}ray{os.sep}", f"{os.sep}threading.py")
 
+WAITING: Final = "waiting for the others"
+
 # The innermost of these on the stack says what goes on.
 _PHASES: Final = {
     (os.path.join("data", "fetch.py"), None): "reading data",
@@ -32,9 +34,9 @@ _PHASES: Final = {
     (os.path.join("operator", "loops.py"), "validate_batch"): "validation",
     (os.path.join("worker", "process_group.py"), "form_group"): "meeting the others",
     (os.path.join("worker", "state.py"), None): "copying state",
-    ("group.py", None): "waiting for the others",
+    (os.path.join("engine", "ray.py"), "_wait_for_peers"): WAITING,
+    ("group.py", None): WAITING,
 }
-WAITING: Final = "waiting for the others"
 
 
 @dataclass(frozen=True)

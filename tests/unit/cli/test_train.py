@@ -106,6 +106,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(here, capsys):
         ("straight:Lime", "did you mean straight:Line?"),
         ("straight:Lime", "one of Line, Wrong"),
         ("straight:not_an_operator", "not_an_operator is no TrainingOperator"),
+        (".straight:Line", "MODULE:OPERATOR"),
     ],
 )
 def test_an_operator_that_is_not_there(here, capsys, operator, said):
@@ -122,11 +123,12 @@ def test_an_operator_that_is_not_there(here, capsys, operator, said):
         ("c.toml", "a = ", "is not TOML"),
         ("c.ini", "", "of no known kind"),
         ("c.yml", None, "cannot be read"),
+        ("c.json", "\u00ff", "not text in UTF-8"),
     ],
 )
 def test_a_config_that_is_none(here, capsys, name, text, said):
     if text is not None:
-        (here / name).write_text(text)
+        (here / name).write_text(text, encoding="latin-1")
     assert lockstep("straight:Line", f"--config={name}") == 2
     assert said in capsys.readouterr().err
 
@@ -140,8 +142,26 @@ def test_errors_of_the_trainer_and_of_the_user(here, capsys):
         lockstep("straight:Line")
     assert "--set lr=..." in "\n".join(caught.value.__notes__)
     with pytest.raises(SystemExit) as wrong:
-        lockstep("straight:Line", "--epochs=0")
+        lockstep("straight:Line", "--epochs=1e3")
     assert wrong.value.code == 2
+    assert "'1e3' is not a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "said"),
+    [
+        ("--save=folder", 2, "name a file in it"),
+        ("--save=straight.py/run.pt", 2, "is a file, and no directory"),
+        ("--log=straight.py/run.csv", 1, "the log file cannot be written"),
+        ("--log=straight.py/run.jsonl", 1, "the log file cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_known_before_training(here, capsys, option, code, said):
+    (here / "folder").mkdir()
+    assert lockstep("straight:Line", "--set=lr=0.1", option) == code
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert ("epoch   1" in printed.out) == (code == 0)
 
 
 def test_the_config_of_file_and_settings(tmp_path):

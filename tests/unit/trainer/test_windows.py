@@ -99,6 +99,36 @@ def test_a_state_saved_in_a_window_goes_on_from_its_start(tmp_path):
         assert_equal_weights(trainer.get_model(), one_process(3))
 
 
+class Normalised(TrainingOperator):
+    def setup(self, config):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        self.register(models=model, optimizers=sgd(model), criterion=nn.MSELoss())
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+
+
+def test_running_statistics_count_no_batch_twice_in_a_state_saved_in_a_window():
+    def trainer():
+        return TorchTrainer(
+            training_operator_cls=Normalised, config={BATCH_SIZE: BATCH}, accumulate=3
+        )
+
+    with trainer() as undisturbed:
+        undisturbed.train(num_steps=6)
+        expected = undisturbed.get_model()[1].state_dict()
+    with trainer() as stopped:
+        stopped.train(num_steps=5)
+        state = stopped.state_dict()
+        assert stopped.get_model()[1].num_batches_tracked == 5
+    with trainer() as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.status()["step"] == 3
+        resumed.train(num_steps=3)
+        got = resumed.get_model()[1].state_dict()
+    assert got["num_batches_tracked"] == 6
+    torch.testing.assert_close(got["running_mean"], expected["running_mean"])
+    torch.testing.assert_close(got["running_var"], expected["running_var"])
+
+
 def test_a_state_of_other_windows_begins_a_new_one():
     """Saved at step 2, which is the middle of a window where three batches make one."""
     arguments = {"training_operator_cls": Regression, "config": {BATCH_SIZE: BATCH}}

@@ -30,7 +30,7 @@ class CSVLogger(Logger):
         path: of the file; its folder is made.
 
     Raises:
-        ConfigurationError: the file is something else.
+        ConfigurationError: the file is something else, or cannot be written; before training.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -39,8 +39,8 @@ class CSVLogger(Logger):
         self._columns: list[str] = []
 
     def on_start(self, trainer: TorchTrainer) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and self.path.stat().st_size:
+        _check_writable(self.path)
+        if self.path.stat().st_size:
             with self.path.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])
             if tuple(self._columns[: len(_FIRST)]) != _FIRST:
@@ -82,6 +82,9 @@ class JSONLinesLogger(Logger):
 
     Args:
         path: of the file; its folder is made.
+
+    Raises:
+        ConfigurationError: the file cannot be written; before training.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -89,12 +92,23 @@ class JSONLinesLogger(Logger):
         self.path = Path(path)
 
     def on_start(self, trainer: TorchTrainer) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _check_writable(self.path)
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         values = {name: _sayable(value) for name, value in row.values.items()}
         with self.path.open("a") as file:
             file.write(json.dumps({**_head(row), **values}, allow_nan=False) + "\n")
+
+
+def _check_writable(path: Path) -> None:
+    """Now, and not when the first epoch has been trained: its row would be lost, and the run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigurationError(
+            "the log file cannot be written", where=str(path), got=str(error), fix="another path"
+        ) from error
 
 
 def _head(row: Row) -> dict[str, Any]:
