@@ -20,7 +20,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 TORCH := 2.13.0
 
 .PHONY: help setup demo check fix test test-all browser bench bench-full bench-gpu bench-growth \
-  bench-page docs constraints clean
+  bench-page docs docs-refresh constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,13 +43,17 @@ fix: $(VENV)/.installed ## repair what lint and format can repair
 test: $(VENV)/.installed ## the tests, without the slow ones
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-test-all: $(VENV)/.installed $(VENV)/.audited browser ## all tests, with the libraries and the browser they need
+test-all: $(VENV)/.installed $(VENV)/.audited $(VENV)/.documented browser ## all tests, with the libraries and the browser they need
 	$(BIN)/python -m pytest -q -n 2
 
 bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
 	$(BIN)/python -m benchmarks
 
-docs: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
+docs: $(VENV)/.documented ## write the documentation as a site to build/docs
+	$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -E -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
+
+docs-refresh: $(VENV)/.installed ## run the programs in docs, and put their source and output into the pages
 	$(BIN)/python docs/refresh.py
 
 bench-full: $(VENV)/.installed $(PEERS)/.tried ## the same with Ray Train, 1 to 8 workers, the loss over 65536 rows
@@ -78,8 +82,8 @@ $(PEERS)/.tried: benchmarks/peers.txt constraints.txt pyproject.toml $(VENV)/bin
 constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything
 	rm -rf build/constraints
 	$(BIN)/python -m venv build/constraints
-	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,audited,dev]'
-	{ echo "# Made by 'make constraints': .[all,audited,dev] with torch $(TORCH), Python 3.11, Linux."; \
+	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,audited,docs,dev]'
+	{ echo "# Made by 'make constraints': .[all,audited,docs,dev] with torch $(TORCH), Python 3.11, Linux."; \
 	  build/constraints/bin/pip freeze --all --exclude pip --exclude-editable \
 	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -93,6 +97,12 @@ clean: ## remove .venv, caches and results
 $(VENV)/.audited: $(VENV)/.installed
 	@echo "installing the libraries whose scripts are audited"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audited]'
+	@touch $@
+
+# The documentation's site is built with these.
+$(VENV)/.documented: $(VENV)/.installed
+	@echo "installing what builds the site"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # The audit's page is looked at in a real browser.

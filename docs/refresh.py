@@ -93,7 +93,7 @@ def main() -> None:
         if not arguments.check:
             page.write_text(after, encoding="utf-8")
     if arguments.check and stale:
-        raise SystemExit("run `make docs` and look at what changed")
+        raise SystemExit("run `make docs-refresh` and look at what changed")
 
 
 if __name__ == "__main__":
