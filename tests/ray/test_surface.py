@@ -132,12 +132,14 @@ def test_rank_0_in_the_driver():
         original = operator.compute_loss
 
         def looked_into(batch, batch_info):
-            seen.append(threading.current_thread())
+            seen.append((threading.current_thread(), os.environ.get("PYTHONBREAKPOINT")))
             return original(batch, batch_info)
 
         operator.compute_loss = looked_into
         two.train(num_steps=STEPS)
-        assert set(seen) == {threading.current_thread()}
+        # Ray's hook for breakpoint() waits for an editor.
+        assert set(seen) == {(threading.current_thread(), None)}
+        assert "ray" in os.environ["PYTHONBREAKPOINT"]
         assert farthest(operator.model, one_process()) < 1e-12
         assert farthest(two.get_model(), one_process()) < 1e-12
         state = two.state_dict()
@@ -145,7 +147,9 @@ def test_rank_0_in_the_driver():
         two.load_state_dict(state)
         assert farthest(operator.model, one_process()) < 1e-12
     assert torch.get_num_threads() == threads
-    assert dict(os.environ) == environment
+    # Torch sets it when an optimizer first imports its compiler.
+    changed = dict(os.environ.items() ^ environment.items())
+    assert changed.keys() <= {"TORCHINDUCTOR_CACHE_DIR"}
     assert not dist.is_initialized()
 
 

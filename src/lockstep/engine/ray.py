@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 import ray
 from lockstep.engine import placement
 from lockstep.engine.base import COLLECTIVE_METHODS, Roster
+from lockstep.engine.breakpoints import breakpoints_here
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.courier import RemoteCourier
 from lockstep.engine.crew import come_back, crew_for, replacement, send_home
@@ -395,7 +396,8 @@ def _perform_here(
 ) -> None:
     worker.on_commit = every(WATCH_S, watch, worker)
     try:
-        hearing.values[0] = getattr(worker, hearing.method)(*args)
+        with breakpoints_here():
+            hearing.values[0] = getattr(worker, hearing.method)(*args)
     except Exception as error:
         if hearing.method in COLLECTIVE_METHODS:
             worker.leave()

@@ -85,7 +85,7 @@ class TorchTrainer(BesideTraining):
         use_tqdm: a progress bar on the driver, where there is a terminal or a notebook.
         add_dist_sampler: False lets every worker read its own loader as it is.
         scheduler_step_freq: "batch", "epoch" or "manual"; needed with schedulers.
-        use_local: rank 0 runs in this process, so that ``pdb.set_trace()`` in it works.
+        use_local: rank 0 runs in this process, so that ``breakpoint()`` in it works.
         spare_workers: further workers, ready to take the place of one that dies or hangs.
         min_workers: with fewer the run does not go on; it waits for replacements, then fails.
         hang_timeout_s: how long a worker may stay at one step while the others wait for it.
