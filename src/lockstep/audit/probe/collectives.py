@@ -8,6 +8,7 @@ tells of it (`lockstep.audit.probe.probe.Wrapper`).
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -180,13 +181,24 @@ def _size(tensor: torch.Tensor) -> float | None:
 def _gradient_name(probe: Probe, tensor: torch.Tensor) -> str | None:
     """Which parameter's gradient it is, by its memory."""
     pointer = tensor.data_ptr()
-    names = probe.gradient_names
-    if names.get(pointer) is None:
-        names.clear()
-        watch_made(probe)
-        for watched in probe.optimizers.values():
-            for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
-                if param.grad is not None and not hasattr(param, "to_local"):
-                    names[param.grad.data_ptr()] = (described.name, list(param.shape))
-    name, shape = names.get(pointer, (None, None))
-    return name if shape == list(tensor.shape) else None
+    held, name = probe.gradient_names.get(pointer, (None, None))
+    if held is None or not _has_gradient_at(held(), pointer):
+        # Also where it was another one's: memory of the last step's gradients is used again.
+        _name_gradients(probe)
+        held, name = probe.gradient_names.get(pointer, (None, None))
+    param = None if held is None else held()
+    return name if param is not None and param.shape == tensor.shape else None
+
+
+def _has_gradient_at(param: torch.Tensor | None, pointer: int) -> bool:
+    return param is not None and param.grad is not None and param.grad.data_ptr() == pointer
+
+
+def _name_gradients(probe: Probe) -> None:
+    probe.gradient_names.clear()
+    watch_made(probe)
+    for watched in probe.optimizers.values():
+        for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+            if param.grad is not None and not hasattr(param, "to_local"):
+                found = (weakref.ref(param), described.name)
+                probe.gradient_names[param.grad.data_ptr()] = found

@@ -187,7 +187,7 @@ class Probe:
         self.scale: float | None = None
         self.living: list[weakref.ref[torch.nn.Module]] = []
         self.step_hooks: tuple[Any, ...] = ()
-        self.gradient_names: dict[int, tuple[str | None, list[int] | None]] = {}
+        self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.loader_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None
