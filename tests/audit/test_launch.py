@@ -54,6 +54,7 @@ def test_a_bypass_is_reported_with_tables_and_files(tmp_path):
     assert not any(mark in text for mark in ("<script", "http:", "https:", "url("))
 
 
+@pytest.mark.slow
 def test_the_toy_with_and_without_its_fix(tmp_path):
     """The audit's two tables, from the running script, are those that the script measures."""
     report, page = tmp_path / "report.json", tmp_path / "report.html"

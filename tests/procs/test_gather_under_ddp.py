@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
@@ -53,6 +55,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_exact_under_ddp(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -49,7 +49,7 @@ FACTS = {
 }
 """What the prose of each page rests on: a refreshed page that lost it needs other prose."""
 
-QUICK = {"all_gather", "ddp_bypassed"}
+QUICK = {"all_gather"}
 """The others start Ray."""
 
 

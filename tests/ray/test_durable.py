@@ -132,6 +132,7 @@ def own_handler():
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_before_a_handler_of_ones_own(tmp_path, own_handler):
     config = {"*batch_size": 16, "driver": os.getpid(), "warned_at": 3}
     with trainer_of(Warned, config=config, checkpoint_dir=tmp_path, **BY_BATCH) as trainer:

@@ -63,6 +63,7 @@ def test_the_weights_of_one_process_and_a_directory_that_goes_on_anywhere(tmp_pa
         assert farthest(other.get_model(), trained) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_and_a_file_of_another_sync(tmp_path):
     with trainer(num_shards=2) as alone:
         alone.train(num_steps=STEPS - 4)

@@ -50,6 +50,7 @@ def _boring_model(config):
     return BoringModel().double()
 
 
+@pytest.mark.slow
 def test_lightnings_own_module_unchanged():
     """61 rows: the last global batch of 8 has 5, and the workers 3 and 2 of them."""
     rows = _rows(61, 32)
