@@ -188,7 +188,7 @@ def test_interrupting_a_hang_says_who_waits_for_whom(tmp_path, number):
     command = [sys.executable, "-m", "lockstep.cli", "audit", "--json", report, script, started]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     line = next(
-        n for n, text in enumerate(script.read_text().splitlines(), 1) if "all_reduce" in text
+        n for n, text in enumerate(script.read_text().splitlines(), 1) if "dist.all_reduce" in text
     )
     while not started.exists():
         assert running.poll() is None

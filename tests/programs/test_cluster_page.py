@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +60,17 @@ class LocalCluster:
         line = self._process.stdout.readline()
         assert line, (folder / "cluster.log").read_text()[-3000:]
         self.gcs, self.dashboard = json.loads(line).values()
+        self._wait_until_jobs_are_taken()
+
+    def _wait_until_jobs_are_taken(self):
+        """The dashboard is there before it has heard of the agent that starts jobs."""
+        deadline = time.monotonic() + 60
+        while True:
+            done = self.run("ray", "job", "submit", "--address", self.dashboard, "--", "true")
+            if done.returncode == 0:
+                return
+            assert "No available agent" in done.stdout, done.stdout
+            assert time.monotonic() < deadline
 
     def order(self, what):
         self._process.stdin.write(what + "\n")
