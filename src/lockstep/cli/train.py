@@ -55,16 +55,21 @@ def _check_target(path: Path, *, in_directory: bool) -> None:
     Raises:
         ConfigurationError: it cannot be written.
     """
-    found = next(each for each in path.absolute().parents if each.exists())
-    problem = None
-    if path.is_dir() and not in_directory:
-        problem = "a directory; name a file in it"
-    elif not found.is_dir():
-        problem = f"{found} is a file, and no directory"
-    elif not os.access(found, os.W_OK):
-        problem = f"{found} is not writable"
+    try:
+        problem = _problem_with(path, in_directory=in_directory)
+    except OSError as error:
+        problem = error.strerror
     if problem is not None:
         raise ConfigurationError("--save names no file to write", where=str(path), got=problem)
+
+
+def _problem_with(path: Path, *, in_directory: bool) -> str | None:
+    found = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() and not in_directory:
+        return "a directory; name a file in it"
+    if not found.is_dir():
+        return f"{found} is a file, and no directory"
+    return None if os.access(found, os.W_OK) else f"{found} is not writable"
 
 
 def _logger(path: str) -> Callback:

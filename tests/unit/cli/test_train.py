@@ -152,6 +152,8 @@ def test_errors_of_the_trainer_and_of_the_user(here, capsys):
     [
         ("--save=folder", 2, "name a file in it"),
         ("--save=straight.py/run.pt", 2, "is a file, and no directory"),
+        pytest.param(f"--save={300 * 'a'}", 2, "File name too long", id="long-name"),
+        pytest.param(f"--save={300 * 'a'}/run.pt", 2, "File name too long", id="long-folder"),
         ("--log=straight.py/run.csv", 1, "the log file cannot be written"),
         ("--log=straight.py/run.jsonl", 1, "the log file cannot be written"),
     ],
