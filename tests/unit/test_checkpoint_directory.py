@@ -152,6 +152,19 @@ def test_a_file_outside_is_not_read(tmp_path):
         checkpoint.read(path)
 
 
+def test_an_entry_that_is_no_tensor_is_not_read(tmp_path):
+    path = tmp_path / "state"
+    checkpoint.write_directory(path, STATE)
+
+    def change(metadata):
+        for name in metadata.state_dict_metadata:
+            metadata.state_dict_metadata[name] = OrderedDict()
+
+    altered(path, change)
+    with pytest.raises(CheckpointError, match="only code could rebuild"):
+        checkpoint.read(path)
+
+
 def test_what_is_in_the_way_stays(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
