@@ -16,6 +16,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -105,12 +106,15 @@ def _ray_of(name: str) -> tuple[int, str] | None:
 
 def _measured(name: str, rounds: int | None) -> list[Result]:
     print(f"{name}:", file=sys.stderr)
+    started = time.monotonic()
     try:
         return FAMILIES[name].measure(rounds)
     except ContenderFailedError as error:
         # The other families are still worth their time.
         print(error, file=sys.stderr)
         return [NotMeasured(name, "-", "-", "**failed**", failed=True)]
+    finally:
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 def _options() -> argparse.Namespace:
