@@ -13,6 +13,7 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.operator.loops import registered
+from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
@@ -219,6 +220,10 @@ class Worker(HandsOver):
         if call.request.purpose == "validation":
             call.rewind()
             return "all"
+        self.operator._lockstep.precision.forget_unscaled()
+        for held in vars(self.operator).values():
+            if isinstance(held, torch.amp.GradScaler):
+                forget_unscaled(held)
         if self.before_call is not None:
             # A loop of the user's own: only it knows what lies between two batches.
             self.go_to(self.before_call)
@@ -329,6 +334,8 @@ class Worker(HandsOver):
         self._is_warm = self._is_warm or report.steps > 0
         self.before_call = None
         if request.purpose == "train":
+            if self._rollback is not None:
+                self._rollback.end_call()
             self.snapshots.after_call()
         return report
 
