@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
     from lockstep.worker.feeding import Feed
+    from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
 
 
@@ -32,6 +33,7 @@ class HandsOver(Inquiries):
     rank: int
     _before_load: dict[str, Any] | None
     _feed: Feed
+    _rollback: Rollback | None
 
     @property
     def operator(self) -> TrainingOperator:
@@ -124,6 +126,8 @@ class HandsOver(Inquiries):
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Take over, for good, what a worker of the same run returned from `state_dict`."""
         operator = self.operator
+        if self._rollback is not None:
+            self._rollback.forget()
         states.apply(operator, self.run, self._own_part(state))
         before = operator._lockstep.setting.placement
         placement = self._placement(

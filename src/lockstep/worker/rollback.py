@@ -98,6 +98,11 @@ class Rollback:
         if self._mark is None:
             self._tell(None)
 
+    def forget(self) -> None:
+        """Another state is about to be put in the place of this one."""
+        self._mark = self._stepped_at = self._everything = self._call_began = None
+        self._tell(None)
+
     def _tell(self, may_go_back_to: int | None) -> None:
         """Tell who steps elsewhere; after a recovery it is somebody else."""
         sync = self._operator._lockstep.sync

@@ -71,7 +71,7 @@ class Worker(HandsOver):
         self._feed = Feed()
         self._before_load: dict[str, Any] | None = None
         self.before_call: dict[str, Any] | None = None
-        self._rollback: Rollback | None = None
+        self._rollback = None
         self._is_dismissed = False
         self._is_warm = False
         self._threads_before: int | None = None
