@@ -8,6 +8,7 @@ something else than its peers is found out and not waited for.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ class Owner:
     - "inherit": go on with those of the generation before (rank 0 alone), without what no worker
       that is left has counted; answer with the weights.
     - "add": answer with the sum over the ranks, added in their order.
-    - "step": let an optimizer step with rank 0's gradients; answer with the new weights.
+    - "step": let an optimizer step with rank 0's gradients; answer with the new weights, and with
+      the settings that it changed.
     - "state", "load": read or replace the state of an optimizer.
     """
 
@@ -152,10 +154,15 @@ class Owner:
         gradients = asked[0].tensors[len(about["weights"]) :]
         for number, gradient in zip(about["with_gradient"], gradients, strict=True):
             self._parameters[number].grad = gradient
+        before = [_settings(group) for group in optimizer.param_groups]
         optimizer.step()
         for param in held:
             param.grad = None
-        return Message("done", tensors=[param.detach() for param in held])
+        changed = [
+            _changed(_settings(group), known)
+            for group, known in zip(optimizer.param_groups, before, strict=True)
+        ]
+        return Message("done", changed, [param.detach() for param in held])
 
     def _keep(self, message: Message) -> None:
         """Copy what is about to change, if the workers may come back to it."""
@@ -210,6 +217,19 @@ def _compare_settings(by_rank: Sequence[Groups]) -> None:
             cause="a learning rate, or a parameter group, was changed on some ranks only",
             fix="change optimizer.param_groups in the same way on every rank",
         )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer that adapts its own settings (a learning rate that it finds) has set."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in before or _plain(value) != _plain(before[name])
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -110,9 +110,11 @@ class ServedOptimizer:
         if self._leads:
             gradients = [param.grad for param in graded if param.grad is not None]
             request.tensors = [*changed, *gradients]
-        weights = self._channel.ask(request).tensors
+        answer = self._channel.ask(request)
+        for group, changed in zip(self.optimizer.param_groups, answer.about, strict=True):
+            group.update(changed)
         with torch.no_grad():
-            for param, weight in zip(held, weights, strict=True):
+            for param, weight in zip(held, answer.tensors, strict=True):
                 param.copy_(weight)
                 if self._leads:
                     self._latest[id(param)] = weight.to(param.device)

@@ -215,6 +215,8 @@ class _Settings:
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                for new in group.keys() - settings.keys() - {"params"}:
+                    del group[new]
                 group.update(settings)
 
 
