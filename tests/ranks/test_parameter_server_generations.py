@@ -124,7 +124,9 @@ def generation(ranks, server, *, goes_on_at=None, moment=None, victim=None):
     return results
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "victim", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))]
+)
 @pytest.mark.parametrize(
     "moment",
     ["forward 0", "backward 0", "backward 0, sent", "forward 1", "backward 1", "backward 1, sent"],
