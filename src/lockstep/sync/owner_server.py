@@ -93,7 +93,7 @@ class OwnerServer:
     ) -> None:
         self._size = size
         self._timeout_s = timeout_s
-        self.owner = Owner(size) if before is None else before.owner.succeeded_by(size)
+        self.owner: Owner = Owner(size) if before is None else before.owner.succeeded_by(size)
         self._listener = socket.create_server((host, 0), backlog=size)
         self.address = OwnerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
         self._selector = selectors.DefaultSelector()

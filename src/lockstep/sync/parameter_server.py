@@ -92,7 +92,7 @@ class ParameterServer(GradientSync):
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         goes_on_at: int | None,
-        parameters: Mapping[int, torch.nn.Parameter],
+        parameters: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """Make the owner ready; the weights that it has then, by number."""
         if goes_on_at is None:
