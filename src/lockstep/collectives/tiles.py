@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Tile = tuple[int, int]
+
+_FARTHEST: Final = 30.0
+"""Apart, exponents may share one exponential: exp(-30) times what float32 resolves is a number."""
+_VANISHING: Final = math.exp(-_FARTHEST)
 
 
 def strips_of(span: slice, length: int) -> list[slice]:
@@ -88,7 +92,7 @@ class Sums:
         self.sum = like.new_zeros(length)
 
     def add(self, part: slice, tile: torch.Tensor, dim: int, scratch: torch.Tensor) -> None:
-        """Take in `tile`, whose entries along `dim` belong together."""
+        """Take in `tile`, whose entries along `dim` belong together; overwrites `scratch`."""
         before = self.largest[part]
         largest = torch.maximum(before, tile.amax(dim))
         # All left out so far: minus infinity from itself would be NaN.
@@ -96,6 +100,16 @@ class Sums:
         self.sum[part] *= (before - shift).exp_()
         torch.sub(tile, shift.unsqueeze(dim), out=scratch)
         self.sum[part] += scratch.exp_().sum(dim)
+        self.largest[part] = largest
+
+    def add_sums(self, part: slice, sums: torch.Tensor, shift: torch.Tensor) -> None:
+        """Take in sums of exp(entry - `shift`), none of which is near zero."""
+        before = self.largest[part]
+        # Not the largest entry, but as near to it as a factor: what `sum` is held against.
+        largest = torch.maximum(before, shift + sums.log())
+        self.sum[part] = (
+            self.sum[part] * (before - largest).exp_() + sums * (shift - largest).exp_()
+        )
         self.largest[part] = largest
 
     def logarithm(self) -> torch.Tensor:
@@ -115,10 +129,39 @@ def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums
         for part in block.parts():
             tile = block.tile_of(strip, part, buffer)
             room = scratch[: tile.shape[0], : tile.shape[1]]
+            if of_columns and _add_both(of_rows, strip, columns, part, tile, room):
+                continue
             of_rows.add(strip, tile, 1, room)
             if of_columns:
                 columns.add(part, tile, 0, room)
     return of_rows, columns
+
+
+def _add_both(
+    rows: Sums,
+    strip: slice,
+    columns: Sums,
+    part: slice,
+    tile: torch.Tensor,
+    room: torch.Tensor,
+) -> bool:
+    """Take `tile` into both, with one exponential of each entry; False if that is not exact.
+
+    It is where no row and no column lies so far below the tile's largest entry that its own
+    entries vanish beside it. On a GPU the answer would have to be waited for.
+    """
+    if tile.device.type != "cpu":
+        return False
+    shift = tile.amax(1).amax()
+    torch.sub(tile, shift, out=room).exp_()
+    by_row = torch.mv(room, room.new_ones(room.shape[1]))
+    by_column = torch.mv(room.T, room.new_ones(room.shape[0]))
+    # NaN, too, is for the other way.
+    if not min(by_row.amin().item(), by_column.amin().item()) > _VANISHING:
+        return False
+    rows.add_sums(strip, by_row, shift)
+    columns.add_sums(part, by_column, shift)
+    return True
 
 
 @dataclass(frozen=True)
@@ -134,6 +177,38 @@ class Coefficients:
     by_row: torch.Tensor | float
     by_column: torch.Tensor | float
     on_pair: torch.Tensor | float
+
+    def in_common(self) -> InCommon | None:
+        """The same with one exponential, where that is exact; on a GPU one would wait to know."""
+        if self.log_columns is None or self.log_rows.device.type != "cpu":
+            return None
+        if len(self.log_rows) == 0:
+            return None
+        shift = self.log_rows.amax()
+        lowest = torch.minimum(self.log_rows.amin(), self.log_columns.amin())
+        if not (shift - lowest).item() <= _FARTHEST:
+            return None
+        of_rows = (shift - self.log_rows).exp_() * self.by_row
+        return InCommon(shift, of_rows, (shift - self.log_columns).exp_() * self.by_column)
+
+
+@dataclass(frozen=True)
+class InCommon:
+    """dL/dS = exp(S[i, j] - shift) (of_rows[i] + of_columns[j]), but for the positives.
+
+    No entry exceeds `shift`: each is at most its row's log sum exp.
+    """
+
+    shift: torch.Tensor
+    of_rows: torch.Tensor
+    of_columns: torch.Tensor
+
+    def differentiate(
+        self, tile: torch.Tensor, room: torch.Tensor, strip: slice, part: slice
+    ) -> None:
+        """Overwrite the similarities of a tile."""
+        torch.add(self.of_rows[strip].unsqueeze(1), self.of_columns[part], out=room)
+        tile.sub_(self.shift).exp_().mul_(room)
 
 
 def gradients(
@@ -156,13 +231,17 @@ def gradients(
     """
     by_rows = torch.zeros_like(block.rows)
     buffer, scratch = block.scratch(), block.scratch()
+    shared = coefficients.in_common()
     for part in parts:
         columns = block.columns[part]
         by_columns = None if deliver is None else torch.zeros_like(columns)
         for strip in block.strips():
             tile = block.tile_of(strip, part, buffer)
             room = scratch[: tile.shape[0], : tile.shape[1]]
-            _differentiate(tile, room, strip, part, coefficients)
+            if shared is None:
+                _differentiate(tile, room, strip, part, coefficients)
+            else:
+                shared.differentiate(tile, room, strip, part)
             by_rows[strip].addmm_(tile, columns)
             if by_columns is not None:
                 by_columns.addmm_(tile.T, block.scaled(strip))
