@@ -184,7 +184,8 @@ class TrainingOperator:
 
         Raises:
             WrongTypeError: something is not a module, an optimizer, or cannot step.
-            ConfigurationError: registered twice, apex's arguments, schedulers without `scheduler_step_freq`.
+            ConfigurationError: registered twice, schedulers without `scheduler_step_freq`,
+                arguments for apex.
             UnknownParameterError: an optimizer holds a parameter of no registered module.
             ReplicasDifferError: the workers built different models, optimizers or schedulers.
         """
