@@ -186,8 +186,9 @@ class CrossingBackward:
         nobody = f"; rank {', '.join(map(str, empty))} has none" if empty else ""
         warnings.warn(
             f"[{UnequalRowsWarning.code}] the ranks gathered {list(rows)} rows{nobody}, have a loss"
-            " each, and all count alike. If the losses are means over a rank's own rows, the gradient"
-            " is not that of the mean over all rows: use gradients.backward(loss, weight=len(rows)) or"
+            " each, and all count alike. If the losses are means over a rank's own rows, the"
+            " gradient is not that of the mean over all rows: use"
+            " gradients.backward(loss, weight=len(rows)) or"
             " lockstep.global_mean(loss_of_each_row).",
             UnequalRowsWarning,
             stacklevel=2,
