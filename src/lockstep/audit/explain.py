@@ -38,7 +38,10 @@ def raised_codes() -> dict[str, type[Exception]]:
     return {
         vars(kind)["code"]: kind
         for kind in vars(errors).values()
-        if inspect.isclass(kind) and "code" in vars(kind) and kind is not errors.LockstepError
+        if inspect.isclass(kind)
+        and issubclass(kind, Exception)
+        and "code" in vars(kind)
+        and kind is not errors.LockstepError
     }
 
 
