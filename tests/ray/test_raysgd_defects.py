@@ -266,11 +266,14 @@ def test_E30_a_regression_has_no_accuracy_and_the_loss_of_one_process():
     assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-12)
 
 
-def test_F42_nothing_is_left_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
+def test_F42_nothing_is_left_in_the_folder_for_temporary_files(tmp_path):
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with start(num_workers=1) as one:
-        one.train(num_steps=1)
-        one.load(one.save(tmp_path / "run.pt"))
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        with start(num_workers=1) as one:
+            one.train(num_steps=1)
+            one.load(one.save(tmp_path / "run.pt"))
+    finally:
+        tempfile.tempdir = before
     assert list(folder.iterdir()) == []
