@@ -46,14 +46,17 @@ def test_a_worker_dies_between_two_optimizers_and_the_other_goes_on_alone():
 
 
 def in_every_phase():
-    """One in each part of the run, whose beginning finds both workers and a spare."""
+    """One in each part of the run, whose beginning finds both workers and a spare.
+
+    Those around an optimizer's step hit a batch that also ends a window of two.
+    """
     return [
         Strike("kill", rank=1, step=2, phase="forward"),
         Strike("kill", rank=0, step=5, phase="backward"),
         Strike("kill", rank=1, step=9, phase="buckets"),
-        Strike("kill", rank=0, step=13, phase="optimizer"),
-        Strike("kill", rank=1, step=18, phase="applied"),
-        Strike("kill", rank=0, step=21, phase="applied"),
+        Strike("kill", rank=0, step=15, phase="optimizer"),
+        Strike("kill", rank=1, step=17, phase="applied"),
+        Strike("kill", rank=0, step=22, phase="applied"),
     ]
 
 
