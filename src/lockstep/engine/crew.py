@@ -9,8 +9,10 @@ Nothing here imports torch before the workers have been asked for.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import secrets
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +99,19 @@ def prestart(
     (_keeping.add if keep else _keeping.discard)(session())
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
     _waiting.append(hire(bundle, range(num_workers), own_cluster, "prestarted"))
-    # The trainer needs it anyhow, and here it can be imported without going through all that it
-    # made, several times, in search of garbage: a fifth of its time.
+    if "torch" not in sys.modules:
+        _import_torch()
+
+
+def _import_torch() -> None:
+    """Which the trainer needs anyhow, without going through all that it makes, several times.
+
+    In search of garbage that is not there: a fifth of the import. What it has made lives as long as
+    the process, so that no later collection need look at it either.
+    """
     with no_collections():
         importlib.import_module("torch")
+        gc.freeze()
 
 
 def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) -> Crew:
