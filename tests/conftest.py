@@ -54,6 +54,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return _FoldersTogether(config, log)
 
 
+SLOW_TEST_S = 240
+"""A slow test may have to start processes while its neighbour keeps both cores busy."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """What a test may change while it runs, and has to put back."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.imports import no_collections
+
 if TYPE_CHECKING:
     from lockstep.collectives import gather, global_mean, info_nce, nt_xent, rank_slice
     from lockstep.data import shard_loader
@@ -66,7 +68,8 @@ def __getattr__(name: str) -> Any:
             if error.name != f"{__name__}.{name}":
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(import_module(f"{__name__}.{home}"), name)
+    with no_collections():
+        value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 

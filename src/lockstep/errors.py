@@ -15,17 +15,19 @@
     ├── NotPicklableError         TypeError     LS007  something that cannot travel to a worker
     ├── WorkerFailedError         RuntimeError  LS008  a user's error that cannot travel back
     ├── WrongUseError             RuntimeError  LS010  a call at a moment when it cannot be right
+    ├── NotOverriddenError        NotImplementedError   LS011  a method that the user has to write
     ├── GradientNotReducedError   RuntimeError  LS101  an optimizer is about to use a local gradient
     ├── UnknownParameterError     RuntimeError  LS102  an optimizer holds what nobody synchronises
     ├── SparseGradientError       TypeError     LS103  a sparse gradient
     ├── RowsDifferError           ValueError    LS111  ranks bring rows that do not fit together
     ├── PerShardLossError         RuntimeError  LS112  a joint function on one shard alone
     ├── LossesDifferError         RuntimeError  LS113  ranks' losses differ where one is needed
+    ├── ParityError               AssertionError  LS114  a step that is not the one of one process
     ├── MixedWeightsError         RuntimeError  LS201  weighted and plain backwards in one window
     ├── WeightError               ValueError    LS202  a weight that is negative, NaN or infinite
-    ├── CrossedWeightsError       RuntimeError  LS211  a weight that cannot follow its gradient
+    ├── CrossedWeightsError       RuntimeError  LS213  a weight that cannot follow its gradient
     ├── ReplicasDifferError       ValueError    LS301  ranks built different models
-    ├── LostUpdateError           RuntimeError  LS302  a write to a replica that would be lost
+    ├── LostUpdateError           RuntimeError  LS310  a write to a replica that would be lost
     ├── DataOrderError            ValueError    LS501  ranks would read different data plans
     ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
     ├── AuditError                RuntimeError  (any)  what the watch over a run found
@@ -33,7 +35,9 @@
     ├── WorkerDiedError           RuntimeError  LS602  a worker process died
     └── PoisonedStepError         RuntimeError  LS603  samples that end every worker that gets them
 
-Each derives from the builtin that fits, so that ``except ValueError`` works as well.
+Each derives from the builtin that fits, so that ``except ValueError`` works as well. What is no
+error is a warning: `UnequalRowsWarning` (LS212). A code means one thing, here and in the audit;
+``lockstep explain CODE`` says which.
 """
 
 from __future__ import annotations
@@ -156,6 +160,12 @@ class WrongUseError(LockstepError, RuntimeError):
     code = "LS010"
 
 
+class NotOverriddenError(LockstepError, NotImplementedError):
+    """A method that a subclass has to bring, and does not."""
+
+    code = "LS011"
+
+
 class GradientNotReducedError(LockstepError, RuntimeError):
     """An optimizer is about to use a gradient that passed no reduction since its last step."""
 
@@ -192,6 +202,12 @@ class LossesDifferError(LockstepError, RuntimeError):
     code = "LS113"
 
 
+class ParityError(LockstepError, AssertionError):
+    """The ranks' gradients are not those of one process; the text holds the whole report."""
+
+    code = "LS114"
+
+
 class MixedWeightsError(LockstepError, RuntimeError):
     """Weighted and plain backwards in one accumulation window."""
 
@@ -207,7 +223,13 @@ class WeightError(LockstepError, ValueError):
 class CrossedWeightsError(LockstepError, RuntimeError):
     """Gradients would travel between ranks before the ranks' unequal weights are applied."""
 
-    code = "LS211"
+    code = "LS213"
+
+
+class UnequalRowsWarning(UserWarning):
+    """Ranks gathered unequal numbers of rows, have a loss each, and all count alike."""
+
+    code: ClassVar[str] = "LS212"
 
 
 class ReplicasDifferError(LockstepError, ValueError):
@@ -219,7 +241,7 @@ class ReplicasDifferError(LockstepError, ValueError):
 class LostUpdateError(LockstepError, RuntimeError):
     """A forward wrote to a replica of the model, and what it wrote would be lost."""
 
-    code = "LS302"
+    code = "LS310"
 
 
 class DataOrderError(LockstepError, ValueError):

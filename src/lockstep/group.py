@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerLostError
 from lockstep.gathered_sum import GatheredSum, is_quicker_gathered
+from lockstep.lending import Loan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,12 +41,13 @@ _ROLL_CALL_TAG: Final = 0x10C5
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
 
-    __slots__ = ("_what", "_where", "_work")
+    __slots__ = ("_loan", "_what", "_where", "_work")
 
-    def __init__(self, work: Any, what: str, where: str) -> None:
+    def __init__(self, work: Any, what: str, where: str, loan: Loan | None = None) -> None:
         self._work = work
         self._what = what
         self._where = where
+        self._loan = loan
 
     def wait(self) -> None:
         """Wait. The second call returns at once.
@@ -61,6 +63,8 @@ class Pending:
             raise _peer_lost(self._what, self._where, error) from error
         finally:
             self._work = None
+            if self._loan is not None:
+                self._loan.settle()
 
     def then(self, rest: Callable[[Any], Any]) -> Pending:
         """The same, with what `rest` makes of its ``Work``."""
@@ -69,7 +73,7 @@ class Pending:
 
     def abandon(self) -> None:
         """Drop the reference without waiting."""
-        self._work = None
+        self._work = self._loan = None
 
 
 _DONE = Pending(None, "", "")
@@ -372,9 +376,9 @@ class Group:
         return self._process_group is None
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
-        where = f"rank {self.rank} of {self.size}"
+        where, loan = f"rank {self.rank} of {self.size}", Loan(arguments)
         try:
-            return Pending(getattr(self._process_group, method)(*arguments), what, where)
+            return Pending(getattr(self._process_group, method)(*arguments), what, where, loan)
         except RuntimeError as error:
             raise _peer_lost(what, where, error) from error
 

@@ -124,6 +124,31 @@ def test_wrong_usage_is_2(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--json", "new.json"],
+        ["--json=new.json", "--unknown", "x.py"],
+        ["--steps", "many", "--json", "new.json", "x.py"],
+    ],
+)
+def test_the_json_is_written_on_wrong_usage_too(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    new = tmp_path / "new.json"
+    new.write_text("of an earlier run")
+    with pytest.raises(SystemExit):
+        main(["audit", *arguments])
+    assert codes(new) == set()
+
+
+def test_a_file_that_the_script_would_write_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["--steps", "many", "x.py", "--json", "its.json"], ["--json"]):
+        with pytest.raises(SystemExit):
+            main(["audit", *arguments])
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_the_first_failing_ranks_code_and_traceback_are_the_scripts_own(tmp_path):
     report = tmp_path / "report.json"
@@ -213,3 +238,30 @@ def test_under_torchrun_rank_0_reports(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("[LS101]") == 1
     assert codes(report) == {"LS101"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, set()),
+        ("raise LookupError", set()),
+        ("import os, torch, torch.distributed as dist\nos._exit(0)", {"LS405"}),
+    ],
+    ids=["no script", "fails before torch", "leaves at once"],
+)
+def test_the_json_is_written_however_a_rank_of_torchruns_ends(tmp_path, text, found):
+    """One process, as a launcher starts rank 0."""
+    script, report = tmp_path / "script.py", tmp_path / "report.json"
+    report.write_text("of an earlier run")
+    if text is not None:
+        script.write_text(text)
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    subprocess.run(
+        [sys.executable, "-m", "lockstep.audit", "--json", report, script],
+        env={**os.environ, **rank},
+        stderr=subprocess.DEVNULL,
+        timeout=55,
+        check=False,
+    )
+    assert codes(report) == found

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.audit.explain import page_of
+from lockstep.audit.explain import page_of, raised_codes
 from lockstep.audit.rules import all_codes
 from lockstep.cli import main
+
+SAID_BY_BOTH = {"LS101", "LS102", "LS601", "LS602"}
+"""Raised by a trainer, or found by the audit of a program."""
 
 HERE = Path(__file__).parent
 
@@ -31,12 +34,24 @@ def test_no_page_is_left_over():
     assert pages == set(all_codes())
 
 
+@pytest.mark.parametrize("code", sorted(raised_codes()))
+def test_what_is_raised_is_explained_too(code, capsys):
+    assert main(["explain", code]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"# {code}: ")
+    # A code means one thing: an error shares that of a rule only where it says the same.
+    assert code not in all_codes() or code in SAID_BY_BOTH
+    assert code in SAID_BY_BOTH or raised_codes()[code].__name__ in page
+
+
 def test_an_unknown_code_is_wrong_usage(capsys):
     assert main(["explain", "LS999"]) == 2
     assert main(["explain", "../LS101"]) == 2
     assert "LS101" in capsys.readouterr().err
     assert main(["explain"]) == 0
-    assert "LS203" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "LS203" in listed
+    assert "LS201  raised   MixedWeightsError" in listed
 
 
 def test_every_rule_has_a_program_that_is_wrong():

@@ -12,7 +12,15 @@ from ray.cluster_utils import Cluster
 
 
 def main():
-    head = {"num_cpus": 1, "include_dashboard": True, "include_log_monitor": True}
+    head = {
+        "num_cpus": 1,
+        "include_dashboard": True,
+        "include_log_monitor": True,
+        # Any that are free. Ray's defaults are the same for every cluster of a machine, and an
+        # agent that cannot have its port takes no jobs.
+        "dashboard_port": None,
+        "dashboard_agent_listen_port": 0,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         second = cluster.add_node(num_cpus=1)

@@ -58,11 +58,12 @@ class LocalCluster:
                 text=True,
             )
         line = self._process.stdout.readline()
-        assert line, (folder / "cluster.log").read_text()[-3000:]
+        if not line:
+            self.close()
+            pytest.fail((folder / "cluster.log").read_text()[-3000:])
         self.gcs, self.dashboard = json.loads(line).values()
-        self._wait_until_jobs_are_taken()
 
-    def _wait_until_jobs_are_taken(self):
+    def wait_until_jobs_are_taken(self):
         """The dashboard is there before it has heard of the agent that starts jobs."""
         deadline = time.monotonic() + 60
         while True:
@@ -96,6 +97,7 @@ class LocalCluster:
 def cluster(tmp_path_factory):
     there = LocalCluster(tmp_path_factory.mktemp("cluster"))
     try:
+        there.wait_until_jobs_are_taken()
         yield there
     finally:
         there.close()
@@ -158,6 +160,8 @@ def read_until(process, text, times=1):
 
 
 def test_a_node_dies_under_a_job_and_the_job_goes_on(cluster, page):
+    # What a job says arrives some seconds late; it has to be at work still.
+    set_variable(cluster, "EPOCHS", "250")
     with submitted(cluster, page, "one") as job:
         shown = read_until(job, "loss ", times=3)
         cluster.order("kill")

@@ -6,26 +6,40 @@ Run as a program: a process has one connection to Ray, and the tests have theirs
 
 import json
 import logging
+import os
 import threading
 import time
+from pathlib import Path
 
 from ray.cluster_utils import Cluster
-from tests.ray.surviving import Classifier, digest, trainer_of
+from tests.ray.surviving import GLOBAL_BATCH, STEPS_IN_EPOCH, Classifier, digest, trainer_of
 
 import ray
 from listening import listens
+from lockstep.keys import BATCH_SIZE
 
 EVERYWHERE = {"::", "0.0.0.0"}
 ARGUMENTS = {"num_workers": 2, "num_shards": 4, "reproducible": True}
 
 
-def train(trainer, on_second=lambda: None):
-    results = []
-    for number in range(4):
-        if number == 1:
-            on_second()
-        results.append(trainer.train()["num_samples"])
-    return results, digest(trainer)
+class WaitsForItsEnd(Classifier):
+    """Of the second epoch's first steps, one never ends on the node that will die in it."""
+
+    def compute_loss(self, batch, batch_info):
+        is_staying = ray.get_runtime_context().get_node_id() == self.config["staying"]
+        if self.global_step == STEPS_IN_EPOCH + 2 and not is_staying:
+            Path(self.config["reached"]).touch()
+            threading.Event().wait()
+        return super().compute_loss(batch, batch_info)
+
+
+def train(trainer):
+    return [trainer.train()["num_samples"] for _ in range(4)], digest(trainer)
+
+
+def lose(node, cluster, reached):
+    until(reached.exists)
+    cluster.remove_node(node, allow_graceful=False)
 
 
 def until(condition):
@@ -44,15 +58,23 @@ def main():
         ray.init(address=cluster.address, logging_level=logging.ERROR)
         with trainer_of(Classifier, **ARGUMENTS) as trainer:
             expected = train(trainer)
-        with trainer_of(Classifier, **ARGUMENTS) as trainer:
+        reached = Path(os.environ["RAY_TMPDIR"], "reached")
+        config = {
+            BATCH_SIZE: GLOBAL_BATCH,
+            "staying": ray.get_runtime_context().get_node_id(),
+            "reached": str(reached),
+        }
+        arguments = {**ARGUMENTS, "config": config, "scheduler_step_freq": "batch"}
+        with trainer_of(WaitsForItsEnd, **arguments) as trainer:
             members = trainer._engine._engine.members
             nodes = {member.node for member in members}
             # Ray's own servers listen everywhere.
             gloo = {address for m in members for address, _ in listens(m.pid)} - EVERYWHERE
             is_within_reach = gloo == {ray.util.get_node_ip_address()}
-            lost = threading.Timer(0.05, lambda: cluster.remove_node(second, allow_graceful=False))
-            found = train(trainer, on_second=lost.start)
-            lost.join()
+            loss = threading.Thread(target=lose, args=(second, cluster, reached))
+            loss.start()
+            found = train(trainer)
+            loss.join()
             alone = trainer.status()
             cluster.add_node(num_cpus=1)
             # A worker that is ready takes the free place at the next call, as this one is.

@@ -64,6 +64,41 @@ def test_models_of_lower_precision(loss, dtype):
         assert_same(found, true, tolerance=tolerance)
 
 
+APART = {
+    "near": [1.0] * 12,
+    "one row high above": [1.0] * 11 + [40.0],
+    "one row far below": [1.0, -90.0] + [1.0] * 10,
+    "all over": [float(10 * place) for place in range(12)],
+    "some tiles only": [1.0] * 8 + [0.0, 30.0, 60.0, 200.0],
+}
+"""How much each pair is alike: exponents of one tile that no single exponential holds."""
+
+
+@pytest.mark.parametrize("tile", [(4, 3), (512, 1024)])
+@pytest.mark.parametrize("alike", APART.values(), ids=APART)
+def test_similarities_that_lie_far_apart(alike, tile):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(12, 5, dtype=torch.float64, generator=generator)
+    a *= torch.tensor(alike, dtype=a.dtype).unsqueeze(1)
+    b = torch.randn(12, 5, dtype=torch.float64, generator=generator)
+
+    def of(loss, dtype):
+        given = [each.detach().clone().to(dtype) for each in (a, b, torch.tensor(2.0))]
+        for each in given:
+            each.requires_grad_()
+        value = loss(*given)
+        value.backward()
+        assert all(each.grad.isfinite().all() for each in given)
+        return [value.detach().double(), *(each.grad.double() for each in given)]
+
+    true = of(clip, torch.float64)
+    for dtype in (torch.float64, torch.float32):
+        found = of(lambda *given: lockstep.info_nce(*given, tile=tile, group=Group(None)), dtype)
+        for mine, whole in zip(found, true, strict=True):
+            error = (mine - whole).norm() / whole.norm().clamp_min(1e-300)
+            assert error < TOLERANCES[dtype]
+
+
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_under_autocast(loss):
     on_ranks, alone = loss

@@ -13,6 +13,7 @@ from harness import outcomes, run_ranks
 from lockstep import reduction
 from lockstep.errors import PeerLostError
 from lockstep.group import Group, resolve_group
+from lockstep.lending import Loan
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -60,6 +61,35 @@ def test_small_sums_and_large_ones(size):
         for _, sums in results:
             assert torch.equal(sums[place], results[0][1][place])
             assert torch.allclose(sums[place].double(), true, atol=1e-5)
+
+
+def test_who_has_waited_owns_the_tensors_alone():
+    """A thread of gloo's that held one still would need the interpreter when the process ends."""
+
+    def body(group):
+        held = []
+        for _ in range(300):
+            mine, everyone = torch.ones(3), torch.empty(6)
+            total, one = torch.ones(3), torch.ones(1)
+            group.all_gather_into(everyone, mine)
+            rows = group.all_gather(mine)
+            group.all_reduce(total).wait()
+            group.all_reduce(one).wait()
+            held += [tensor._use_count() for tensor in (mine, everyone, total, one, *rows)]
+        return max(held)
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+def test_while_it_is_lent_a_tensor_has_an_owner_besides_python_and_the_borrower():
+    """So that the borrower is not the last of them when it lets go, and needs no interpreter."""
+    tensor, shared = torch.ones(3), torch.ones(3)
+    view = shared[:2]
+    loan = Loan(([tensor], (shared, 5)))
+    assert (tensor._use_count(), shared._use_count()) == (2, 2)
+    loan.settle()
+    assert (tensor._use_count(), shared._use_count()) == (1, 2)
+    assert view.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("size", [2, 3])

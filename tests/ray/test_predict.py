@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`predict` on several workers: every sample once, in order, whatever keeps them in step."""
 
+import os
+
 import pytest
 import torch
 from tests.ray.operators import DefaultLoop, problem
@@ -47,6 +49,35 @@ def test_two_workers_share_the_samples_and_the_run_goes_on():
         with pytest.raises(LookupError, match="on rank"):
             two.predict(DataLoader(broken, 2))
         assert two.train()["epoch"] == 2
+
+
+class Waits(DefaultLoop):
+    """Rank 0 waits at the pipe that `config` names; rank 1 fails at once."""
+
+    def predict_batch(self, batch, batch_info):
+        if self.world_rank == 1:
+            raise LookupError("on rank 1")
+        with open(self.config["pipe"], "rb", buffering=0) as pipe:
+            pipe.read(1)
+        return super().predict_batch(batch, batch_info)
+
+
+@pytest.mark.slow
+def test_a_failure_while_another_worker_goes_on_arrives_at_once_and_the_run_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # Held open for both: nobody waits for who has not come, or has gone.
+    held = os.open(pipe, os.O_RDWR)
+    try:
+        with start(Waits, config={BATCH_SIZE: 12, "pipe": str(pipe)}) as two:
+            two.train()
+            with pytest.raises(LookupError, match="on rank 1") as caught:
+                two.predict(loader(12))
+            assert "raised on rank 1" in caught.value.__notes__[-1]
+            os.write(held, b"." * 10)
+            assert two.train()["epoch"] == 2
+    finally:
+        os.close(held)
 
 
 @pytest.mark.slow

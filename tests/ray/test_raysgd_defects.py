@@ -8,8 +8,10 @@ C failure, D state, E gradients and metrics, F other. `ELSEWHERE` is checked to 
 import ast
 import errno
 import os
+import re
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 import ray
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.engine.rendezvous import RendezvousStore
+from lockstep.errors import NotEnoughResourcesError
 from lockstep.keys import BATCH_SIZE
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -32,22 +35,31 @@ ELSEWHERE = {
     "A4 iterables on every rank whole": "unit/data/test_streams.py",
     "A5 position not in the checkpoint":
         "unit/trainer/test_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
+    "A6 train(dataset=...) took anything":
+        "unit/trainer/test_arguments.py::test_what_is_no_dataset_is_refused",
     "B7 the global batch rounded down, and written back":
         "unit/data/test_batch_size.py",
     "B8 fewer samples than workers: the whole batch on each":
         "unit/data/test_exact_cover.py",
     "B9 another number of workers changes the global batch":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
+    "B11 a cooldown that never acts: who comes back joins when it is ready":
+        "ray/test_recovery.py::test_five_workers_die_one_after_the_other_and_no_bit_changes",
     "B12 not enough resources: waits for ever":
         "ray/test_failures.py::test_not_enough_resources_says_what_there_is",
+    "C13 one death ends all workers, and the epoch":
+        "ray/test_recovery.py::test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits",
+    "C14 a survivor's broken connection is taken for the failure":
+        "ray/test_recovery.py::test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits",
     "C15 a user's exception leaves its peers waiting":
         "ray/test_failures.py::test_a_users_exception_arrives_as_itself_with_rank_and_traceback",
     "C16 an exception in setup leaks actors":
         "ray/test_failures.py::test_an_exception_in_setup_arrives_and_frees_the_others",
     "C17 the whole state pulled before each call":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
-    "C18 a failure in validation":
-        "ray/test_surface.py::test_a_failure_beside_rank_0_in_the_driver_ends_both",
+    "C18 no worker may die in validation":
+        "ray/test_recovery.py::"
+        "test_deaths_in_one_validation_after_the_other_accuse_no_samples",
     "C21 timeout_s ignored for NCCL": "test_cuda.py::test_C21_timeout_reaches_nccl",
     "D22 a failed load goes unnoticed":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
@@ -69,15 +81,34 @@ ELSEWHERE = {
         "unit/trainer/test_metrics_of_a_run.py::test_no_accuracy_where_targets_are_no_classes",
     "E31 schedulers that are no attribute never step":
         "unit/trainer/test_schedulers.py::test_a_list_of_schedulers_steps_as_a_whole",
+    "E32 update_scheduler without a scheduler":
+        "unit/trainer/test_schedulers.py::"
+        "test_update_scheduler_without_a_scheduler_says_what_to_register",
+    "E33 a progress bar without a total":
+        "unit/trainer/test_life.py::test_the_bar_shows_total_loss_and_speed_in_a_terminal",
+    "E34 epoch_idx jumps in the middle of an epoch":
+        "unit/trainer/test_num_steps.py::"
+        "test_epoch_index_and_global_step_count_epochs_and_steps",
     "F35 initialization_hook skipped with one worker":
         "unit/trainer/test_life.py::test_the_hook_comes_first_and_once",
     "F36 device_ids on one GPU worker": "test_cuda.py::test_F36_device_ids_of_one_gpu_worker",
+    "F37 as_trainable without use_gpu, or with auto":
+        "ray/test_tune.py::test_what_a_trial_asks_for",
+    "F37 Tune's num_workers is not the trainer's; one config for all trials":
+        "ray/test_tune.py::test_two_workers_live_in_the_room_of_their_trial",
     "F38 from_creators with several optimizers":
         "unit/trainer/test_creators.py::test_several_models_and_optimizers",
     "F38 from_creators with a scheduler and no loss":
         "unit/trainer/test_creators.py::test_a_scheduler_without_a_loss_is_a_scheduler",
+    "F39 validation calls training's hooks":
+        "unit/integrations/test_lightning_hooks.py::"
+        "test_validation_hooks_are_called_in_lightnings_order",
+    "F39 of several optimizers only the first steps":
+        "unit/integrations/test_lightning_refused.py::test_a_module_that_is_refused",
     "F40 CUDA tensors sent to a driver without CUDA":
         "test_cuda.py::test_F40_the_model_comes_back_on_the_cpu",
+    "F41 apex":
+        "unit/trainer/test_models.py::test_precisions_of_the_default_loop_train",
 }  # fmt: skip
 
 
@@ -87,6 +118,13 @@ def test_it_is_held_elsewhere(place):
     tree = ast.parse((TESTS / file).read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {name} <= names if name else any(each.startswith("test_") for each in names)
+
+
+def test_none_is_missing():
+    here = " ".join(name for name in globals() if name.startswith("test_"))
+    named = " ".join([*ELSEWHERE, here.replace("_", " ")])
+    found = {int(number) for number in re.findall(r"\b[A-F](\d+)\b", named)}
+    assert found == set(range(1, 43))
 
 
 class Numbered(Dataset):
@@ -168,6 +206,12 @@ def test_B8_fewer_samples_than_workers_in_a_global_batch():
     assert (result["num_samples"], result["batch_count"]) == (6, 3)
 
 
+def test_B10_what_a_worker_asks_for_counts(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_START_TIMEOUT_S", "1")
+    with pytest.raises(NotEnoughResourcesError, match="6 CPU"):
+        start(num_workers=2, num_cpus_per_worker=3)
+
+
 @pytest.mark.slow
 def test_C19_shutdown_does_not_wait_for_a_worker_that_is_stuck():
     two = start(num_workers=2)
@@ -220,3 +264,16 @@ def test_E30_a_regression_has_no_accuracy_and_the_loss_of_one_process():
         result = two.validate()
     assert set(result) == {"num_samples", "batch_count", "val_loss", "last_val_loss"}
     assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-12)
+
+
+def test_F42_nothing_is_left_in_the_folder_for_temporary_files(tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        with start(num_workers=1) as one:
+            one.train(num_steps=1)
+            one.load(one.save(tmp_path / "run.pt"))
+    finally:
+        tempfile.tempdir = before
+    assert list(folder.iterdir()) == []

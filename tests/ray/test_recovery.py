@@ -259,13 +259,16 @@ def _settled_below(trainer, rank, before):
 def test_nothing_is_left_after_twenty_recoveries():
     """Rank 0 lives through all of them; its peer dies and is replaced."""
     with trainer_of(Classifier, spare_workers=1) as trainer:
-        before = None
-        for _ in range(20):
+        before = (0, 0)
+        for number in range(20):
             until_complete(trainer, 3)
             trainer.train(num_steps=2)
             os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
             trainer.train(num_steps=2)
-            before = before or trainer.apply_all_operators(_held)[0]
+            if number < 3:
+                # Ray opens a connection of its own now and then; what leaks, leaks every time.
+                now = trainer.apply_all_operators(_held)[0]
+                before = max(before[0], now[0]), max(before[1], now[1])
         assert len(trainer.status()["recoveries"]) == 20
         held = _settled_below(trainer, 0, before)
         assert held[0] <= before[0]

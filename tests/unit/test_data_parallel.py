@@ -196,7 +196,7 @@ class Writes(nn.Module):
 )
 def test_a_write_that_would_be_lost_is_refused(how):
     model = ReplicatedModel(Writes(how), [CPU] * 2)
-    with pytest.raises(LostUpdateError, match="LS302"):
+    with pytest.raises(LostUpdateError, match="LS310"):
         model(X)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import LockstepError
 from lockstep.parity import compare
 from lockstep.testing import assert_parity
 
@@ -43,6 +44,7 @@ def test_a_loss_that_is_no_mean_is_found_and_shown():
     with pytest.raises(AssertionError, match=r"0\.weight") as caught:
         assert_parity(summed, make_model, [(FEATURES, TARGETS)])
     assert "2 workers against one process: 4 of 4 parameters differ" in str(caught.value)
+    assert isinstance(caught.value, LockstepError)
 
 
 TRUE = {"w": torch.tensor([3.0, 4.0], dtype=torch.float64)}

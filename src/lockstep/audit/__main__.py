@@ -19,11 +19,13 @@ def main() -> int:
     from lockstep.audit.options import USAGE, problem_with
     from lockstep.audit.rank import Rank
 
+    rank = Rank(options)
+    rank.begin_report()
     problem = problem_with(options.script)
     if problem is not None:
         print(f"lockstep audit: {problem}", file=sys.stderr)
         return USAGE
-    return Rank(options).run()
+    return rank.run()
 
 
 if __name__ == "__main__":

@@ -23,15 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.ledger import Ledger
-from lockstep.audit.options import USAGE, Options, problem_with
-from lockstep.audit.outcome import exit_code_of, report, summarise, write_json
+from lockstep.audit.options import DEFAULT_RANKS, USAGE, Options, problem_with
+from lockstep.audit.outcome import exit_code_of, report, write_nothing_found
 from lockstep.audit.rank import DUMP, FOLDER, PIPE
-from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from types import FrameType
-
-DEFAULT_RANKS = 2
 
 _POLL_S = 0.05
 _DUMP_S = 2.0
@@ -60,12 +57,12 @@ def launch(options: Options) -> int:
     """Run `options.script` on its ranks. Returns the exit code."""
     problem = problem_with(options.script)
     if problem is not None:
-        _write_empty(options)
+        write_nothing_found(options.json, options.nproc or DEFAULT_RANKS)
         print(f"lockstep audit: {problem}", file=sys.stderr)
         return USAGE
     source = _parsed(options.script)
     if source is None:
-        _write_empty(options)
+        write_nothing_found(options.json, options.nproc or DEFAULT_RANKS)
         return 1
     nproc = options.nproc or (1 if _starts_its_own(source) else DEFAULT_RANKS)
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
@@ -89,11 +86,6 @@ def _starts_its_own(source: ast.Module) -> bool:
             if name in ("spawn", "start_processes") and (node.args or node.keywords):
                 return True
     return False
-
-
-def _write_empty(options: Options) -> None:
-    if options.json is not None:
-        write_json(options.json, summarise([], World([None]), options.nproc or DEFAULT_RANKS))
 
 
 class _Run:

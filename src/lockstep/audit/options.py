@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 USAGE = 2
 FOUND = 65
+DEFAULT_RANKS = 2
 
 FailOn = Literal["error", "warning", "never"]
 
@@ -83,7 +86,41 @@ def parse(arguments: Sequence[str] | None, prog: str) -> Options:
         description="Run a training script on several ranks and name what is silently wrong.",
     )
     add_arguments(parser)
-    return from_namespace(parser.parse_args(arguments))
+    with json_also_of_wrong_usage(sys.argv[1:] if arguments is None else arguments):
+        return from_namespace(parser.parse_args(arguments))
+
+
+@contextlib.contextmanager
+def json_also_of_wrong_usage(arguments: Sequence[str]) -> Iterator[None]:
+    """Around reading a command line: one that argparse refuses leaves its JSON file, too."""
+    try:
+        yield
+    except SystemExit as leaving:
+        path = _json_among(arguments)
+        if leaving.code == USAGE and path is not None:
+            from lockstep.audit.outcome import write_nothing_found
+
+            with contextlib.suppress(OSError):  # it may be what was refused
+                write_nothing_found(path, DEFAULT_RANKS)
+        raise
+
+
+def _json_among(arguments: Sequence[str]) -> str | None:
+    """What ``--json`` names; what follows the script is the script's own."""
+    option = ""
+    for word in arguments:
+        if word.startswith("-"):
+            option, _, value = word.partition("=")
+            if option == "--json" and value:
+                return value
+            option = "" if value else option
+        elif option == "--json":
+            return word
+        elif not option:
+            return None
+        else:
+            option = ""
+    return None
 
 
 def from_namespace(read: argparse.Namespace) -> Options:

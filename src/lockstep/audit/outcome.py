@@ -68,6 +68,17 @@ def write_json(path: str, summary: dict[str, Any]) -> None:
     partial.replace(path)
 
 
+def write_nothing_found(path: str | None, world_size: int) -> None:
+    """The JSON file of a run that did not come about: a reader must not take an older one for it.
+
+    Args:
+        path: where `write_json` would write; None: nowhere.
+        world_size: how many ranks there would have been.
+    """
+    if path is not None:
+        write_json(path, summarise([], World([None]), world_size))
+
+
 def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
     """65 if something is as grave as `fail_on`, else 0."""
     if fail_on == "never":

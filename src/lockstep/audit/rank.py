@@ -45,13 +45,20 @@ class Rank:
         self._pid = os.getpid()
         self._writing = threading.Lock()
 
+    def begin_report(self) -> None:
+        """Under another launcher: whatever ends this rank, the JSON file is not an older run's."""
+        if self.folder is None and self.rank == 0:
+            from lockstep.audit.outcome import write_nothing_found
+
+            write_nothing_found(self.options.json, self.world_size)
+
     def run(self) -> int:
         """Run the script to its end, and hand in the ledger. Returns the exit code."""
         if self.folder is not None:
             self._listen()
-            self._write_before_leaving_at_once()
         else:
             self._report_when_terminated()
+        self._hand_in_before_leaving_at_once()
         when_imported("torch", self._start)
         code = run_script(self.options.script, self.options.arguments, self._note_failure)
         with contextlib.suppress(Exception):
@@ -145,18 +152,6 @@ class Rank:
             ledger.stack = stack_of_main_thread()
         self.write(ledger)
 
-    def _write_before_leaving_at_once(self) -> None:
-        leave = os._exit
-
-        def watched(status: int) -> Any:
-            if os.getpid() == self._pid and self.probe is not None:
-                with contextlib.suppress(Exception):
-                    self.probe.ledger.exit_code = status
-                    self.write(self.probe.ledger)
-            leave(status)
-
-        os._exit = watched
-
     # -- another launcher ---------------------------------------------------------------------
 
     def _report(self, ledger: Ledger, code: int) -> int:
@@ -180,6 +175,27 @@ class Rank:
         from lockstep.audit.ledger import Ledger
 
         return [None if data is None else Ledger.from_bytes(data) for data in everyone]
+
+    def _hand_in_before_leaving_at_once(self) -> None:
+        leave = os._exit
+
+        def watched(status: int) -> Any:
+            code = status
+            if os.getpid() == self._pid and self.probe is not None:
+                with contextlib.suppress(Exception):
+                    code = self._leave_at_once(self.probe.ledger, status)
+            leave(code)
+
+        os._exit = watched
+
+    def _leave_at_once(self, ledger: Ledger, status: int) -> int:
+        if self.folder is None:
+            # Another thread ends the program in need: that is not kept waiting for the other ranks.
+            from_main_thread = threading.current_thread() is threading.main_thread()
+            return self._hand_in(status) if from_main_thread else status
+        ledger.exit_code = status
+        self.write(ledger)
+        return status
 
     def _report_when_terminated(self) -> None:
         """Launchers terminate the others when one rank fails: rank 0 writes what it knows first.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,8 +40,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code."""
+    from lockstep.audit.options import from_namespace, json_also_of_wrong_usage
+
+    words = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
-    read = parser.parse_args(arguments)
+    with json_also_of_wrong_usage(words[1:] if words[:1] == ["audit"] else []):
+        read = parser.parse_args(words)
     if read.command == "train":
         from lockstep.cli.train import run
 
@@ -54,6 +59,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return explain_code(read.code)
     from lockstep.audit.launch import launch
-    from lockstep.audit.options import from_namespace
 
     return launch(from_namespace(read))

@@ -23,6 +23,7 @@ from lockstep.errors import (
     CrossedWeightsError,
     LossesDifferError,
     RowsDifferError,
+    UnequalRowsWarning,
     WrongUseError,
 )
 
@@ -184,11 +185,12 @@ class CrossingBackward:
         empty = [rank for rank, count in enumerate(rows) if count == 0]
         nobody = f"; rank {', '.join(map(str, empty))} has none" if empty else ""
         warnings.warn(
-            f"[LS212] the ranks gathered {list(rows)} rows{nobody}, have a loss each, and all count"
-            " alike. If the losses are means over a rank's own rows, the gradient is not that of"
-            " the mean over all rows: use gradients.backward(loss, weight=len(rows)) or"
+            f"[{UnequalRowsWarning.code}] the ranks gathered {list(rows)} rows{nobody}, have a loss"
+            " each, and all count alike. If the losses are means over a rank's own rows, the"
+            " gradient is not that of the mean over all rows: use"
+            " gradients.backward(loss, weight=len(rows)) or"
             " lockstep.global_mean(loss_of_each_row).",
-            UserWarning,
+            UnequalRowsWarning,
             stacklevel=2,
         )
 

@@ -27,7 +27,7 @@ from lockstep.collectives.calls import (
 )
 from lockstep.collectives.eager import outside_graphs
 from lockstep.collectives.gathering import all_rows
-from lockstep.collectives.tiles import Coefficients, gradients, sums_of_exponentials
+from lockstep.collectives.tiles import LOG2_E, Coefficients, gradients, sums_of_exponentials
 from lockstep.group import MAX
 
 if TYPE_CHECKING:
@@ -182,9 +182,9 @@ def _over_ranks(group: Group, mine: Sums) -> torch.Tensor:
     """
     largest = mine.largest.clone()
     group.all_reduce(largest, MAX).wait()
-    total = mine.sum * (mine.largest - largest).exp()
+    total = mine.sum * (mine.largest - largest).exp2()
     group.all_reduce(total).wait()
-    return largest + total.log()
+    return (largest + total.log2()) / LOG2_E
 
 
 def _weights(

@@ -3,13 +3,16 @@
 
 S = scale * rows @ columns.T is never held. A tile is made, used for both of its directions
 while it is in the processor's cache, and overwritten by the next. Backward makes it again.
+
+Tiles hold S log2(e), and powers of two are taken of them: on the CPU torch's ``exp2`` takes a
+quarter of the time of ``exp`` (2.13, AVX2), and the factor is free in the product.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -17,6 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Tile = tuple[int, int]
+
+LOG2_E: Final = 1 / math.log(2)
+
+_FARTHEST: Final = 40.0
+"""Apart, exponents may share one power: 2^-40 times what float32 resolves is a number."""
+_VANISHING: Final = 2.0**-_FARTHEST
 
 
 def strips_of(span: slice, length: int) -> list[slice]:
@@ -45,9 +54,9 @@ class Similarities:
     own: int | None = None
 
     def tile_of(self, strip: slice, part: slice, buffer: torch.Tensor) -> torch.Tensor:
-        """S of some rows and some columns, in `buffer`."""
+        """S log2(e) of some rows and some columns, in `buffer`."""
         tile = buffer[: strip.stop - strip.start, : part.stop - part.start]
-        torch.mm(self.scaled(strip), self.columns[part].T, out=tile)
+        torch.mm(self.rows[strip] * (self.scale * LOG2_E), self.columns[part].T, out=tile)
         if self.own is not None:
             # Where the diagonal of the whole begins in this tile; it may miss it altogether.
             offset = self.own + strip.start - part.start
@@ -81,25 +90,41 @@ class Similarities:
 
 
 class Sums:
-    """log sum exp of the rows or the columns, while their tiles come by."""
+    """log sum exp of the rows or the columns, while their tiles come by.
+
+    Attributes:
+        largest: a power of two, about the largest, by row or column.
+        sum: of the exponentials, over 2^largest.
+    """
 
     def __init__(self, like: torch.Tensor, length: int) -> None:
         self.largest = like.new_full((length,), -math.inf)
         self.sum = like.new_zeros(length)
 
     def add(self, part: slice, tile: torch.Tensor, dim: int, scratch: torch.Tensor) -> None:
-        """Take in `tile`, whose entries along `dim` belong together."""
+        """Take in `tile`, whose entries along `dim` belong together; overwrites `scratch`."""
         before = self.largest[part]
         largest = torch.maximum(before, tile.amax(dim))
         # All left out so far: minus infinity from itself would be NaN.
         shift = torch.where(largest == -math.inf, 0.0, largest)
-        self.sum[part] *= (before - shift).exp_()
+        self.sum[part] *= (before - shift).exp2_()
         torch.sub(tile, shift.unsqueeze(dim), out=scratch)
-        self.sum[part] += scratch.exp_().sum(dim)
+        self.sum[part] += scratch.exp2_().sum(dim)
+        self.largest[part] = largest
+
+    def add_sums(self, part: slice, sums: torch.Tensor, shift: torch.Tensor) -> None:
+        """Take in sums of 2^(entry - `shift`), none of which is near zero."""
+        before = self.largest[part]
+        # Not the largest entry, but as near to it as a factor: what `sum` is held against.
+        largest = torch.maximum(before, shift + sums.log2())
+        self.sum[part] = (
+            self.sum[part] * (before - largest).exp2_() + sums * (shift - largest).exp2_()
+        )
         self.largest[part] = largest
 
     def logarithm(self) -> torch.Tensor:
-        return self.largest + self.sum.log()
+        """The natural one."""
+        return (self.largest + self.sum.log2()) / LOG2_E
 
 
 def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums, Sums]:
@@ -115,10 +140,39 @@ def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums
         for part in block.parts():
             tile = block.tile_of(strip, part, buffer)
             room = scratch[: tile.shape[0], : tile.shape[1]]
+            if of_columns and _add_both(of_rows, strip, columns, part, tile, room):
+                continue
             of_rows.add(strip, tile, 1, room)
             if of_columns:
                 columns.add(part, tile, 0, room)
     return of_rows, columns
+
+
+def _add_both(
+    rows: Sums,
+    strip: slice,
+    columns: Sums,
+    part: slice,
+    tile: torch.Tensor,
+    room: torch.Tensor,
+) -> bool:
+    """Take `tile` into both, with one exponential of each entry; False if that is not exact.
+
+    It is where no row and no column lies so far below the tile's largest entry that its own
+    entries vanish beside it. On a GPU the answer would have to be waited for.
+    """
+    if tile.device.type != "cpu":
+        return False
+    shift = tile.amax(1).amax()
+    torch.sub(tile, shift, out=room).exp2_()
+    by_row = torch.mv(room, room.new_ones(room.shape[1]))
+    by_column = torch.mv(room.T, room.new_ones(room.shape[0]))
+    # NaN, too, is for the other way.
+    if not min(by_row.amin().item(), by_column.amin().item()) > _VANISHING:
+        return False
+    rows.add_sums(strip, by_row, shift)
+    columns.add_sums(part, by_column, shift)
+    return True
 
 
 @dataclass(frozen=True)
@@ -134,6 +188,42 @@ class Coefficients:
     by_row: torch.Tensor | float
     by_column: torch.Tensor | float
     on_pair: torch.Tensor | float
+
+    def in_common(self) -> InCommon | None:
+        """The same with one exponential, where that is exact; on a GPU one would wait to know."""
+        if self.log_columns is None or self.log_rows.device.type != "cpu":
+            return None
+        if len(self.log_rows) == 0:
+            return None
+        of_rows, of_columns = self.log_rows * LOG2_E, self.log_columns * LOG2_E
+        shift = of_rows.amax()
+        lowest = torch.minimum(of_rows.amin(), of_columns.amin())
+        if not (shift - lowest).item() <= _FARTHEST:
+            return None
+        return InCommon(
+            shift,
+            (shift - of_rows).exp2_() * self.by_row,
+            (shift - of_columns).exp2_() * self.by_column,
+        )
+
+
+@dataclass(frozen=True)
+class InCommon:
+    """dL/dS = 2^(S[i, j] log2(e) - shift) (of_rows[i] + of_columns[j]), but for the positives.
+
+    No entry exceeds `shift`: each is at most its row's log sum exp.
+    """
+
+    shift: torch.Tensor
+    of_rows: torch.Tensor
+    of_columns: torch.Tensor
+
+    def differentiate(
+        self, tile: torch.Tensor, room: torch.Tensor, strip: slice, part: slice
+    ) -> None:
+        """Overwrite the similarities of a tile."""
+        torch.add(self.of_rows[strip].unsqueeze(1), self.of_columns[part], out=room)
+        tile.sub_(self.shift).exp2_().mul_(room)
 
 
 def gradients(
@@ -156,13 +246,17 @@ def gradients(
     """
     by_rows = torch.zeros_like(block.rows)
     buffer, scratch = block.scratch(), block.scratch()
+    shared = coefficients.in_common()
     for part in parts:
         columns = block.columns[part]
         by_columns = None if deliver is None else torch.zeros_like(columns)
         for strip in block.strips():
             tile = block.tile_of(strip, part, buffer)
             room = scratch[: tile.shape[0], : tile.shape[1]]
-            _differentiate(tile, room, strip, part, coefficients)
+            if shared is None:
+                _differentiate(tile, room, strip, part, coefficients)
+            else:
+                shared.differentiate(tile, room, strip, part)
             by_rows[strip].addmm_(tile, columns)
             if by_columns is not None:
                 by_columns.addmm_(tile.T, block.scaled(strip))
@@ -177,10 +271,10 @@ def _differentiate(
 ) -> None:
     """Overwrite the similarities of a tile with the loss's gradient, but for the positives."""
     if given.log_columns is not None:
-        torch.sub(tile, given.log_columns[part], out=room)
-        _times(room.exp_(), given.by_column, part, 0)
-    tile.sub_(given.log_rows[strip].unsqueeze(1))
-    _times(tile.exp_(), given.by_row, strip, 1)
+        torch.sub(tile, given.log_columns[part] * LOG2_E, out=room)
+        _times(room.exp2_(), given.by_column, part, 0)
+    tile.sub_((given.log_rows[strip] * LOG2_E).unsqueeze(1))
+    _times(tile.exp2_(), given.by_row, strip, 1)
     if given.log_columns is not None:
         tile.add_(room)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.base import Engine, Roster
-from lockstep.engine.imports import no_collections
 from lockstep.errors import NotAvailableError
+from lockstep.imports import no_collections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ import cloudpickle
 
 import ray
 from lockstep.engine.base import COLLECTIVE_METHODS
-from lockstep.engine.imports import no_collections
+from lockstep.imports import no_collections
 
 if TYPE_CHECKING:
     from lockstep.worker import Outcome, Whereabouts, Worker

@@ -102,6 +102,23 @@ class Engine(Protocol):
 COLLECTIVE_METHODS = frozenset({"start", "join", "train", "validate", "whole"})
 """Methods in which ranks wait for each other: a failure in one ends the group."""
 
+METHODS_APART = frozenset(
+    {
+        "apply_state",
+        "check_state",
+        "models",
+        "operator_state",
+        "position",
+        "predict",
+        "settle_state",
+        "state_dict",
+        "state_to_write",
+        "steps_ahead",
+    }
+)
+"""Methods in which no rank waits for another, unless weights are in shards: after a failure of one
+the others finish on their own, behind the error, and the run goes on."""
+
 METHODS_BESIDE = frozenset({"verify"})
 """Methods in which ranks wait for each other over a group of their own, beside the run's: one
 that fails closes it, so that all answer, and the run goes on."""

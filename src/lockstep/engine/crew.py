@@ -4,11 +4,12 @@
 Importing torch is most of a launch, and a program that imports torch itself and then makes a
 trainer pays for it twice in a row. `prestart`, before that import, lets both happen at once;
 and a program that makes one trainer after the other may keep the processes between them.
-Nothing here imports torch.
+Nothing here imports torch before the workers have been asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from lockstep.engine import placement
 from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.cluster import connect, session
 from lockstep.errors import ConfigurationError
+from lockstep.imports import no_collections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +66,7 @@ def prestart(
     num_gpus_per_worker: float = 0,
     resources_per_worker: Mapping[str, float] | None = None,
 ) -> None:
-    """Start the worker processes of the next `TorchTrainer`, while this program goes on.
+    """Start the worker processes of the next `TorchTrainer`, and import torch meanwhile.
 
     ::
 
@@ -95,6 +97,10 @@ def prestart(
     (_keeping.add if keep else _keeping.discard)(session())
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
     _waiting.append(hire(bundle, range(num_workers), own_cluster, "prestarted"))
+    # The trainer needs it anyhow, and here it can be imported without going through all that it
+    # made, several times, in search of garbage: a fifth of its time.
+    with no_collections():
+        importlib.import_module("torch")
 
 
 def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) -> Crew:

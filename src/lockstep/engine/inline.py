@@ -45,8 +45,8 @@ class InlineEngine:
         try:
             return getattr(self._worker, method)(*args)
         except BaseException as error:
+            add_rank(error, 0)
             if method in COLLECTIVE_METHODS:
-                add_rank(error, 0)
                 self.ended = error
                 self.close(force=True)
             raise

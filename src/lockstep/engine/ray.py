@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine import placement
-from lockstep.engine.base import COLLECTIVE_METHODS, Roster
+from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_APART, Roster
 from lockstep.engine.breakpoints import breakpoints_here
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.courier import RemoteCourier
@@ -200,9 +200,14 @@ class RayEngine:
         cause = hearing.cause()
         if cause is None:
             return [hearing.values[rank] for rank in sorted(hearing.values)]
-        if hearing.method in COLLECTIVE_METHODS or hearing.pending or hearing.deaths:
+        waits = bool(hearing.pending) and not self._finishes_alone(hearing.method)
+        if hearing.method in COLLECTIVE_METHODS or waits or hearing.deaths:
             self.end(cause)
         raise cause
+
+    def _finishes_alone(self, method: str) -> bool:
+        """Who is still at it will come to its end; a call that comes meanwhile waits its turn."""
+        return method in METHODS_APART and self.spec.options.sync != "fsdp"
 
     def end(self, cause: BaseException) -> None:
         """End all workers because of `cause`."""

@@ -17,9 +17,9 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
-from lockstep.engine.imports import no_collections
 from lockstep.engine.rendezvous import LOOPBACK
 from lockstep.errors import WorkerDiedError
+from lockstep.imports import no_collections
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

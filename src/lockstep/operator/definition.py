@@ -6,12 +6,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.backstage import Backstage
 from lockstep.operator.registered import Wanted
-from lockstep.operator.registration import assemble, in_shape
+from lockstep.operator.registration import UNSAID_MEAN, assemble, in_shape, refuse_further
 from lockstep.operator.setting import Setting
 from lockstep.operator.staging import to_device
 
@@ -68,9 +68,9 @@ class TrainingOperator:
             config: the trainer's `config`. `config[BATCH_SIZE]`, if it is there, is this
                 shard's share of the global batch: an `int` that remembers the whole.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} must override setup(self, config) and call"
-            " self.register(models=..., optimizers=...) in it"
+        raise NotOverriddenError(
+            f"{type(self).__name__} must override setup(self, config)",
+            fix="call self.register(models=..., optimizers=...) in it",
         )
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
@@ -151,7 +151,8 @@ class TrainingOperator:
         criterion: Any = None,
         schedulers: Any = None,
         ddp_args: dict[str, Any] | None = None,
-        loss_reduction: str | None = None,
+        loss_reduction: str = UNSAID_MEAN,
+        **further: Any,
     ) -> tuple[Any, ...]:
         """Hand over models, optimizers, criterion and schedulers; call it once, in `setup`.
 
@@ -170,7 +171,7 @@ class TrainingOperator:
             schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
                 `scheduler_step_freq`.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
-            loss_reduction: "mean" or "sum"; the class's `loss_reduction` if None.
+            loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
             ``(models, optimizers[, criterion][, schedulers])``, each in the shape given.
@@ -183,7 +184,8 @@ class TrainingOperator:
 
         Raises:
             WrongTypeError: something is not a module, an optimizer, or cannot step.
-            ConfigurationError: registered twice, schedulers without `scheduler_step_freq`.
+            ConfigurationError: registered twice, schedulers without `scheduler_step_freq`,
+                arguments for apex.
             UnknownParameterError: an optimizer holds a parameter of no registered module.
             ReplicasDifferError: the workers built different models, optimizers or schedulers.
         """
@@ -192,7 +194,8 @@ class TrainingOperator:
                 "register was called twice",
                 fix="call it once, with lists: self.register(models=[a, b], optimizers=[...])",
             )
-        if loss_reduction is not None:
+        refuse_further(further)
+        if loss_reduction is not UNSAID_MEAN:
             self.loss_reduction = loss_reduction
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigurationError(

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +19,28 @@ from lockstep.sync import is_local
 if TYPE_CHECKING:
     from lockstep.operator.registered import Wanted
     from lockstep.operator.setting import Setting
+
+
+class _UnsaidReduction(str):
+    """The default, to be told from a "mean" that was said: a class may say "sum"."""
+
+    __slots__ = ()
+
+
+UNSAID_MEAN: Final = _UnsaidReduction("mean")
+
+
+def refuse_further(arguments: Mapping[str, Any]) -> None:
+    """An argument of RaySGD's `register` that is gone, or of nobody."""
+    for name, value in arguments.items():
+        if name == "apex_args":
+            raise ConfigurationError(
+                "register takes no apex_args",
+                got=f"apex_args={value!r:.60}",
+                cause="apex is not used any more: mixed precision is torch's own",
+                fix='TorchTrainer(..., precision="bf16"), or precision="fp16"',
+            )
+        raise WrongTypeError(f"register has no argument {name!r}")
 
 
 def as_list(given: Any, kind: type, argument: str) -> list[Any]:

@@ -48,11 +48,13 @@ class Watchdog:
         self._engine = engine
         self._limit_s = hang_timeout_s
         self._outlook = Outlook()
+        self._broken_at: float | None = None
         self.verdicts: dict[Member, str] = {}
 
     def begin(self) -> None:
         """Another call begins."""
         self._outlook.forget()
+        self._broken_at = None
 
     def last_seen(self, member: Member) -> Whereabouts | None:
         """What `member` was seen doing last."""
@@ -63,17 +65,15 @@ class Watchdog:
         working = [self._engine.members[rank] for rank in hearing.pending.values()]
         sightings = self._outlook.look(working)
         now = time.monotonic()
+        if hearing.has_failed and self._broken_at is None:
+            self._broken_at = now
         here = None if hearing.here is None else hearing.here()
         performing = len(hearing.pending) + (here is not None)
         others_wait = performing < len(self._engine.members) or (here is not None and here.waits)
         for member, seen in sightings.items():
             if member in self.verdicts:
                 continue
-            if (
-                hearing.has_failed
-                and self._waits(seen, now)
-                and seen.stands_for(now) > self._broken_s
-            ):
+            if self._is_stuck(seen, now):
                 self._end(member, seen, now, "stayed in a collective of a group that has broken")
                 continue
             waiting = [each for each, one in sightings.items() if self._waits(one, now)]
@@ -82,6 +82,12 @@ class Watchdog:
             is_at_fault = is_late and is_waited_for and not self._waits(seen, now)
             if is_at_fault and self._is_overdue(member, seen, now):
                 self._end(member, seen, now, self._complaint(member, seen, now))
+
+    def _is_stuck(self, seen: Sighting, now: float) -> bool:
+        """It waits in a group that broke long ago; what it waited for one that hung is no fault."""
+        if self._broken_at is None or not self._waits(seen, now):
+            return False
+        return now - max(self._broken_at, seen.since) > self._broken_s
 
     def _waits(self, seen: Sighting, now: float) -> bool:
         """It answers, and stands in a collective."""

@@ -27,6 +27,9 @@ _EXACT = (torch.float32, torch.float64)
 _LONG = 2**15
 """Elements from which a gradient is worth a call of its own, to be scaled while it is copied."""
 
+_LARGE = 4
+"""A gradient that fills one part in so many of a bucket closes it."""
+
 
 class Sums(NamedTuple):
     """What the tail says after the flags; every field is a sum over ranks.
@@ -223,15 +226,22 @@ def _by_device_and_dtype(
 
 
 def _cut(slots: list[Slot], cap_bytes: int, item_bytes: int) -> list[list[Slot]]:
+    """Pieces of at most `cap_bytes`, and none that waits on after a large gradient.
+
+    Many small gradients are cheaper in one call. One that is large by itself gains nothing from
+    company, and the layer below it would keep it back: backward would then hide less of it.
+    """
     pieces: list[list[Slot]] = [[]]
     filled = 0
+    is_closed = False
     for slot in slots:
         size = _length(slot.param) * item_bytes
-        if pieces[-1] and filled + size > cap_bytes:
+        if pieces[-1] and (is_closed or filled + size > cap_bytes):
             pieces.append([])
             filled = 0
         pieces[-1].append(slot)
         filled += size
+        is_closed = size * _LARGE >= cap_bytes
     return pieces
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.structure import leading_length, rows_of
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, ParityError
 from lockstep.group import Group
 from lockstep.parity import compare, pin
 from lockstep.randomness import preserved
@@ -86,7 +86,7 @@ def assert_parity(
         The report: of the first batch that differs, else of the last one.
 
     Raises:
-        AssertionError: gradients differ; its text is the report.
+        ParityError: gradients differ (an AssertionError); its text holds the report.
     """
     if not batches:
         raise ConfigurationError("assert_parity needs at least one batch")
@@ -94,7 +94,7 @@ def assert_parity(
     for batch in batches:
         report = _parity(step_fn, make_model, batch, world_size)
         if not report.ok:
-            raise AssertionError(f"\n{report}")
+            raise ParityError(f"the ranks' gradients are not those of one process\n{report}")
     assert report is not None
     return report
 

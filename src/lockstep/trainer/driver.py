@@ -382,11 +382,15 @@ class TorchTrainer(BesideTraining):
     # ------------------------------------------------------------------------ users' functions
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Call ``fn()`` in every worker's process; results by rank."""
+        """Call ``fn()`` in every worker's process; results by rank.
+
+        An exception of `fn` arrives as itself. The run goes on, if the others have come to their
+        end within two seconds; else the workers end: `fn` may wait for ranks that will not come.
+        """
         return self._call("call", fn)
 
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
-        """Call ``fn(operator)`` in every worker; results by rank."""
+        """Call ``fn(operator)`` in every worker; results by rank. As `apply_all_workers`."""
         return self._call("call_with_operator", fn)
 
     # ---------------------------------------------------------------------------------- ending

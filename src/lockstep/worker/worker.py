@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.errors import ConfigurationError, PeerLostError
+from lockstep.errors import ConfigurationError, NotAvailableError, PeerLostError
 from lockstep.group import Group
 from lockstep.operator.loops import registered
 from lockstep.operator.registration import update_schedulers
@@ -378,6 +378,13 @@ def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
         return torch.device("cpu")
     # Ray shows a worker only its own GPUs; without that, ranks of one node share the list.
     count = torch.cuda.device_count()
+    if count == 0:
+        raise NotAvailableError(
+            "this worker was to use a GPU, and torch finds none",
+            where=f"a worker with local rank {local_rank}",
+            got="use_gpu=True, torch.cuda.device_count() == 0",
+            fix='use_gpu="auto", or False',
+        )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device

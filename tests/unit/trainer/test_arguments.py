@@ -11,6 +11,8 @@ from torch import nn
 from lockstep import Callback, TorchTrainer, TrainingOperator
 from lockstep.errors import (
     ConfigurationError,
+    LockstepError,
+    NotAvailableError,
     UnknownParameterError,
     WrongTypeError,
 )
@@ -93,6 +95,16 @@ def test_the_trainers_arguments_and_defaults():
 @pytest.mark.parametrize("method", RAYSGD_METHODS)
 def test_the_trainers_methods_and_defaults(method):
     assert defaults(getattr(TorchTrainer, method)) == RAYSGD_METHODS[method]
+
+
+def test_the_arguments_of_register_and_their_defaults():
+    empty = inspect.Parameter.empty
+    assert defaults(TrainingOperator.register) == {
+        "models": empty, "optimizers": empty, "criterion": None, "schedulers": None,
+        "ddp_args": None, "loss_reduction": "mean",
+    }  # fmt: skip
+    loaders = {"train_loader": None, "validation_loader": None}
+    assert defaults(TrainingOperator.register_data) == loaders
 
 
 def test_the_operators_methods_and_properties():
@@ -181,6 +193,12 @@ def test_what_is_no_dataset_is_refused():
         assert one.train()["batch_count"] == 4
 
 
+def test_a_gpu_that_is_not_here_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(NotAvailableError, match='use_gpu="auto"'):
+        trainer(use_gpu=True, use_local=True)
+
+
 def test_an_operator_instance_instead_of_the_class():
     with pytest.raises(WrongTypeError, match="training_operator_cls=Regression"):
         TorchTrainer(training_operator_cls=Regression({}))
@@ -249,12 +267,15 @@ def plateau(self, config):
         (register(schedulers=torch.optim.lr_scheduler.StepLR), TypeError, "cannot step"),
         (register(ddp_args={"static_graph": True}), ConfigurationError, "leave them out"),
         (register(loss_reduction="product"), ConfigurationError, '"mean" or "sum"'),
+        (register(apex_args={"opt_level": "O1"}), ConfigurationError, 'precision="bf16"'),
+        (register(scheduler=None), TypeError, "no argument 'scheduler'"),
     ],
 )
 def test_a_wrong_setup_is_refused_with_what_to_type(operator, error, needed):
     with pytest.raises(error) as caught:
         TorchTrainer(training_operator_cls=operator)
     assert needed in str(caught.value)
+    assert isinstance(caught.value, LockstepError)
 
 
 def test_a_plateau_needs_its_metric():

@@ -10,7 +10,7 @@ import sys
 import termios
 
 import pytest
-from tests.unit.trainer.programs import Regression, by_hand, same, trainer, weights
+from tests.unit.trainer.programs import Regression, by_hand, loader, same, trainer, weights
 
 from lockstep import Callback, TorchTrainer
 from lockstep.errors import ConfigurationError, TrainerClosedError
@@ -159,6 +159,47 @@ def test_functions_on_workers_and_operators():
         assert one.apply_all_operators(lambda operator: operator) == [one.get_local_operator()]
         with pytest.raises(ZeroDivisionError):
             one.apply_all_workers(lambda: 1 / 0)
+        assert one.train()["batch_count"] == 4
+
+
+class Refusing(Regression):
+    """Raises in the method that `config` names."""
+
+    def raise_in(self, method):
+        if self.config["in"] == method:
+            raise LookupError(method)
+
+    def predict_batch(self, batch, batch_info):
+        self.raise_in("predict_batch")
+
+    def state_dict(self):
+        self.raise_in("state_dict")
+
+    def load_state_dict(self, state):
+        self.raise_in("load_state_dict")
+
+
+def raise_in_function(*_):
+    raise LookupError("a function")
+
+
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [
+        ("predict_batch", lambda one: one.predict(loader())),
+        ("state_dict", lambda one: one.state_dict()),
+        ("load_state_dict", lambda one: one.load_state_dict({**one.state_dict(), "operator": {}})),
+        ("a function", lambda one: one.apply_all_workers(raise_in_function)),
+        ("a function", lambda one: one.apply_all_operators(raise_in_function)),
+    ],
+)
+def test_beside_training_too_an_exception_carries_its_rank_and_the_run_goes_on(place, call):
+    with trainer(Refusing, config={"in": place}) as one:
+        with pytest.raises(LookupError, match=place) as caught:
+            call(one)
+        assert type(caught.value) is LookupError
+        assert caught.value.__notes__ == ["raised on rank 0"]
+        one.get_local_operator().config["in"] = None
         assert one.train()["batch_count"] == 4
 
 

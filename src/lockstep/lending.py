@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that a backend's thread holds while a collective is under way.
+
+gloo says that a collective is done a moment before its thread lets go of the tensors. Where nobody
+but Python holds one besides, that thread needs the interpreter to let go of it. In a process that
+is ending it does not get it, and the process aborts, once in a dozen runs, after all its work was
+done (https://github.com/pytorch/pytorch/issues/190489). Where the group's destructor waits for that
+thread, both wait for ever. So a view is an owner beside Python until the thread has let go, and who
+waits for a collective waits for that as well.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PATIENCE_S: Final = 0.1
+"""It takes microseconds. A backend may have a reason of its own to keep them."""
+
+
+class Loan:
+    """The tensors among a collective's arguments of which nobody else is an owner.
+
+    What somebody else holds as well (a bucket, by the gradients that are views of it) is safe.
+
+    Args:
+        arguments: as they are passed to the backend; lists may be nested.
+    """
+
+    __slots__ = ("_lent",)
+
+    def __init__(self, arguments: Any) -> None:
+        self._lent = [
+            # In this order. In inference mode a view owns nothing.
+            (tensor, tensor.view(tensor.shape), _owners(tensor))
+            for tensor in _tensors(arguments)
+            if tensor.device.type == "cpu" and _owners(tensor) == 1
+        ]
+
+    def settle(self) -> None:
+        """Wait until the backend has let go."""
+        lent, self._lent = self._lent, []
+        deadline = None
+        for tensor, _view, owners in lent:
+            while _owners(tensor) > owners:
+                now = time.monotonic()
+                deadline = deadline or now + _PATIENCE_S
+                if now > deadline:
+                    return
+                time.sleep(0)  # lets a thread that waits for the interpreter have it
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom the watchdog ends, from what is seen of them."""
+
+import time
+from types import SimpleNamespace
+
+from lockstep.engine.member import Member
+from lockstep.engine.outlook import Sighting
+from lockstep.recovery.watchdog import Watchdog
+from lockstep.worker.where import WAITING, Whereabouts
+
+LIMIT_S = 0.05
+
+
+class Seen:
+    """An outlook that shows what it was given."""
+
+    def __init__(self, sightings):
+        self.sightings = sightings
+
+    def look(self, members):
+        return {member: self.sightings[member] for member in members}
+
+    def forget(self):
+        pass
+
+
+def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
+    """Survivors stand for as long as the one that hung: none of that time is theirs."""
+    hung, *survivors = (Member(number, "node", number) for number in range(3))
+    watchdog = Watchdog(SimpleNamespace(members=[hung, *survivors]), LIMIT_S)
+    since = time.monotonic() - 100
+    waits = Whereabouts(3, is_warm=True, phase=WAITING, line="", stack="")
+    computes = Whereabouts(3, is_warm=True, phase="forward", line="", stack="")
+    sightings = {member: Sighting(waits, since) for member in survivors}
+    watchdog._outlook = Seen(sightings | {hung: Sighting(computes, since)})
+    hearing = SimpleNamespace(
+        method="train", here=None, has_failed=False, pending={0: 0, 1: 1, 2: 2}
+    )
+    watchdog.look(hearing)
+    assert list(watchdog.verdicts) == [hung]
+
+    # Its death is heard; the others have not been freed yet.
+    hearing.has_failed, hearing.pending = True, {1: 1, 2: 2}
+    broke = time.monotonic()
+    watchdog.look(hearing)
+    assert list(watchdog.verdicts) == [hung]
+    while len(watchdog.verdicts) < 3:
+        watchdog.look(hearing)
+    assert time.monotonic() - broke > LIMIT_S
+
+    # The next call knows nothing of it.
+    watchdog.begin()
+    watchdog.verdicts.clear()
+    watchdog.look(hearing)
+    assert watchdog.verdicts == {}
