@@ -22,7 +22,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(4):
     x, y = batch(step)
     optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()  # here LS310
+    nn.functional.cross_entropy(model(x), y).backward()  # here LS311
     optimizer.step()
     if step == 1 and rank == 0:
         model.eval()

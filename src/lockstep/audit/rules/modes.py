@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.world import SharedTrack, World
 
-MODE = Code("LS310", "ranks train in different modes")
+MODE = Code("LS311", "ranks train in different modes")
 
 
 class Modes:
