@@ -49,7 +49,8 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
             given = args[place] if len(args) > place else kwargs.get(name)
             probe.harmlessly(_describe, probe, record, roots, given)
             record.before = probe.harmlessly(fingerprint_gradients, probe) or {}
-            probe.harmlessly(note_mode, probe)
+            if kind == "backward":  # and not a look at the gradients of an input
+                probe.harmlessly(note_mode, probe)
             before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
             probe.backward, probe.in_backward = record, True
             try:

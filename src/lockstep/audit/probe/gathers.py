@@ -118,7 +118,7 @@ def _function_context() -> Any:
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
             context = frame.f_locals.get("ctx")
-            return context if any(getattr(context, "needs_input_grad", (True,))) else None
+            return context if getattr(context, "next_functions", True) else None
         if frame.f_back is None:
             return None
         frame = frame.f_back

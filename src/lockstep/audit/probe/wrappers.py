@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._C._functorch import maybe_current_level
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,8 +112,9 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
     def before_forward(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not probe.is_on:
             return
-        if probe.detailed:
-            probe.harmlessly(note_call, probe, module)
+        if probe.detailed and maybe_current_level() is None:
+            # Inside a transform of torch.func tensors have no numbers to read.
+            probe.harmlessly(_look_at, probe, module, args)
         if torch.is_grad_enabled():
             _note_forward(probe, module, args)
         elif not module.training and probe.ledger.started_group:
@@ -121,11 +123,15 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
     return before_forward
 
 
+def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
+    note_call(probe, module)
+    if torch.is_grad_enabled():
+        if probe.recent.fed is None:
+            _note_fed(probe, args)
+        note_acting(probe, module)
+
+
 def _note_forward(probe: Probe, module: torch.nn.Module, args: Any) -> None:
-    if probe.detailed and probe.recent.fed is None:
-        probe.harmlessly(_note_fed, probe, args)
-    if probe.detailed:
-        probe.harmlessly(note_acting, probe, module)
     if isinstance(module, DistributedDataParallel):
         _arm(probe, module)
         if probe.detailed:

@@ -103,7 +103,9 @@ def _first_left_over(track: SharedTrack) -> Finding | None:
     for previous, number in itertools.pairwise(track.numbers):
         stale, clear = [], []
         for rank, step in track.steps(number).items():
-            before = step.backwards[0].before.get(track.key) if step.backwards else None
+            # `autograd.grad` adds to no gradient.
+            adding = [b for b in step.backwards if b.kind == "backward"]
+            before = adding[0].before.get(track.key) if adding else None
             last = track.step(rank, previous)
             if before is None or last is None or last.gradients is None or number != previous + 1:
                 return None

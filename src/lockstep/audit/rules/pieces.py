@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step, Track
     from lockstep.audit.world import World
+
+_Samples = np.ndarray[Any, Any]
 
 _ONE_FACTOR = 1e-3
 _APART = 0.01
@@ -63,7 +65,19 @@ def _factor(track: Track, step: Step) -> float | None:
     factors = after[there] / before[there]
     if factors.max() - factors.min() > _ONE_FACTOR * factors.max():
         return None
-    return float(factors.mean())
+    return float(factors.mean()) if _are_parallel(then.samples, used.samples) else None
+
+
+def _are_parallel(before: _Samples, after: _Samples) -> bool:
+    """A gradient that was put in place by hand is another one, whatever its norm."""
+    if len(before) != len(after):
+        return False
+    there = np.isfinite(before) & np.isfinite(after)
+    then, now = before[there], after[there]
+    if not then.any():
+        return False
+    factor = float(then @ now) / float(then @ then)
+    return bool(np.abs(now - factor * then).max() <= _ONE_FACTOR * np.abs(now).max())
 
 
 def _are_one(factors: list[float]) -> bool:
