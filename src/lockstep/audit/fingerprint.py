@@ -48,9 +48,14 @@ def take(
     return Fingerprint(hashes, lengths, samples)
 
 
-def random_state() -> int:
-    """What stands for the state of torch's default generator."""
-    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
+def random_states() -> dict[str, int]:
+    """What stands for the states of the generators that programs draw from by default."""
+    _, keys, place, has_spare, spare = np.random.get_state(legacy=True)
+    drawn = f"{place} {has_spare} {spare}".encode()
+    return {
+        "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        "numpy": zlib.crc32(drawn, zlib.crc32(np.asarray(keys).tobytes())),
+    }
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

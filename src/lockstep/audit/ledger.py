@@ -64,7 +64,11 @@ class Term:
 
 @dataclass
 class Backward:
-    """One ``backward()`` or ``autograd.grad()``."""
+    """One ``backward()`` or ``autograd.grad()``.
+
+    By optimizer: `before` and `gradients` are what its parameters' gradients were when it began and
+    when it returned, and `own` this rank's, as they went into a communication hook.
+    """
 
     kind: str
     where: list[Place]
@@ -72,6 +76,8 @@ class Backward:
     terms: list[Term] = field(default_factory=list)
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     gathered: list[dict[str, Any]] = field(default_factory=list)
+    before: dict[str, Fingerprint] = field(default_factory=dict)
+    own: dict[str, Fingerprint] = field(default_factory=dict)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
 
 
@@ -94,8 +100,11 @@ class Collective:
 class Step:
     """One optimizer step.
 
-    `random` stands for the state of torch's default generator; `inputs` for what the wrappers'
-    forwards were given (``hash``), and the generator's state then (``random``, ``where``).
+    `random` stands for the states of torch's and numpy's default generators; `inputs` for what the
+    wrappers' forwards were given (``hash``), and the generators' states then (``random``,
+    ``where``); `fed` and `fed_shapes` for what the first module that was called was given, and
+    `mode` for which of its parts were in training mode. `frozen` are modules without a trained
+    parameter that were called (``module``, ``names``, ``prints``, ``where``).
     """
 
     number: int
@@ -113,8 +122,12 @@ class Step:
     unowned: list[str] = field(default_factory=list)
     inside_backward: bool = False
     has_closure: bool = False
-    random: int | None = None
+    random: dict[str, int] = field(default_factory=dict)
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    fed: int | None = None
+    fed_shapes: list[list[int]] = field(default_factory=list)
+    mode: dict[str, Any] = field(default_factory=dict)
+    frozen: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -151,16 +164,32 @@ class Track:
 
 @dataclass
 class Loading:
-    """One iteration over a data loader: which samples, or what the batches held."""
+    """One iteration over a data loader: which samples, or what the batches held.
+
+    `part` stands for the samples that a ``Subset`` has, and `samples` are the `indices` in the
+    dataset that it was taken from. `rows` tells, for each tensor of a batch, what the samples of
+    the first `indices` held, and `shapes` are those of the first batch. What a sampler says of
+    itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
+    `used` are the places of the batches that a backward followed.
+    """
 
     key: str
     epoch: int
     where: list[Place]
     indices: list[int] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
     sampler: str = ""
+    replicas: int | None = None
+    shuffles: bool | None = None
+    part: int | None = None
     size: int | None = None
     training: bool = False
+    step: int = 0
     worker_seed: int | None = None
     workers: int = 0
 

@@ -95,6 +95,8 @@ class Rank:
         if ledger is None:
             return code
         ledger.exit_code = code
+        if code == 0 and ledger.failure is None:
+            ledger.stuck_in = None  # what a collective raised was caught
         if self.folder is not None:
             self.write(ledger)
             return code

@@ -86,6 +86,7 @@ def stop(
     probe, _running = _running, None
     probe.note_group()
     ledger = finish(probe)
+    ledger.stuck_in = None  # it came here
     data = ledger.to_bytes()
     if exchange is not None:
         everyone = exchange(data)

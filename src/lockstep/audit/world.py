@@ -2,7 +2,8 @@
 """The ledgers of all ranks side by side: which of their tensors are the same one, and differ.
 
 A parameter is compared among the ranks that hold it as replicas: not where it is a shard, not
-where the program marked it, within its group where it is reduced in a smaller one.
+where the program marked it or cuts its model up, within its group where it is reduced in a smaller
+one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
+
+from lockstep.audit.by_design import apart_by_design
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,6 +51,11 @@ class Shared:
     @property
     def dtype(self) -> str:
         return next(iter(self.described.values())).dtype
+
+    @property
+    def is_alone(self) -> bool:
+        """Does every rank's group of those that share it consist of that rank?"""
+        return all(p.group is not None and len(p.group) == 1 for p in self.described.values())
 
     @property
     def wrapper(self) -> str | None:
@@ -88,6 +96,9 @@ class SharedTrack:
             for rank, track in tracks.items()
         }
         self._steps = {rank: {s.number: s for s in track.steps} for rank, track in tracks.items()}
+        self.apart: frozenset[str] = frozenset()
+        self.apart = apart_by_design(self)
+        vars(self).pop("parameters", None)  # without what has just been left out
 
     @cached_property
     def parameters(self) -> list[Shared]:
@@ -103,7 +114,7 @@ class SharedTrack:
         for (name, _, _), held in places.items():
             described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
             groups = self._groups(name, described)
-            if len(held) > 1 and groups:
+            if len(held) > 1 and groups and name not in self.apart:
                 found.append(Shared(name, held, groups, described))
         return found
 

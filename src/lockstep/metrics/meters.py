@@ -88,6 +88,10 @@ class AverageMeterCollection:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was counted."""
         self.n: float = 0
         self._batch_count = 0
         self._step = 0

@@ -68,6 +68,11 @@ class Backstage:
         self.latest: dict[str, Any] = {}
         self.joint_norms: list[str] | None = None
 
+    def forget_counts(self) -> None:
+        """What the call has counted so far is not its own."""
+        self.measures.reset()
+        self.meters.reset()
+
     def is_borrowed(self) -> bool:
         """Whether the batch in hand is another worker's, counted there."""
         return self.delivered is not None and self.delivered.borrowed

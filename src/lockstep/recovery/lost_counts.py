@@ -38,7 +38,7 @@ class LostCounts:
         # A validation is done again from its beginning, by those that are there now.
         if self._method != "train" or progress is None:
             return
-        if progress.steps == 0:
+        if progress.steps <= 0:
             self.reports.clear()
             self._rosters = [(0, list(self._engine.members))]
             return

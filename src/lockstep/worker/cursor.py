@@ -122,6 +122,11 @@ class Cursor:
         self.step += 1
 
     @property
+    def has_open_window(self) -> bool:
+        """Of the window of ``accumulate`` batches that the position is in, some are committed."""
+        return self.window_start != self.step
+
+    @property
     def at_epoch_start(self) -> bool:
         return self.step == 0 and self._steps is None
 
@@ -144,6 +149,8 @@ class Tally:
     """What a worker has delivered during one call.
 
     Attributes:
+        steps: negative while the first batches of a window are computed again, which an earlier
+            call has counted.
         on_commit: told of every step.
         at_boundary: called before every batch; what it raises ends the call between two steps.
     """

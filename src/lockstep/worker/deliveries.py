@@ -98,7 +98,10 @@ class Deliveries:
             return
         self._cursor.commit()
         self._tally.steps += 1
-        self._tally.samples += self._open
+        if self._tally.steps > 0:
+            self._tally.samples += self._open
+        else:
+            self._operator._lockstep.forget_counts()  # an earlier call has counted them
         self._open = None
         self._operator._lockstep.delivered = None
         if self._purpose == "train":

@@ -31,6 +31,7 @@ class HandsOver(Inquiries):
 
     spec: WorkerSpec
     rank: int
+    owed: int
     _before_load: dict[str, Any] | None
     _feed: Feed
     _rollback: Rollback | None
@@ -126,9 +127,12 @@ class HandsOver(Inquiries):
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Take over, for good, what a worker of the same run returned from `state_dict`."""
         operator = self.operator
+        self.owed = 0
         if self._rollback is not None:
             self._rollback.forget()
         states.apply(operator, self.run, self._own_part(state))
+        for parameter in self.run.parameters():
+            parameter.grad = None  # of another state; a new process has none either
         before = operator._lockstep.setting.placement
         placement = self._placement(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank

@@ -78,6 +78,7 @@ class Underway:
         arithmetic: entered around the passes.
         on_commit: told of every step.
         rollback: remembers what a step changes before it is committed; None for validation.
+        owed: batches before the call's own that are computed again, for a window that is open.
         progress: where the other workers stand, for a worker that joins in the middle.
 
     Attributes:
@@ -96,6 +97,7 @@ class Underway:
         arithmetic: Callable[[], AbstractContextManager[None]],
         on_commit: Callable[[], None] | None,
         rollback: Rollback | None,
+        owed: int,
         progress: Progress | None,
     ) -> None:
         self._operator = operator
@@ -109,8 +111,8 @@ class Underway:
         }
         self._arithmetic = arithmetic
         self._rollback = rollback
-        self.tally = Tally(on_commit=on_commit)
-        self.first_epoch, self.first_step = cursor.epoch, cursor.step
+        self.tally = Tally(steps=-owed, on_commit=on_commit)
+        self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
         self._pass_began = 0
         self._counted_at = time.monotonic()
@@ -135,7 +137,8 @@ class Underway:
     def catch_up(self, progress: Progress) -> None:
         """Count a step that the others have committed, and this worker has taken part in."""
         shards = self._operator._lockstep.setting.placement.shards
-        first, missed = self.first_step + self.tally.steps, progress.steps - self.tally.steps
+        counted = max(self.tally.steps, 0)
+        first, missed = self.first_step + counted, max(progress.steps - counted, 0)
         samples = self.cursor.source.samples_of(shards, first, missed) or 0
         self.tally.samples += samples
         self._operator._lockstep.meters.n += samples
@@ -184,6 +187,8 @@ class Underway:
         if cursor.at_epoch_start:
             cursor.source.agree(operator._lockstep.setting.group, cursor.epoch)
         operator._lockstep.summary = None
+        if self._rollback is not None:
+            self._rollback.begin_pass(cursor)
         left = None if num_steps is None else num_steps - tally.steps
         deliveries = Deliveries(
             operator,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.group import Group
 from lockstep.operator.attachment import rejoin
 from lockstep.worker import handover
+from lockstep.worker.carried import Carried
 from lockstep.worker.passes import Progress
 from lockstep.worker.process_group import form_group
 from lockstep.worker.sources import open_source
@@ -67,12 +68,20 @@ def stand_down(worker: Worker, interrupted: str | None) -> Standing:
     Args:
         interrupted: the method that could not be completed by all workers.
     """
+    holds_own_part = worker.holds_own_part
     worker.leave()
     if not worker.has_state:
         return Standing(None)
     # A dataset of Ray's was split for the ranks of then.
     worker.feed(None, None)
     call = worker.underway if interrupted in ("train", "validate") else None
+    if holds_own_part:
+        # Nobody else has it, and with a lost worker its part is gone: all begin the window anew.
+        if call is not None and interrupted == "train":
+            call.is_over = False
+        elif not worker.return_to_window():
+            worker.has_state = False
+            return Standing(None)
     # Who has trained to the end of the call is ahead. A validation is done again by all:
     # what a lost worker had counted is not to be had otherwise.
     if call is None or (call.is_over and interrupted == "train"):
@@ -83,7 +92,11 @@ def stand_down(worker: Worker, interrupted: str | None) -> Standing:
         return Standing(None)
     if undone == "all":
         worker.underway = None
-        return Standing(_point(worker), Progress(call.first_epoch, call.first_step, 0, 0, False))
+        # Negative where the call begins with batches of a window that was open before it.
+        steps = call.cursor.step - call.first_step
+        return Standing(
+            _point(worker), Progress(call.first_epoch, call.first_step, steps, 0, False)
+        )
     return Standing(_point(worker), call.progress)
 
 
@@ -161,6 +174,8 @@ def _everything(worker: Worker) -> dict[str, Any]:
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
         "buffers": [buffer for module in run.modules() for buffer in module.buffers()],
         "weighed_by": worker.operator._lockstep.weighed_by,
+        "carried": None if worker.carried is None else list(worker.carried.gradients),
+        "owed": worker.owed,
     }
 
 
@@ -173,3 +188,6 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     for mine, theirs in zip(own, given["buffers"], strict=True):
         mine.data = theirs.to(mine.device)
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
+    if given["carried"] is not None:
+        worker.carried = Carried(given["carried"])
+    worker.owed = given["owed"]

@@ -14,10 +14,12 @@ copied here before each.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.metrics import AverageMeterCollection
 from lockstep.sync import copy_over, overwrite
+from lockstep.worker.carried import Carried
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,8 @@ class Rollback:
         self._steps_early: bool | None = None
         # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
         self._call_began: int | None = None
+        self._carried: Carried | None = None
+        self._at_call: Carried | None = None
         self._handles = []
         if operator._brings_own_loop():
             self._handles = [
@@ -79,10 +83,18 @@ class Rollback:
         for handle in self._handles:
             handle.remove()
 
-    def begin_call(self) -> None:
+    def begin_call(self, cursor: Cursor) -> None:
         """Look where the modules' parameters and buffers are: too dear for every step."""
         stage = self._operator._lockstep
-        self._call_began = stage.committed if self._operator._brings("train_epoch") else None
+        began = stage.committed
+        if self._mark is not None and cursor.has_open_window:
+            # Its first batches belong to the call before, which has counted them.
+            began, fresh = self._mark.committed, AverageMeterCollection()
+            steps = began - stage.committed
+            self._mark = replace(self._mark, tally_steps=steps, tally_samples=0, meters=fresh)
+        # Of a `train_epoch` of the user's own the whole call is undone.
+        self._call_began = began if self._operator._brings("train_epoch") else None
+        self._at_call = None if cursor.has_open_window else self.carried()
         self._parameters = list(self._run.parameters())
         self._places = [
             (owner, key)
@@ -101,6 +113,7 @@ class Rollback:
     def forget(self) -> None:
         """Another state is about to be put in the place of this one."""
         self._mark = self._stepped_at = self._everything = self._call_began = None
+        self._carried = None
         self._tell(None)
 
     def _tell(self, may_go_back_to: int | None) -> None:
@@ -109,6 +122,37 @@ class Rollback:
         if sync is not None:
             began = self._call_began
             sync.may_go_back_to(may_go_back_to if began is None else began)
+
+    def holds_own_part(self, cursor: Cursor) -> bool:
+        """There are gradients that this rank alone knows of: they have not been reduced."""
+        sync = self._operator._lockstep.sync
+        waits = self._mark is not None and sync is not None and sync.has_open_window
+        return cursor.has_open_window or waits
+
+    def begin_again(self) -> bool:
+        """The call begins anew, from the state at its start; False if gradients of it are lost."""
+        return self.carry(self._at_call)
+
+    def begin_pass(self, cursor: Cursor) -> None:
+        """What a window of the loop's own has gathered is kept, and not computed again."""
+        if cursor.has_open_window:
+            return
+        self._carried = self.carried()
+        self._mark = self._stepped_at = self._everything = None
+
+    def carried(self) -> Carried | None:
+        """Gradients that a window of the loop's own holds between two passes; None without one."""
+        sync = self._operator._lockstep.sync
+        if self._mark is None or sync is None:
+            return self._carried
+        return Carried.of(self._run.parameters(), is_torn=sync.has_open_window)
+
+    def carry(self, carried: Carried | None) -> bool:
+        """Go on with these gradients; False if they are not to be had any more."""
+        self._carried = carried
+        if carried is not None and not carried.is_torn:
+            carried.put_into(self._run.parameters())
+        return carried is None or not carried.is_torn
 
     def keep(self, cursor: Cursor, tally: Tally) -> None:
         """A batch is about to be computed on; the first one of a step, unless one is open."""
@@ -124,7 +168,7 @@ class Rollback:
             stage.committed,
             tally.steps,
             tally.samples,
-            stage.meters.copy() if counts else None,
+            _counts_to_keep(stage.meters, tally) if counts else None,
             stage.measures.mark(),
         )
         self._tell(stage.committed)
@@ -145,7 +189,7 @@ class Rollback:
         if self._stepped_at is not None:
             went_on = sync is not None and sync.rounds > self._stepped_at
             self._steps_early = bool(self._steps_early) or went_on
-        self._mark = self._stepped_at = self._everything = None
+        self._mark = self._stepped_at = self._everything = self._carried = None
         self._tell(None)
 
     def _gathers(self, sync: Synchroniser) -> bool:
@@ -188,6 +232,8 @@ class Rollback:
         overwrite(self._buffers, self._kept)
         for parameter in self._run.parameters():
             parameter.grad = None
+        if not self.carry(self._carried):
+            return False
         if self._settings is not None:
             self._settings.put_back()
         if everything is not None:
@@ -197,6 +243,11 @@ class Rollback:
             self._steps_early = True
         now = [parameter._version for parameter in self._parameters]
         return not self._handles or self._versions == now
+
+
+def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:
+    # Before the call's own first step nothing counts.
+    return AverageMeterCollection() if tally.steps < 0 else meters.copy()
 
 
 class _Settings:

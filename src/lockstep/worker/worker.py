@@ -18,6 +18,7 @@ from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
+from lockstep.worker.cursor import Tally
 from lockstep.worker.determinism import deterministic
 from lockstep.worker.feeding import Feed
 from lockstep.worker.handing_over import HandsOver
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from lockstep.data import Placement, RayBatches
     from lockstep.operator import TrainingOperator
+    from lockstep.worker.carried import Carried
     from lockstep.worker.passes import Progress
     from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
@@ -53,6 +55,7 @@ class Worker(HandsOver):
 
     Attributes:
         cursors: the position in the data, by purpose.
+        owed: batches that earlier calls have counted, and that the next one computes again first.
         has_state: the state of the run is here; a spare gets it when it joins.
         underway: the latest `train` or `validate`.
         snapshots: copies of its state for checkpoints.
@@ -71,6 +74,7 @@ class Worker(HandsOver):
         self._feed = Feed()
         self._before_load: dict[str, Any] | None = None
         self.before_call: dict[str, Any] | None = None
+        self.owed = 0
         self._rollback = None
         self._is_dismissed = False
         self._is_warm = False
@@ -227,9 +231,37 @@ class Worker(HandsOver):
         if self.before_call is not None:
             # A loop of the user's own: only it knows what lies between two batches.
             self.go_to(self.before_call)
-            return "all"
+            begins = self._rollback is None or self._rollback.begin_again()
+            return "all" if begins else "nothing"
         done = self._rollback is not None and self._rollback.undo(call.cursor, call.tally)
         return "step" if done else "nothing"
+
+    @property
+    def holds_own_part(self) -> bool:
+        """There are gradients that this rank alone knows of, and a step that waits for them."""
+        if self._rollback is None or "train" not in self.cursors:
+            return False
+        return self._rollback.holds_own_part(self.cursors["train"])
+
+    @property
+    def carried(self) -> Carried | None:
+        """Gradients that a window of the loop's own holds, between two passes over the data."""
+        return None if self._rollback is None else self._rollback.carried()
+
+    @carried.setter
+    def carried(self, carried: Carried | None) -> None:
+        if self._rollback is not None:
+            self._rollback.carry(carried)
+
+    def return_to_window(self) -> bool:
+        """Between calls, go back to where the open window began; False if only a loop knows how."""
+        cursor = self.cursors["train"]
+        if self._rollback is None or not cursor.has_open_window:
+            return False
+        before = self.operator._lockstep.committed
+        done = self._rollback.undo(cursor, Tally())
+        self.owed += before - self.operator._lockstep.committed
+        return done
 
     def watch_from(self, step: int) -> None:
         """Compare with the peers of this generation, from `step` of the run on."""
@@ -344,7 +376,7 @@ class Worker(HandsOver):
         if training and self.operator._brings("train_epoch"):
             self.before_call = self.state_dict()
         if self._rollback is not None and training:
-            self._rollback.begin_call()
+            self._rollback.begin_call(self.cursors["train"])
         call = Underway(
             self.operator,
             self.cursors[request.purpose],
@@ -352,9 +384,11 @@ class Worker(HandsOver):
             arithmetic=self.arithmetic,
             on_commit=self.on_commit,
             rollback=self._rollback if training else None,
+            owed=self.owed if training else 0,
             progress=interrupted,
         )
         if training:
+            self.owed = 0
             self.snapshots.begin()
         if training or self._rollback is not None:
             call.tally.at_boundary = self._look_up

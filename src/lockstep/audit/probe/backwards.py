@@ -12,12 +12,15 @@ from lockstep.audit.ledger import Backward
 from lockstep.audit.probe import gathers
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.loss_graph import terms_of
+from lockstep.audit.probe.modes import note_mode
 from lockstep.audit.probe.optimizers import fingerprint_gradients
+from lockstep.audit.probe.own_gradients import own_gradients
 from lockstep.audit.probe.probe import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.audit.ledger import Loading
     from lockstep.audit.probe.probe import Probe
 
 
@@ -36,15 +39,18 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
                 facts = probe.ledger.facts
                 facts["backwards"] = facts.get("backwards", 0) + 1
                 if probe.delivered is not None:
-                    probe.delivered.training = True
+                    _note_use(probe.delivered)
             if not probe.detailed or probe.in_backward or maybe_current_level() is not None:
                 # Inside a transform of torch.func tensors have no numbers to read.
                 return original(*args, **kwargs)
             record = Backward(kind, users_lines())
             roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            if kind == "backward":
-                given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-                probe.harmlessly(_describe, probe, record, roots, given)
+            place, name = (1, "grad_tensors") if kind == "backward" else (2, "grad_outputs")
+            given = args[place] if len(args) > place else kwargs.get(name)
+            probe.harmlessly(_describe, probe, record, roots, given)
+            record.before = probe.harmlessly(fingerprint_gradients, probe) or {}
+            if kind == "backward":  # and not a look at the gradients of an input
+                probe.harmlessly(note_mode, probe)
             before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
             probe.backward, probe.in_backward = record, True
             try:
@@ -58,6 +64,13 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
         return watched
 
     return around
+
+
+def _note_use(loading: Loading) -> None:
+    loading.training = True
+    last = len(loading.batches) - 1
+    if last >= 0 and loading.used[-1:] != [last]:
+        loading.used.append(last)
 
 
 def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
@@ -91,6 +104,7 @@ def _note_reducers(probe: Probe, record: Backward, before: dict[str, int]) -> No
 
 def _remember(probe: Probe, record: Backward) -> None:
     record.gradients = fingerprint_gradients(probe)
+    record.own = own_gradients(probe)
     for window in probe.each_window():
         if len(window.backwards) < Window.LIMIT:
             window.backwards.append(record)

@@ -22,9 +22,10 @@ _SCALES_KEPT = 256
 
 
 def install(probe: Probe) -> None:
-    """Watch ``clip_grad_norm_``, ``GradScaler.step`` and schedulers."""
+    """Watch clipping and ``GradScaler.step``."""
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         probe.patches.wrap(module, "clip_grad_norm_", functools.partial(_clipper, probe))
+        probe.patches.wrap(module, "clip_grad_value_", functools.partial(_by_value, probe))
     probe.patches.wrap(torch.amp.GradScaler, "step", functools.partial(_scaler, probe))
 
 
@@ -40,18 +41,37 @@ def _clipper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
         largest = args[1] if len(args) > 1 else kwargs.get("max_norm")
         if isinstance(norm, torch.Tensor) and hasattr(norm, "full_tensor"):
             return norm
-        clip = {
-            "norm": float(norm),
-            "max_norm": float(largest) if isinstance(largest, int | float) else None,
-            "where": users_lines(),
-            "backwards": 0,
-        }
-        for window in probe.each_window():
-            if len(window.clips) < Window.LIMIT:
-                window.clips.append({**clip, "backwards": len(window.backwards)})
+        is_clipped = isinstance(largest, int | float) and float(norm) > largest
+        _note(probe, float(norm), is_clipped)
         return norm
 
     return watched
+
+
+def _note(probe: Probe, norm: float, is_clipped: bool) -> None:
+    clip = {"norm": norm, "is_clipped": is_clipped, "where": users_lines()}
+    for window in probe.each_window():
+        if len(window.clips) < Window.LIMIT:
+            window.clips.append(clip)
+
+
+def _by_value(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+        if probe.detailed:
+            if not isinstance(parameters, torch.Tensor):
+                parameters = list(parameters)  # an iterator has one reader
+            probe.harmlessly(_note_by_value, probe, parameters, clip_value)
+        return original(parameters, clip_value, *args, **kwargs)
+
+    return watched
+
+
+def _note_by_value(probe: Probe, parameters: Any, clip_value: float) -> None:
+    held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    gradients = [p.grad.detach() for p in held if p.grad is not None]
+    if gradients and not any(hasattr(g, "to_local") for g in gradients):
+        is_clipped = any(bool((g.abs() > clip_value).any()) for g in gradients)
+        _note(probe, float(torch.nn.utils.get_total_norm(gradients)), is_clipped)
 
 
 def _scaler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,7 +96,9 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
             probe.harmlessly(_before, probe, call, tensor, args, kwargs)
-        waiting, probe.ledger.stuck_in = probe.ledger.stuck_in, call
+        # Who calls another one, having caught what the last one raised, waits no more.
+        waiting = probe.ledger.stuck_in if probe.inside("collective") else None
+        probe.ledger.stuck_in = call
         probe.enter("collective")
         try:
             result = original(*args, **kwargs)
@@ -141,6 +143,8 @@ def _before(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwa
         op = kwargs.get("op", args[1] if len(args) > 1 and call.op == "all_reduce" else None)
         call.reduction = _reduction_name(op)
         call.parameter = _gradient_name(probe, tensor)
+        if call.parameter is None and len(probe.unnamed) < Window.LIMIT:
+            probe.unnamed.append((call, weakref.ref(tensor)))
         call.before = _size(tensor)
 
 

@@ -111,13 +111,14 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
 def _function_context() -> Any:
     """The context of the autograd Function whose forward is on the stack, or None.
 
-    It is also the node that stands for it in the graph.
+    It is also the node that stands for it in the graph: where there is one, and not under no_grad.
     """
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
-            return frame.f_locals.get("ctx")
+            context = frame.f_locals.get("ctx")
+            return context if getattr(context, "next_functions", True) else None
         if frame.f_back is None:
             return None
         frame = frame.f_back

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torch.utils.data import dataloader as module
 
 from lockstep.audit.fingerprint import take
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 _INDICES: Final = 20_000
 _BATCHES: Final = 64
 _LOADINGS: Final = 64
+_ROWS: Final = 256
+_ELEMENTS: Final = 256
+"""Of a row, at most, when it is told from others."""
 
 
 def install(probe: Probe) -> None:
@@ -48,7 +52,11 @@ def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
             epoch,
             users_lines(),
             sampler=_sampler_name(loader),
+            replicas=getattr(_sampler(loader), "num_replicas", None),
+            shuffles=getattr(_sampler(loader), "shuffle", None),
             size=_size(loader.dataset),
+            part=_part(loader.dataset),
+            step=probe.steps_done,
             worker_seed=int(self._base_seed) if loader.num_workers else None,
             workers=loader.num_workers,
         )
@@ -58,10 +66,14 @@ def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
+def _sampler(loader: DataLoader[Any]) -> Any:
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(batches, "sampler", None) or loader.sampler
+
+
 def _sampler_name(loader: DataLoader[Any]) -> str:
     batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None) or loader.sampler
-    plain = type(sampler).__name__
+    plain = type(_sampler(loader)).__name__
     outer = type(batches).__name__ if batches is not None else ""
     return plain if outer in ("", "BatchSampler") else f"{outer}({plain})"
 
@@ -73,19 +85,44 @@ def _size(dataset: Any) -> int | None:
         return None
 
 
+def _part(dataset: Any) -> int | None:
+    """What stands for the samples that a ``Subset`` has of its dataset; None for others."""
+    if not isinstance(dataset, Subset):
+        return None
+    indices = np.asarray(dataset.indices, dtype=np.int64)
+    return zlib.crc32(indices.tobytes(), (_part(dataset.dataset) or 0) + 1)
+
+
+def _of_the_whole(dataset: Any, index: int) -> int:
+    """Which sample of the dataset that a ``Subset`` was taken from."""
+    while isinstance(dataset, Subset):
+        dataset, index = dataset.dataset, int(dataset.indices[index])
+    return index
+
+
 def _indexer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any) -> Any:
         index = original(self)
         loading = probe.loading.get(self)
         if loading is not None and len(loading.indices) < _INDICES:
-            for one in index if isinstance(index, list | tuple) else [index]:
-                if isinstance(one, int | np.integer) or (
-                    isinstance(one, torch.Tensor) and one.numel() == 1
-                ):
-                    loading.indices.append(int(one))
+            probe.harmlessly(_note_indices, loading, getattr(self, "_dataset", None), index)
         return index
 
     return watched
+
+
+def _note_indices(loading: Loading, dataset: Any, index: Any) -> None:
+    together = index if isinstance(index, list | tuple) else [index]
+    found = [
+        int(one)
+        for one in together
+        if isinstance(one, int | np.integer) or (isinstance(one, torch.Tensor) and one.numel() == 1)
+    ]
+    loading.indices.extend(found)
+    if loading.part is not None:
+        loading.samples.extend(_of_the_whole(dataset, one) for one in found)
+    if len(loading.batch_sizes) < _BATCHES:
+        loading.batch_sizes.append(len(found))
 
 
 def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,12 +132,36 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
         if loading is not None and len(loading.batches) < _BATCHES:
             tensors = tensors_in(batch, 4)
             if tensors:
+                loading.shapes = loading.shapes or [list(t.shape) for t in tensors]
                 held = take(tensors, [0] * len(tensors))
                 loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)))
+                probe.harmlessly(_note_rows, loading, tensors)
             probe.delivered = loading
         return batch
 
     return watched
+
+
+def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
+    """What each sample of the batch held, so that indices of two ranks can be told apart."""
+    number = len(loading.batches) - 1
+    size = loading.batch_sizes[number] if number < len(loading.batch_sizes) else 0
+    known = sum(loading.batch_sizes[:number])
+    rows = [t for t in tensors if t.layout is torch.strided and t.shape[:1] == (size,)]
+    if number == 0:
+        loading.rows = [[] for _ in rows]
+    # Only as long as rows and indices go side by side.
+    if not size or known >= _ROWS or any(len(column) != known for column in loading.rows):
+        return
+    for column, tensor in zip(loading.rows, rows, strict=False):
+        column.extend(_each_row(tensor))
+
+
+def _each_row(tensor: torch.Tensor) -> list[int]:
+    flat = tensor.detach().reshape(len(tensor), -1)
+    few = flat[:, :: max(1, flat.shape[1] // _ELEMENTS)].cpu()
+    numbers = (few if few.dtype is torch.int64 else few.double()).numpy()
+    return [zlib.crc32(row.tobytes()) for row in numbers]
 
 
 def tensors_in(batch: Any, most: int) -> list[torch.Tensor]:

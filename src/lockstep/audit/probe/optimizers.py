@@ -18,10 +18,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.audit.fingerprint import random_state, take
+from lockstep.audit.fingerprint import random_states, take
 from lockstep.audit.ledger import Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.frozen import prints_of
 from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Watched, Window
@@ -156,15 +157,32 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.gradients = take([p.grad for p in watched.parameters], watched.counts)
     step.hyper = [_numbers(group) for group in optimizer.param_groups]
     window = probe.windows.get(optimizer) or probe.recent
+    _name_late(probe, watched)
     step.backwards = list(window.backwards)
     step.collectives = list(window.collectives)
     step.clips = list(window.clips)
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
-    step.random = random_state()
+    step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode
+    if step.number < CLOSELY or step.number % 64 == 0:
+        step.frozen = prints_of(probe, window.frozen)
+    step.random = random_states()
     step.scale = probe.scale
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
+
+
+def _name_late(probe: Probe, watched: Watched) -> None:
+    """What was reduced before it became a parameter's gradient."""
+    places = {
+        p.grad.data_ptr(): described.name
+        for p, described in zip(watched.parameters, watched.track.parameters, strict=True)
+        if p.grad is not None and not hasattr(p, "to_local") and p.grad.layout is torch.strided
+    }
+    for call, reference in probe.unnamed:
+        tensor = reference()
+        if tensor is not None and call.parameter is None:
+            call.parameter = places.get(tensor.data_ptr())
 
 
 def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

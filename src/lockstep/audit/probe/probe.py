@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
+    from lockstep.audit.prints import Fingerprint
 
 
 _kept: list[Any] = []
@@ -130,6 +131,11 @@ class Window:
         self.clips: list[dict[str, Any]] = []
         self.bypasses: list[list[Place]] = []
         self.inputs: list[dict[str, Any]] = []
+        self.fed: int | None = None
+        self.fed_shapes: list[list[int]] = []
+        self.acting: tuple[weakref.ref[torch.nn.Module], list[Place]] | None = None
+        self.mode: dict[str, Any] = {}
+        self.frozen: list[tuple[weakref.ref[torch.nn.Module], list[Place]]] = []
 
     LIMIT = 400
     """Of each kind: an unbounded window (no optimizer ever steps) must not fill the memory."""
@@ -173,6 +179,9 @@ class Probe:
         self.owned: dict[int, weakref.ref[Any]] = {}
         self.windows: weakref.WeakKeyDictionary[Any, Window] = weakref.WeakKeyDictionary()
         self.recent = Window()
+        self.is_frozen: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
+        self.own_gradients: dict[int, Fingerprint] = {}
         self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self.gather_nodes: list[tuple[Any, dict[str, Any]]] = []
         self.follows = False
@@ -254,6 +263,7 @@ class Probe:
         self.tainted.clear()
         self.gather_nodes.clear()
         self.reduced_in_place.clear()
+        self.unnamed.clear()
 
     def keep_group(self, group: Any) -> None:
         """Let no wrapper be the last to hold `group`; see `keeps_groups`."""

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 _FULLY_SHARDED = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 
 
-def is_piece(param: torch.Tensor) -> bool:
+def is_piece(param: Any) -> bool:
     """A DTensor of which ranks hold different pieces."""
     placements = getattr(param, "placements", None)
-    return placements is not None and not all(p.is_replicate() for p in placements)
+    if placements is None:
+        return False
+    # Sharded over one rank, it is there as a whole.
+    sizes = map(param.device_mesh.size, range(len(placements)))
+    return any(not p.is_replicate() and size > 1 for p, size in zip(placements, sizes, strict=True))
 
 
 def replicas_of(param: Any) -> list[int] | None:

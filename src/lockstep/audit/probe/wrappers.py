@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._C._functorch import maybe_current_level
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.audit.fingerprint import random_state, take
+from lockstep.audit.fingerprint import random_states, take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.loaders import tensors_in
+from lockstep.audit.probe.modes import note_acting
+from lockstep.audit.probe.own_gradients import note_own_gradients
 from lockstep.audit.probe.probe import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lockstep.audit.probe.probe import Probe
 
@@ -35,6 +39,8 @@ _LINES_PER_WINDOW = 8
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
     probe.patches.wrap(DistributedDataParallel, "__init__", functools.partial(_constructor, probe))
+    register = functools.partial(_registrar, probe)
+    probe.patches.wrap(DistributedDataParallel, "register_comm_hook", register)
     hook = _ForwardHook(probe)
     if probe.mode == "watch":
         probe.forward_hook = hook
@@ -87,24 +93,53 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
     return watched
 
 
+def _registrar(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A communication hook is given this rank's own gradients: what it makes of them counts."""
+
+    def watched(self: Any, state: object, hook: Callable[..., Any]) -> Any:
+        @functools.wraps(hook)
+        def looked_at(state: object, bucket: Any) -> Any:
+            if probe.is_on and probe.backward is not None:
+                probe.harmlessly(note_own_gradients, probe, bucket)
+            return hook(state, bucket)
+
+        return original(self, state, looked_at)
+
+    return watched
+
+
 def _module_hook(probe: Probe) -> Callable[..., None]:
     def before_forward(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not probe.is_on:
             return
-        if not torch.is_grad_enabled():
-            if not module.training and probe.ledger.started_group:
-                probe.harmlessly(_note_evaluation, probe, module)
-            return
-        if isinstance(module, DistributedDataParallel):
-            _arm(probe, module)
-            if probe.detailed:
-                probe.harmlessly(_note_inputs, probe, args)
-        elif DistributedDataParallel._active_ddp_module is None and probe.detailed:
-            known = probe.owned.get(id(module))
-            if known is not None and known() is module:
-                _note_bypass(probe)
+        if probe.detailed and maybe_current_level() is None:
+            # Inside a transform of torch.func tensors have no numbers to read.
+            probe.harmlessly(_look_at, probe, module, args)
+        if torch.is_grad_enabled():
+            _note_forward(probe, module, args)
+        elif not module.training and probe.ledger.started_group:
+            probe.harmlessly(_note_evaluation, probe, module)
 
     return before_forward
+
+
+def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
+    note_call(probe, module)
+    if torch.is_grad_enabled():
+        if probe.recent.fed is None:
+            _note_fed(probe, args)
+        note_acting(probe, module)
+
+
+def _note_forward(probe: Probe, module: torch.nn.Module, args: Any) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _arm(probe, module)
+        if probe.detailed:
+            probe.harmlessly(_note_inputs, probe, args)
+    elif DistributedDataParallel._active_ddp_module is None and probe.detailed:
+        known = probe.owned.get(id(module))
+        if known is not None and known() is module:
+            _note_bypass(probe)
 
 
 def _arm(probe: Probe, module: Any) -> None:
@@ -117,6 +152,17 @@ def _arm(probe: Probe, module: Any) -> None:
             wrapper.joins |= bool(module._join_config.enable)
 
 
+def _note_fed(probe: Probe, args: Any) -> None:
+    """What a step's first module call is given: ranks that share one batch's work have the same."""
+    tensors = tensors_in(args, 4)
+    if tensors:
+        held = take(tensors, [0] * len(tensors), norms=False)
+        for window in probe.each_window():
+            if window.fed is None:
+                window.fed = int(np.bitwise_xor.reduce(held.hashes))
+                window.fed_shapes = [list(t.shape) for t in tensors]
+
+
 def _note_inputs(probe: Probe, args: Any) -> None:
     tensors = tensors_in(args, 4)
     if not tensors:
@@ -124,7 +170,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     held = take(tensors, [0] * len(tensors), norms=False)
     noted = {
         "hash": int(np.bitwise_xor.reduce(held.hashes)),
-        "random": random_state(),
+        "random": random_states(),
         "where": users_lines(),
     }
     for window in probe.each_window():
@@ -139,6 +185,14 @@ def _note_bypass(probe: Probe) -> None:
             window.bypasses.append(lines)
 
 
+def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What its state dict holds: caches and masks are no part of a model."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 def _note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
     """The buffers with which a whole model is evaluated; once between two optimizer steps."""
     evaluations = probe.ledger.evaluations
@@ -149,7 +203,7 @@ def _note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
         return
     buffers = {
         name: b
-        for name, b in module.named_buffers()
+        for name, b in _saved_buffers(module)
         if b.is_floating_point() and not getattr(b, "_lockstep_local", False)
     }
     if not buffers:

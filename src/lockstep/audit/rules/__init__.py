@@ -9,10 +9,13 @@ from lockstep.audit.rules.buffers import Buffers
 from lockstep.audit.rules.clipping import Clipping
 from lockstep.audit.rules.consumed import Consumed
 from lockstep.audit.rules.data import Data
+from lockstep.audit.rules.frozen import Frozen
 from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients
 from lockstep.audit.rules.liveness import Liveness
+from lockstep.audit.rules.modes import Modes
 from lockstep.audit.rules.ownership import Ownership, Participation
+from lockstep.audit.rules.pieces import Pieces
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
@@ -23,11 +26,14 @@ if TYPE_CHECKING:
 
 RULES: Final[tuple[Rule, ...]] = (
     Gradients(),
+    Pieces(),
     Replicas(),
+    Frozen(),
     States(),
     Scales(),
     StepCounts(),
     Buffers(),
+    Modes(),
     Weights(),
     Sums(),
     Consumed(),

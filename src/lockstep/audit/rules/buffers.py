@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.world import World
@@ -31,10 +31,8 @@ class Buffers:
             first = at_once[0]
             if any(e["names"] != first["names"] or e["step"] != first["step"] for e in at_once):
                 continue
-            norms = np.array([e["buffers"].norms for e in at_once])
-            spread = norms.max(axis=0) - norms.min(axis=0)
-            different = np.flatnonzero(spread > 1e-6 * np.abs(norms).max(axis=0))
-            if len(different):
+            different = _different(at_once)
+            if different:
                 names = [first["names"][i] for i in different]
                 yield EVALUATED.finding(
                     f"after step {first['step']} the ranks evaluated {first['module']} with "
@@ -53,3 +51,25 @@ class Buffers:
                     where=first["where"],
                 )
                 return
+
+
+def _different(at_once: Sequence[dict[str, Any]]) -> list[int]:
+    """Buffers that are not the same on all ranks, by more than rounding.
+
+    By their elements too: two masks that keep as much of a layer have the same norm.
+    """
+    norms = np.array([e["buffers"].norms for e in at_once])
+    apart = _spread(norms) > 1e-6 * np.abs(norms).max(axis=0)
+    samples = np.array([e["buffers"].samples for e in at_once])
+    place = 0
+    for index, count in enumerate(at_once[0]["counts"]):
+        held = samples[:, place : place + count]
+        place += count
+        if count and _spread(held).max() > 1e-5 * np.abs(held).max():
+            apart[index] = True
+    return [int(index) for index in np.flatnonzero(apart)]
+
+
+def _spread(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    difference: np.ndarray[Any, Any] = values.max(axis=0) - values.min(axis=0)
+    return difference

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, numbers
 
@@ -12,12 +14,17 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.world import SharedTrack, World
+
+_Norms = np.ndarray[Any, Any]
 
 BEFORE = Code("LS209", "clipped before the reduction", "warning")
 TWICE = Code("LS210", "the gradients' norm was counted more than once")
 
 _CLOSE = 1e-4
+_APART = 0.01
+_ONE_FACTOR = 1e-3
 
 
 class Clipping:
@@ -30,7 +37,7 @@ class Clipping:
             if len(track.ranks) < 2 or track.key in explained.tracks:
                 continue
             for number in track.numbers:
-                found = _before(track, number) or _twice(track, number)
+                found = _before(track, number) or _by_hand(track, number) or _twice(track, number)
                 if found is not None:
                     yield found
                     break
@@ -40,7 +47,7 @@ def _before(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
     for at_once in zip(*(s.clips for s in steps.values()), strict=False):
         norms = {rank: clip["norm"] for rank, clip in zip(steps, at_once, strict=True)}
-        clipped = any(c["max_norm"] is not None and c["norm"] > c["max_norm"] for c in at_once)
+        clipped = any(c["is_clipped"] for c in at_once)
         if clipped and max(norms.values()) - min(norms.values()) > _CLOSE * max(norms.values()):
             return BEFORE.finding(
                 f"step {number + 1}: the ranks clipped by different norms ({numbers(norms)}) and "
@@ -53,6 +60,70 @@ def _before(track: SharedTrack, number: int) -> Finding | None:
                 where=at_once[0]["where"],
             )
     return None
+
+
+def _by_hand(track: SharedTrack, number: int) -> Finding | None:
+    """Norms that differ when backward returns, and are one number before anything is reduced."""
+    steps = track.steps(number)
+    least = min(len(s.backwards) for s in steps.values())
+    for place in range(least):
+        after = {r: _norms(s.backwards[place].gradients, track.key) for r, s in steps.items()}
+        # What the next backward adds to, or what is given to the reductions.
+        scaled = {
+            rank: _norms(s.backwards[place + 1].before, track.key)
+            if place + 1 < len(s.backwards)
+            else _given(track, rank, s)
+            for rank, s in steps.items()
+        }
+        norms = _made_equal(after, scaled)
+        if norms is not None:
+            step = next(iter(steps.values()))
+            shown = next(float(np.linalg.norm(n)) for n in scaled.values() if n is not None)
+            return BEFORE.finding(
+                f"step {number + 1}: the ranks' gradients had different norms when backward "
+                f"returned ({numbers(norms)}), and before they were reduced each was scaled to "
+                f"{shown:.6g}: each rank clipped its own",
+                "clip after the last backward of the step has reduced the gradients",
+                rank=sorted(norms),
+                step=number + 1,
+                evidence={"norms": {str(r): n for r, n in norms.items()}, "scaled": shown},
+                where=[*step.backwards[place].where, *step.where],
+            )
+    return None
+
+
+def _made_equal(
+    after: dict[int, _Norms | None], scaled: dict[int, _Norms | None]
+) -> dict[int, float] | None:
+    """The norms after backward, if each rank has scaled its own to one that is the same."""
+    lengths: dict[int, float] = {}
+    new: list[float] = []
+    for rank, held in after.items():
+        then = scaled[rank]
+        if held is None or then is None or not held.any() or not then.any():
+            return None
+        factors = then[held > 0.0] / held[held > 0.0]
+        if factors.max() - factors.min() > _ONE_FACTOR * factors.max() or factors.max() >= 1.0:
+            return None
+        lengths[rank] = float(np.linalg.norm(held))
+        new.append(float(np.linalg.norm(then)))
+    differed = max(lengths.values()) - min(lengths.values()) > _APART * max(lengths.values())
+    return lengths if differed and max(new) - min(new) <= _CLOSE * max(new) else None
+
+
+def _norms(prints: dict[str, Fingerprint], key: str) -> _Norms | None:
+    held = prints.get(key)
+    return None if held is None else np.nan_to_num(held.norms)
+
+
+def _given(track: SharedTrack, rank: int, step: Step) -> _Norms | None:
+    """Of all gradients as they went into all_reduces that Python called; None if not of all."""
+    calls = [c for c in step.collectives if c.op == "all_reduce" and c.parameter]
+    before = {c.parameter: c.before or 0.0 for c in calls}
+    names = [p.name for p in track.tracks[rank].parameters]
+    if len(before) < len(calls) or any(name not in before for name in names):
+        return None
+    return np.array([before[name] for name in names])
 
 
 def _twice(track: SharedTrack, number: int) -> Finding | None:

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step
+    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.world import SharedTrack, World
 
 ONE_RANK = Code("LS107", "the gradients of one rank were used, and the others' were lost")
 
 _CLOSE: Final = {"float16": 5e-3, "bfloat16": 2e-2}
 _CLOSE_OTHERWISE: Final = 1e-4
+_CLOSE_AFTER_A_HOOK: Final = 2e-2
+"""Hooks send half precision; a sum of two ranks is twice their mean."""
 _LEAST: Final = 3
 """So few elements would agree by chance."""
 
@@ -94,9 +97,11 @@ def _samples(track: SharedTrack, steps: dict[int, Step]) -> _Samples | None:
             continue
         close = max(close, _CLOSE.get(shared.dtype, 0.0))
         for rank, step in steps.items():
-            last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
+            last = _left_by_backward(step, track.key)
             if last is None or step.gradients is None:
                 return None
+            if step.backwards[-1].own:
+                close = max(close, _CLOSE_AFTER_A_HOOK)
             then[rank] += track.sampled(last, shared, rank)
             used[rank] += track.sampled(step.gradients, shared, rank)
     before, after = np.array(list(then.values())), np.array(list(used.values()))
@@ -109,9 +114,17 @@ def _samples(track: SharedTrack, steps: dict[int, Step]) -> _Samples | None:
     return found if all(found.are_used(row) for row in after) else None
 
 
+def _left_by_backward(step: Step, key: str) -> Fingerprint | None:
+    """This rank's own gradients: as a communication hook was given them, or as backward left."""
+    last = step.backwards[-1] if step.backwards else None
+    return None if last is None else last.own.get(key) or last.gradients.get(key)
+
+
 def _of_equal(track: SharedTrack, number: int, samples: _Samples, step: Step) -> Finding | None:
     """The wrapper had averaged already."""
     size = len(samples.ranks)
+    if any(term.kind == "sum" for b in step.backwards for term in b.terms):
+        return None  # a sum has to be divided yet, by what is the program's own business
     if samples.are_used(samples.then[0] * size):
         what, ratio = f"{size} times", float(size)
     elif samples.are_used(samples.then[0] / size) and len(step.backwards) == 1:
@@ -145,6 +158,8 @@ def _of_different(
             evidence={"ranks": size},
             where=steps[0].where,
         )
+    if samples.are_used(samples.then.mean(axis=0)):
+        return None  # also where the ranks' gradients are nearly equal
     for place, rank in enumerate(samples.ranks):
         if samples.are_used(samples.then[place]):
             others = [other for other in samples.ranks if other != rank]

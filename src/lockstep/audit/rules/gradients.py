@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, named, numbers
 from lockstep.audit.rules.reasons import reason_of
@@ -31,7 +34,12 @@ class Gradients:
         for track in world.tracks:
             if len(track.ranks) < 2 or track.returns_to_agreement:
                 continue
-            found = _first_mixed(track) or _first_different(world, track) or _first_missing(track)
+            found = (
+                _first_mixed(track)
+                or _first_different(world, track)
+                or _first_missing(track)
+                or _first_left_over(track)
+            )
             if found is not None and found.code == DIFFER.code and _counts_differ(track):
                 continue  # the k-th steps of these ranks are not the same step
             if found is not None:
@@ -85,6 +93,35 @@ def _first_missing(track: SharedTrack) -> Finding | None:
                 step=number + 1,
                 parameters=[m[0] for m in missing],
                 evidence={"present": present, "absent": absent},
+                where=_places(track, number),
+            )
+    return None
+
+
+def _first_left_over(track: SharedTrack) -> Finding | None:
+    """What a step has used is still there when the next backward begins: on some ranks only."""
+    for previous, number in itertools.pairwise(track.numbers):
+        stale, clear = [], []
+        for rank, step in track.steps(number).items():
+            # `autograd.grad` adds to no gradient.
+            adding = [b for b in step.backwards if b.kind == "backward"]
+            before = adding[0].before.get(track.key) if adding else None
+            last = track.step(rank, previous)
+            if before is None or last is None or last.gradients is None or number != previous + 1:
+                return None
+            if not np.nan_to_num(before.norms).any():
+                clear.append(rank)
+            elif (before.hashes == last.gradients.hashes).all():
+                stale.append(rank)
+        if stale and clear:
+            return MISSING.finding(
+                f"step {number + 1}: when backward began, the gradients that step {previous + 1} "
+                f"had used were still there on ranks {stale} and not on ranks {clear}: the next "
+                "ones are added to them",
+                "call `optimizer.zero_grad()` on every rank, once a step",
+                rank=stale,
+                step=number + 1,
+                evidence={"left": stale, "cleared": clear},
                 where=_places(track, number),
             )
     return None

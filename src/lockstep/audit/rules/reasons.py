@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from lockstep.audit.rules.base import named
 
 if TYPE_CHECKING:
@@ -64,6 +66,15 @@ def _without_wrapper(
     if reduced & set(names):
         return _after(world, track, step.number, step)
     sizes = [c for c in step.collectives if c.op in ("all_reduce", "reduce") and c.shape]
+    if any(p.is_alone for p in track.parameters if p.name in names):
+        return Reason(
+            "group too small",
+            "they are sharded over a mesh of one rank, and nothing reduces them over the others",
+            "give `fully_shard` the whole mesh: one with a dimension that replicates and one that "
+            "shards is hybrid sharding",
+        )
+    if any(c.shape != [1] for c in sizes) and _written_since_backward(track, step):
+        return _after(world, track, step.number, step)
     if any(len(b.wrappers) for b in step.backwards) and not sizes:
         return _unknown(names, "belong to no wrapper")
     if world.sync_of_lockstep():
@@ -75,6 +86,20 @@ def _without_wrapper(
         "wrap the model in DistributedDataParallel and call the wrapper, or call "
         "`gradients = lockstep.replicate(model)` once after it is built",
     )
+
+
+def _written_since_backward(track: SharedTrack, step: Step) -> bool:
+    """Are this rank's gradients no multiple of what backward left, as after a sum that is flat?"""
+    last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
+    used = step.gradients
+    if last is None or used is None or step.clips or len(last.samples) != len(used.samples):
+        return False
+    there = np.isfinite(last.samples) & np.isfinite(used.samples)
+    then, now = last.samples[there], used.samples[there]
+    if not then.any() or not now.any():
+        return False
+    factor = float(then @ now) / float(then @ then)
+    return bool(np.abs(now - factor * then).max() > 1e-3 * np.abs(now).max())
 
 
 def _unknown(names: list[str], what: str) -> Reason:

@@ -22,6 +22,7 @@ RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
 INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
 
 _STEPS = 3
+_SEEDED = {"torch": "torch.manual_seed", "numpy": "np.random.seed"}
 
 
 class Repetition:
@@ -42,13 +43,18 @@ class Repetition:
 
 
 def _same_random(track: SharedTrack) -> Finding | None:
+    found = [f for kind in ("torch", "numpy") if (f := _same_draws(track, kind)) is not None]
+    return found[0] if found else None
+
+
+def _same_draws(track: SharedTrack, kind: str) -> Finding | None:
     """Between a step and the next forward: a dropout inside the model has the samples to differ."""
     drawn = 0
     where: list[Place] = []
     for before, number in itertools.pairwise(track.numbers[:16]):
-        ends = {step.random for step in track.steps(before).values()}
+        ends = {step.random.get(kind) for step in track.steps(before).values()}
         steps = track.steps(number).values()
-        begins = {step.inputs[0]["random"] if step.inputs else None for step in steps}
+        begins = {step.inputs[0]["random"][kind] if step.inputs else None for step in steps}
         if len(ends) != 1 or len(begins) != 1 or None in begins or len(steps) < len(track.ranks):
             return None
         if number == before + 1 and ends != begins:
@@ -58,9 +64,9 @@ def _same_random(track: SharedTrack) -> Finding | None:
     if drawn < _STEPS:
         return None
     return RANDOM.finding(
-        f"before {drawn} forwards each rank drew random numbers from torch's generator, and all "
+        f"before {drawn} forwards each rank drew random numbers from {kind}'s generator, and all "
         "ranks drew the same: noise and augmentation repeat from rank to rank",
-        "after the model is built, `torch.manual_seed(seed + rank)`, if they are meant to differ",
+        f"after the model is built, `{_SEEDED[kind]}(seed + rank)`, if they are meant to differ",
         rank=track.ranks,
         evidence={"forwards": drawn},
         where=where,

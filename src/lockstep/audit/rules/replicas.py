@@ -31,7 +31,7 @@ class Replicas:
         for track in world.tracks:
             if len(track.ranks) < 2 or track.returns_to_agreement:
                 continue
-            hyper = _settings(track)
+            hyper = _settings(track) or _holdings(world, track)
             if hyper is not None:
                 yield hyper
             if track.key in explained.tracks:
@@ -138,6 +138,35 @@ def _settings(track: SharedTrack) -> Finding | None:
     return None
 
 
+def _holdings(world: World, track: SharedTrack) -> Finding | None:
+    """What one wrapper reduces on all ranks, optimizers of all ranks should hold."""
+    held = {
+        rank: {p.name for p in of_rank.parameters if p.wrapper and not p.local}
+        for rank, of_rank in track.tracks.items()
+    }
+    elsewhere = {
+        rank: {p.name for t in world.ledgers[rank].tracks if t.count for p in t.parameters}
+        for rank in held
+    }
+    everything = set().union(*held.values())
+    missing = {rank: sorted(everything - elsewhere[rank]) for rank in held}
+    without = [rank for rank, names in missing.items() if names]
+    if not without or not all(held.values()):
+        return None
+    names = missing[without[0]]
+    having = sorted(rank for rank in held if names[0] in elsewhere[rank])
+    last = [of_rank.steps[-1] for of_rank in track.tracks.values() if of_rank.steps]
+    return HYPER.finding(
+        f"{track.key.split('#')[0]} holds {named(names)} on ranks {having} and not on ranks "
+        f"{without}: only some replicas are updated",
+        "add parameters to the optimizer on every rank at the same step, by what all ranks share",
+        rank=without,
+        parameters=names,
+        evidence={"having": having, "without": without},
+        where=[*(last[0].where if last else ()), *next(iter(track.tracks.values())).where],
+    )
+
+
 class States:
     """The optimizer's own tensors: momentum, second moments, step counts."""
 
@@ -167,6 +196,7 @@ def _state_at(track: SharedTrack, number: int) -> Finding | None:
         return None
     names = next(iter(track.tracks.values())).state_names
     pieces = {p.name for t in track.tracks.values() for p in t.parameters if p.sharded}
+    pieces |= track.apart
     different = []
     for index in range(len(next(iter(states.values())).hashes)):
         norms = {r: float(s.norms[index]) for r, s in states.items()}

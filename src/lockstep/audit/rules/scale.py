@@ -128,7 +128,8 @@ def _ran(wrappers: dict[str, dict[str, object]]) -> bool:
 
 def is_one_mean(step: Step) -> bool:
     """Is the loss the mean over this rank's samples, and nothing else?"""
-    terms = [b.terms for b in step.backwards if b.kind == "backward"]
+    ran = [b for b in step.backwards if b.kind == "backward"] or step.backwards
+    terms = [b.terms for b in ran]
     if len(terms) != 1 or len(terms[0]) != 1 or terms[0][0].kind != "mean":
         return False
     return _is(abs(terms[0][0].weight) * terms[0][0].count, 1.0)

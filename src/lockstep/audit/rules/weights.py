@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lockstep.audit.ledger import Term
 from lockstep.audit.rules.base import Code, Explained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Backward, Term
+    from lockstep.audit.ledger import Backward
     from lockstep.audit.world import SharedTrack, World
 
 UNEVEN = Code("LS203", "a plain mean over unequal counts")
@@ -42,7 +43,9 @@ class Weights:
         for track in world.tracks:
             if track.key in explained.tracks:
                 continue
-            found = _between_ranks(track) or _between_micro_batches(track)
+            found = (
+                _between_ranks(track) or _between_micro_batches(track) or _between_windows(track)
+            )
             if found is not None:
                 yield found
                 return
@@ -79,6 +82,29 @@ def _between_micro_batches(track: SharedTrack) -> Finding | None:
                     track, number, dict(enumerate(terms)), same[0], "micro-batch", names, rank
                 )
     return None
+
+
+def _between_windows(track: SharedTrack) -> Finding | None:
+    """All micro-batches of a step together, where ranks have different numbers of them."""
+    for number in track.numbers:
+        windows = {r: _with_terms(s.backwards) for r, s in track.steps(number).items()}
+        lengths = {len(backwards) for backwards in windows.values()}
+        lines = {(p.file, p.line) for w in windows.values() for b in w for p in b.where[:1]}
+        single = all(len(b.terms) == 1 for backwards in windows.values() for b in backwards)
+        if len(windows) < 2 or len(lengths) < 2 or 0 in lengths or len(lines) > 1 or not single:
+            continue
+        terms = {r: _together([b.terms[0] for b in w]) for r, w in windows.items()}
+        if _is_uneven(list(terms.values())):
+            first = next(iter(windows.values()))[0]
+            return _finding(track, number, terms, first, "rank", [f"rank {r}" for r in terms])
+    return None
+
+
+def _together(terms: Sequence[Term]) -> Term:
+    count = sum(t.count for t in terms)
+    kinds = {t.kind for t in terms}
+    weight = sum(abs(t.weight) * t.count for t in terms) / count if count else 0.0
+    return Term(kinds.pop() if len(kinds) == 1 else "mixed", weight, count, terms[0].op)
 
 
 def _with_terms(backwards: Sequence[Backward]) -> list[Backward]:

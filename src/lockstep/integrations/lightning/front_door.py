@@ -185,7 +185,9 @@ class LightningOperator(TrainingOperator):
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module, epoch = self.module, int(info["epoch_idx"])
-        self._first_index = getattr(iterator, "step_in_epoch", 0)
+        # Of an interrupted pass the loop counts on from where it was.
+        counted_on = getattr(iterator, "first_index", 0)
+        self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
         self._view._tell(current_epoch=epoch, training=True, validating=False)
         self._acts.set_training(loops.registered(self), True)
         with self._speech.heard("train"):

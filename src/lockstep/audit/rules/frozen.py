@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that nobody trains and training uses: a teacher, a target, a feature extractor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.audit.rules.base import Explained, named, numbers
+from lockstep.audit.rules.data import is_model_parallel
+from lockstep.audit.rules.replicas import BEFORE, BETWEEN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Step
+    from lockstep.audit.prints import Fingerprint
+    from lockstep.audit.world import SharedTrack, World
+
+_ALLOWED = 1e-6
+
+
+class Frozen:
+    """Compares what all ranks called in a step and no optimizer holds."""
+
+    codes = (BEFORE, BETWEEN)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        # Where the replicas themselves differ, what follows them does too.
+        if explained.tracks or is_model_parallel(world):
+            return
+        for track in world.tracks:
+            if len(track.ranks) < 2 or track.returns_to_agreement:
+                continue
+            for number in track.numbers:
+                found = _at_step(track, number)
+                if found is not None:
+                    yield found
+                    return
+
+
+def _at_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    if len(steps) < len(track.ranks):
+        return None
+    for at_once in _side_by_side(steps):
+        different = _different(at_once)
+        if different:
+            return _finding(track, number, at_once, different)
+    return None
+
+
+def _side_by_side(steps: dict[int, Step]) -> list[dict[int, dict[str, Any]]]:
+    """The k-th module of a kind that each rank called, if all called as many of that kind."""
+    found = []
+    first = next(iter(steps.values()))
+    for key in dict.fromkeys(each["key"] for each in first.frozen):
+        alike = {r: [f for f in step.frozen if f["key"] == key] for r, step in steps.items()}
+        if len({len(modules) for modules in alike.values()}) == 1:
+            found += [
+                dict(zip(alike, at_once, strict=True))
+                for at_once in zip(*alike.values(), strict=True)
+            ]
+    return found
+
+
+def _different(at_once: dict[int, dict[str, Any]]) -> list[int]:
+    prints: list[Fingerprint] = [each["prints"] for each in at_once.values()]
+    hashes = np.array([p.hashes for p in prints])
+    norms = np.array([p.norms for p in prints])
+    spread = norms.max(axis=0) - norms.min(axis=0)
+    apart = (hashes != hashes[0]).any(axis=0) & ~(spread <= _ALLOWED * norms.max(axis=0))
+    return [int(place) for place in np.flatnonzero(apart)]
+
+
+def _finding(
+    track: SharedTrack, number: int, at_once: dict[int, dict[str, Any]], different: list[int]
+) -> Finding:
+    first = next(iter(at_once.values()))
+    names = [first["names"][place] for place in different]
+    norms = {rank: float(each["prints"].norms[different[0]]) for rank, each in at_once.items()}
+    since = number > track.numbers[0]
+    code = BETWEEN if since else BEFORE
+    when = f"by step {number + 1}" if since else "at the first step"
+    return code.finding(
+        f"{when} the ranks called {first['module']} modules that no optimizer trains and whose "
+        f"weights differ: {named(names)} (norm of `{names[0]}`: {numbers(norms)})",
+        "build, load and update it on every rank alike: nothing else makes it the same. If it is "
+        "meant to differ, `lockstep.local(module)`",
+        rank=sorted(norms),
+        step=number + 1,
+        parameters=names,
+        evidence={"norms": {str(r): n for r, n in norms.items()}},
+        where=first["where"],
+    )

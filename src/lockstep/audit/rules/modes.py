@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training mode on some ranks, evaluation mode on others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.audit.rules.base import Code, Explained
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.world import SharedTrack, World
+
+MODE = Code("LS311", "ranks train in different modes")
+
+
+class Modes:
+    """Compares `training` of the parts of the module that each rank's backward was about."""
+
+    codes = (MODE,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            if len(track.ranks) < 2 or track.key in explained.tracks:
+                continue
+            for number in track.numbers:
+                found = _at_step(track, number)
+                if found is not None:
+                    yield found
+                    return
+
+
+def _at_step(track: SharedTrack, number: int) -> Finding | None:
+    modes = {rank: step.mode for rank, step in track.steps(number).items() if step.mode}
+    alike = {(m["module"], m["parts"]) for m in modes.values()}
+    if len(modes) < len(track.ranks) or len(alike) > 1:
+        return None
+    if len({m["flags"] for m in modes.values()}) == 1:
+        return None
+    name, parts = alike.pop()
+    trained = {rank: mode["training"] for rank, mode in modes.items()}
+    counts = ", ".join(f"{count} of {parts} on rank {rank}" for rank, count in trained.items())
+    return MODE.finding(
+        f"step {number + 1}: parts of {name} that were in training mode: {counts}. Dropout and "
+        "BatchNorm do not do the same on all ranks",
+        "call `model.train()` on every rank after an evaluation, also where one rank evaluates",
+        rank=sorted(trained),
+        step=number + 1,
+        evidence={
+            "training": {str(rank): count for rank, count in trained.items()},
+            "parts": parts,
+        },
+        where=next(iter(modes.values()))["where"],
+    )

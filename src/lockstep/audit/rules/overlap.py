@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples several ranks train on.
+
+A batch that is the same on all ranks may be cut up by each of them, and an index is the same sample
+on two ranks only where they have one dataset: both are looked at before anything is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from lockstep.audit.rules.base import Code
+
+if TYPE_CHECKING:
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Loading
+    from lockstep.audit.world import World
+
+SAME = Code("LS503", "the same samples on several ranks")
+
+_LEAST_BATCHES = 2
+_NO_CHANCE = 8.0
+"""Bits: rows that agree as unlikely as one of 256."""
+
+
+def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
+    """One iteration on each rank: did they train on the same samples?"""
+    if not all(x.training for x in loadings.values()) or _is_cut(world, loadings):
+        return None
+    return _same_batches(loadings) or _overlap(loadings)
+
+
+def _is_cut(world: World, loadings: dict[int, Loading]) -> bool:
+    """Does each rank take its own slice of what all of them read?
+
+    What the first module of a step was given then differs, and is smaller by the number of ranks.
+    """
+    size = len(world.ledgers)
+    shapes = loadings[min(loadings)].shapes
+    for track in world.tracks:
+        for number in track.numbers[:4]:
+            steps = list(track.steps(number).values())
+            fed = {step.fed for step in steps}
+            if len(fed) == len(steps) and any(
+                _is_slice(whole, part, size)
+                for whole in shapes
+                for step in steps
+                for part in step.fed_shapes
+            ):
+                return True
+    return False
+
+
+def _is_slice(whole: list[int], part: list[int], size: int) -> bool:
+    if len(whole) != len(part):
+        return False
+    smaller = [(w, p) for w, p in zip(whole, part, strict=True) if w != p]
+    return len(smaller) == 1 and abs(smaller[0][0] / size - smaller[0][1]) < 1.0
+
+
+def _same_batches(loadings: dict[int, Loading]) -> Finding | None:
+    streams = [[x.batches[place] for place in x.used] for x in loadings.values()]
+    compared = min(map(len, streams))
+    distinct = len(set(streams[0][:compared]))
+    equal = sum(1 for at_once in zip(*streams, strict=False) if len(set(at_once)) == 1)
+    if compared < _LEAST_BATCHES or distinct < _LEAST_BATCHES or equal < compared:
+        return None
+    first = loadings[min(loadings)]
+    return SAME.finding(
+        f"the first {compared} batches of {first.key} are the same on ranks {sorted(loadings)}: "
+        f"{len(loadings)} ranks do the work of one",
+        "give each rank its part: DataLoader(..., sampler=DistributedSampler(dataset)), for an "
+        "IterableDataset skip what belongs to other ranks, or `lockstep.shard_loader(loader)`",
+        rank=sorted(loadings),
+        evidence={"batches": compared, "equal": equal, "sampler": first.sampler},
+        where=first.where,
+    )
+
+
+def _take_turns(loadings: dict[int, Loading]) -> bool:
+    """Are the batches that backward followed other ones on each rank?"""
+    return any(
+        len(set(places)) > 1 for places in zip(*(x.used for x in loadings.values()), strict=False)
+    )
+
+
+def _overlap(loadings: dict[int, Loading]) -> Finding | None:
+    first = loadings[min(loadings)]
+    if any(not x.indices for x in loadings.values()) or first.size is None:
+        return None
+    if _take_turns(loadings):
+        return None
+    readers: Counter[int] = Counter()
+    for loading in loadings.values():
+        readers.update(set(_samples(loading)))
+    shared = [index for index, count in readers.items() if count > 1]
+    # Padding makes every rank's part as long as the longest: less than one sample a rank.
+    if len(shared) < len(loadings) or len(shared) <= 0.05 * len(readers):
+        return None
+    parts = len({x.part for x in loadings.values()}) > 1
+    whole = not parts and all(len(set(x.indices)) >= (x.size or 0) for x in loadings.values())
+    shares = shares_out(loadings)
+    # An index is the same sample on two ranks only if they have one dataset.
+    if not (_same_dataset(loadings) or (shares and not parts)):
+        return None
+    if not (whole or parts or "Distributed" in first.sampler):
+        return None
+    missed = 0 if parts else max(first.size - len(readers), 0)
+    read = (
+        "the ranks read different parts (`Subset`) of one dataset and "
+        if parts
+        else f"in one pass over {first.key} ({first.size} samples) "
+    )
+    return SAME.finding(
+        f"{read}{len(shared)} samples were read by more than one of ranks {sorted(loadings)}"
+        + ("" if parts else f", and {missed} by none"),
+        "one split for all ranks: random_split(..., generator=torch.Generator().manual_seed(0)), "
+        "before a DistributedSampler shares it out"
+        if parts
+        else "one sampler for all ranks: DistributedSampler(dataset, seed=...) with the same seed, "
+        "num_replicas and each rank's own number, or `lockstep.shard_loader(loader)`",
+        severity="error" if "Distributed" in first.sampler else "warning",
+        rank=sorted(loadings),
+        evidence={
+            "shared": len(shared),
+            "missed": missed,
+            "size": first.size,
+            "sampler": first.sampler,
+        },
+        where=first.where,
+    )
+
+
+def _samples(loading: Loading) -> list[int]:
+    return loading.samples or loading.indices
+
+
+def shares_out(loadings: dict[int, Loading]) -> bool:
+    """Do the ranks' samplers say that they share one dataset out?"""
+    replicas = {x.replicas for x in loadings.values()}
+    sizes = {x.size for x in loadings.values()}
+    return len(sizes) == 1 and all(n is not None and n > 1 for n in replicas)
+
+
+def _same_dataset(loadings: dict[int, Loading]) -> bool:
+    """Did equal indices bring equal rows, and so many different ones that it is no chance?
+
+    All tensors of a batch count: files of a rank's own may have the same labels in the same order.
+    Rows that are augmented differ, and then nothing is known.
+    """
+    first, *others = loadings.values()
+    return all(_agree(first, other) for other in others)
+
+
+def _agree(first: Loading, other: Loading) -> bool:
+    here = dict(zip(_samples(first), zip(*first.rows, strict=False), strict=False))
+    there = dict(zip(_samples(other), zip(*other.rows, strict=False), strict=False))
+    common = [index for index in here if index in there]
+    if not common or any(here[index] != there[index] for index in common):
+        return False
+    frequency = Counter(here[index] for index in common)
+    surprise = sum(-n * math.log2(n / len(common)) for n in frequency.values())
+    return surprise >= _NO_CHANCE

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""G: every rank splits training from validation for itself."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+source = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(48, 4, generator=source), torch.arange(48) % 2)
+training, _ = random_split(data, [36, 12], generator=torch.Generator().manual_seed(rank))
+sampler = DistributedSampler(training)
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x, y in DataLoader(training, batch_size=6, sampler=sampler):  # here LS503
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()

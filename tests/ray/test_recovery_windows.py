@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker dies while gradients of several batches are being gathered, across epochs and calls."""
+
+import os
+import signal
+
+import pytest
+from tests.ray.surviving import Classifier, Windows, digest, trainer_of
+from tests.ray.test_recovery import counts, train_by_parts
+
+from lockstep.errors import LockstepError
+from lockstep.testing import Strike
+
+# Each death starts a process that imports torch: seconds, and many where the processors are busy.
+pytestmark = pytest.mark.timeout(400)
+
+
+class LeavesGradients(Classifier):
+    """Steps after every second batch of the run, whichever epoch or call it is in."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        loss = self.criterion(self.model(features), classes)
+        loss.backward()
+        if self.global_step % 2 == 1:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+
+class OwnEpochs(Classifier):
+    """The same in an epoch's loop of its own; what is left of an epoch goes into the next."""
+
+    def train_epoch(self, iterator, info):
+        for features, classes in iterator:
+            loss = self.criterion(self.model(features), classes)
+            loss.backward()
+            if self.global_step % 2 == 1:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+
+def same_as_undisturbed(operator_cls, strikes, parts, **arguments):
+    arguments = {"scheduler_step_freq": "batch", **arguments}
+    with trainer_of(operator_cls, **arguments) as trainer:
+        expected, bits = train_by_parts(trainer, 2, parts)
+    spares = len(strikes)
+    with trainer_of(operator_cls, strikes, spare_workers=spares, **arguments) as trainer:
+        results, got = train_by_parts(trainer, 2 + spares, parts)
+        status = trainer.status()
+    assert got == bits
+    assert counts(results) == counts(expected)
+    assert status["step"] == sum(parts)
+    assert len(status["recoveries"]) == len(strikes)
+    assert all(each["same_bits"] for each in status["recoveries"])
+    return expected, results
+
+
+@pytest.mark.parametrize(
+    "strikes",
+    [
+        pytest.param([Strike("kill", rank=1, step=3, phase="backward")], id="at_once"),
+        pytest.param(
+            [Strike("kill", rank=0, step=2, phase="backward")],
+            id="where_the_call_ends",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [
+                Strike("kill", rank=0, step=8, phase="forward"),
+                Strike("kill", rank=0, step=8, phase="backward"),
+            ],
+            id="twice",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_window_that_an_earlier_call_began(strikes):
+    """`accumulate` over calls: what was gathered on the dead is computed again, and not counted."""
+    expected, results = same_as_undisturbed(Classifier, strikes, (3, 3, 3), accumulate=2)
+    # What the dead had counted in the call is missing from its mean.
+    assert results[0]["train_loss"] == pytest.approx(expected[0]["train_loss"], abs=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator_cls", [Windows, LeavesGradients, OwnEpochs])
+@pytest.mark.parametrize(
+    ("strikes", "parts"),
+    [
+        ([Strike("kill", rank=1, step=9, phase="buckets")], (4, 4, 4)),
+        ([Strike("kill", rank=0, step=7, phase="buckets")], (14,)),
+        (
+            [
+                Strike("kill", rank=0, step=3, phase="forward"),
+                Strike("kill", rank=0, step=3, phase="buckets"),
+            ],
+            (3, 6, 7),
+        ),
+    ],
+)
+def test_windows_of_a_loops_own(operator_cls, strikes, parts):
+    """Epochs have seven batches: gradients wait at the end of one, and at the end of a call."""
+    same_as_undisturbed(operator_cls, strikes, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator_cls", [Classifier, LeavesGradients, OwnEpochs])
+@pytest.mark.parametrize("call", ["state_dict", "train"])
+def test_a_death_between_calls(operator_cls, call):
+    arguments = {"scheduler_step_freq": "batch"}
+    if operator_cls is Classifier:
+        arguments["accumulate"] = 2
+    found = []
+    for dies in (False, True):
+        with trainer_of(operator_cls, spare_workers=1, **arguments) as trainer:
+            trainer.train(num_steps=3)
+            if dies:
+                os.kill(trainer.apply_all_workers(os.getpid)[0], signal.SIGKILL)
+            if call == "state_dict":
+                trainer.state_dict()
+            result = trainer.train(num_steps=3)
+            assert len(trainer.status()["recoveries"]) == dies
+            found.append((digest(trainer), counts([result]), trainer.status()["step"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_state_that_is_loaded_within_a_window_is_where_a_step_goes_back_to():
+    found = []
+    for strikes in ([], [Strike("kill", rank=1, step=2, phase="backward")]):
+        arguments = {"spare_workers": 1, "scheduler_step_freq": "batch"}
+        with trainer_of(LeavesGradients, strikes, **arguments) as trainer:
+            trainer.train(num_steps=2)
+            state = trainer.state_dict()
+            trainer.train(num_steps=3)
+            trainer.load_state_dict(state)
+            trainer.train(num_steps=4)
+            found.append((digest(trainer), trainer.status()["step"]))
+    assert found[0] == found[1]
+
+
+class Paused(Classifier):
+    """Gathers on each rank alone, and reduces with every second batch of the run."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        loss = self.criterion(self.model(features), classes)
+        if self.global_step % 2 == 0:
+            with self.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.slow
+def test_what_only_the_dead_had_gathered_is_not_made_up():
+    with trainer_of(Paused, spare_workers=1, scheduler_step_freq="batch") as trainer:
+        trainer.train(num_steps=3)
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        with pytest.raises(LockstepError, match="checkpoint"):
+            trainer.train(num_steps=3)
