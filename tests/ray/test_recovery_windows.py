@@ -5,10 +5,15 @@ import os
 import signal
 
 import pytest
+import torch
 from tests.ray.surviving import Classifier, Windows, digest, trainer_of
 from tests.ray.test_recovery import counts, train_by_parts
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep import TrainingOperator
 from lockstep.errors import LockstepError
+from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
 
 # Each death starts a process that imports torch: seconds, and many where the processors are busy.
@@ -138,6 +143,42 @@ def test_a_state_that_is_loaded_within_a_window_is_where_a_step_goes_back_to():
             trainer.train(num_steps=4)
             found.append((digest(trainer), trainer.status()["step"]))
     assert found[0] == found[1]
+
+
+class TwoPlayersByTwo(TrainingOperator):
+    """Two optimizers step after every second batch, the second after further communication."""
+
+    def setup(self, config):
+        models = [nn.Linear(10, 5), nn.Linear(5, 5)]
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in models]
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.9) for each in optimizers]
+        self.models, self.optimizers, _ = self.register(
+            models=models, optimizers=optimizers, schedulers=schedulers
+        )
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn(64, 10, generator=generator)
+        data = TensorDataset(features, torch.randint(5, (64,), generator=generator))
+        self.register_data(train_loader=DataLoader(data, config[BATCH_SIZE], shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        for player, optimizer in zip(range(2), self.optimizers, strict=True):
+            output = self.models[0](features)
+            if player:
+                output = self.models[1](output.detach())
+            loss = nn.functional.cross_entropy(output, classes)
+            loss.backward()
+            if self.global_step % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.slow
+def test_learning_rates_are_those_of_the_windows_first_batch():
+    """What is copied when the first optimizer steps has seen a scheduler step since."""
+    strikes = [Strike("kill", rank=1, step=3, phase="applied")]
+    same_as_undisturbed(TwoPlayersByTwo, strikes, (6,))
 
 
 class Paused(Classifier):

@@ -234,10 +234,12 @@ class Rollback:
             parameter.grad = None
         if not self.carry(self._carried):
             return False
-        if self._settings is not None:
-            self._settings.put_back()
         if everything is not None:
             everything.put_back()
+        if self._settings is not None:
+            # After it: schedulers may have stepped between the batches of a window.
+            self._settings.put_back()
+        if everything is not None:
             return True
         if has_stepped:
             self._steps_early = True
