@@ -105,6 +105,34 @@ def test_a_second_connection_of_each_rank_is_a_session_of_its_own():
             channel.close()
 
 
+def test_what_is_due_to_the_others_comes_although_one_has_gone():
+    # More than fits on the way: what was sent is being read, in this order, and the owner finds
+    # the line broken when it answers.
+    much = torch.ones(8 << 20)
+    with server(2) as address:
+        gone, left = (call_owner(address, rank) for rank in range(2))
+        left._line.send(Message("add", tensors=[much]))
+        gone._line.send(Message("add", tensors=[much]))
+        gone._line.close()
+        assert torch.equal(left._line.receive().tensors[0], much * 2)
+        with pytest.raises(PeerLostError):
+            add(left, 1)
+        left.close()
+
+
+def test_a_server_whose_workers_will_not_come_is_called_off():
+    listening = OwnerServer("127.0.0.1", 2, b"secret", 5.0)
+    thread = threading.Thread(target=listening.serve)
+    thread.start()
+    waiting = call_owner(listening.address, 0)
+    listening.call_off()
+    thread.join()
+    with pytest.raises(PeerLostError):
+        add(waiting, 1)
+    waiting.close()
+    listening.call_off()
+
+
 def test_nobody_there():
     listening = OwnerServer("127.0.0.1", 1, b"secret", 5.0)
     listening.close()

@@ -198,6 +198,31 @@ def test_an_optimizer_that_has_stepped_before_goes_on():
     assert_as_one_process(loop)
 
 
+class Searching(torch.optim.SGD):
+    """An optimizer that finds its learning rate itself, and counts in its groups."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["found"] = group.get("found", 0) + 1
+            group["lr"] *= 1 + 1 / group["found"]
+
+
+def test_settings_that_an_optimizer_changes_itself():
+    def loop(model, attach, part, rank):
+        optimizer = Searching(model.parameters(), lr=0.01)
+        sync = attach(optimizer)
+        steps(model, sync, optimizer, part)
+        assert optimizer.param_groups[0]["found"] == 4
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+        kept = copy.deepcopy(optimizer.state_dict())
+        steps(model, sync, optimizer, part)
+        optimizer.load_state_dict(kept)
+        steps(model, sync, optimizer, part)
+
+    assert_as_one_process(loop)
+
+
 class Halving(torch.optim.SGD):
     """An optimizer with state in attributes, which a pickle leaves out."""
 

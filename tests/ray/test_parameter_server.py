@@ -37,6 +37,10 @@ def start(operator=DefaultLoop, num_workers=2, config=CONFIG, **options):
     )
 
 
+def server_of(trainer):
+    return trainer._engine._engine._server
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_default_loop_saved_and_loaded(num_workers, tmp_path):
     with start(num_workers=num_workers, num_shards=4) as trainer:
@@ -49,7 +53,7 @@ def test_the_default_loop_saved_and_loaded(num_workers, tmp_path):
         assert farthest(trainer.get_model(), one_process()) < 1e-12
         state = trainer.state_dict()["optimizers"][0]
         assert len(state["state"]) == 4
-        server = None if num_workers == 1 else trainer._engine._server.pid
+        server = None if num_workers == 1 else server_of(trainer).pid
         assert server is None or _alive(server)
     assert server is None or not _alive(server)
 
@@ -75,11 +79,12 @@ def test_objects_handed_in_hold_the_trained_weights():
         assert len(optimizer.state) == 4
 
 
-def test_a_worker_that_dies_in_a_step_is_named():
+@pytest.mark.slow
+def test_a_death_that_may_not_be_recovered_from_is_named():
     trainer = start(Misbehaving, config={**CONFIG, "what": exit_process})
-    pids = [*trainer.apply_all_workers(os.getpid), trainer._engine._server.pid]
+    pids = [*trainer.apply_all_workers(os.getpid), server_of(trainer).pid]
     with pytest.raises(WorkerDiedError, match="rank 1"):
-        trainer.train()
+        trainer.train(max_retries=0)
     assert not any(map(_alive, pids))
 
 
@@ -96,7 +101,7 @@ class EndsTheServer(DefaultLoop):
 
 def test_a_server_that_dies_in_a_step_is_named():
     trainer = start(EndsTheServer)
-    pids = [*trainer.apply_all_workers(os.getpid), trainer._engine._server.pid]
+    pids = [*trainer.apply_all_workers(os.getpid), server_of(trainer).pid]
     trainer.train(num_steps=2)
 
     def choose(operator, victim=pids[-1]):
@@ -114,7 +119,7 @@ def test_a_server_that_dies_in_a_step_is_named():
 def test_weights_can_be_had_when_the_server_is_gone():
     with start() as trainer:
         trainer.train(num_steps=STEPS)
-        os.kill(trainer._engine._server.pid, signal.SIGKILL)
+        os.kill(server_of(trainer).pid, signal.SIGKILL)
         assert farthest(trainer.get_model(), one_process()) < 1e-12
         with pytest.raises(WorkerDiedError, match="parameter server"):
             trainer.state_dict()

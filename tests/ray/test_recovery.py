@@ -169,6 +169,25 @@ def test_a_worker_that_died_between_calls_is_found_by_any_call(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", ["replicate", "parameter_server"])
+def test_a_state_that_was_loaded_within_a_window_is_gone_back_to(sync, tmp_path):
+    """Not the step at which the window began that was open before."""
+    arguments = {"accumulate": 3, "scheduler_step_freq": "epoch", "sync": sync}
+    with trainer_of(Classifier, **arguments) as trainer:
+        trainer.train(num_steps=3)
+        path = trainer.save(tmp_path / "saved")
+    found = []
+    for strikes in ([], [Strike("kill", rank=1, step=4, phase="backward")]):
+        with trainer_of(Classifier, strikes, spare_workers=1, **arguments) as trainer:
+            trainer.train(num_steps=1)
+            trainer.load(path)
+            trainer.train(num_steps=9)
+            found.append(digest(trainer))
+            assert len(trainer.status()["recoveries"]) == len(strikes)
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_samples_that_kill_everybody_are_named():
     strikes = [Strike("kill", rank=0, step=2, phase="forward") for _ in range(3)]
     with (

@@ -117,8 +117,6 @@ class RayEngine:
             self._server = ServerProcess(
                 crew.room,
                 name=f"{crew.name}:parameter-server",
-                on_loopback=self._is_on_one_node(),
-                size=self.spec.num_workers,
                 timeout_s=self._resources.timeout_s,
             )
 
@@ -127,8 +125,11 @@ class RayEngine:
     def rendezvous(self, generation: int) -> Rendezvous:
         """Where the members meet to become generation `generation`, each in a store of its own."""
         resources = self._resources
-        host = LOOPBACK if self._is_on_one_node() else ray.util.get_node_ip_address()
+        only_node = this_node() if self._is_on_one_node() else None
+        host = LOOPBACK if only_node else ray.util.get_node_ip_address()
         self.call_off()
+        server = self._server
+        owner = None if server is None else server.listen(len(self.members), only_node)
         self._store = RendezvousStore(host, resources.timeout_s)
         return Rendezvous(
             self._store.host,
@@ -138,7 +139,7 @@ class RayEngine:
             one_node=host == LOOPBACK,
             timeout_s=resources.timeout_s,
             as_default=not (self._use_local and dist.is_initialized()),
-            owner=self._server.address if self._server is not None else None,
+            owner=owner,
         )
 
     def call_off(self) -> None:
@@ -380,7 +381,7 @@ class RayEngine:
             for actor in actors:
                 ray.kill(actor, no_restart=True)
             send_home(crew)
-        if server is not None and server.on_loopback:
+        if server is not None and server.is_here:
             pids.append(server.pid)
         wait_until_gone(pids, _STOP_S)
         self.call_off()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a parameter server: an actor beside the workers, without CPUs of its own.
 
-It computes only while every worker waits for it, so it takes nothing from them.
+It computes only while every worker waits for it, so it takes nothing from them. It outlives the
+generations of the workers' group, each of which finds it at another address.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import secrets
 import signal
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
+from lockstep.engine.member import this_node
 from lockstep.engine.rendezvous import LOOPBACK
 from lockstep.errors import WorkerDiedError
 from lockstep.imports import no_collections
@@ -26,9 +28,12 @@ if TYPE_CHECKING:
 
     from lockstep.sync import OwnerAddress
 
+_LONGEST_STEP_S: Final = 300.0
+"""An optimizer's step may be under way when the next generation is to be served."""
+
 
 class ServerActor:
-    """Listens, then serves until the workers have left."""
+    """Listens, then serves until the workers have left; then perhaps others."""
 
     def __init__(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -41,15 +46,31 @@ class ServerActor:
     def __repr__(self) -> str:
         return "parameter server"
 
+    @ray.method(concurrency_group="control")
+    def call_off(self, secret: bytes) -> None:
+        """End what `serve` is at: some of its workers are gone, or will not come.
+
+        Args:
+            secret: of the server that is meant; the next one may be there already.
+        """
+        server = self._server
+        if server is not None and server.address.secret == secret:
+            server.call_off()
+
     def listen(
-        self, on_loopback: bool, size: int, secret: bytes, timeout_s: float
-    ) -> tuple[OwnerAddress, int]:
-        """Where it listens, and its process."""
+        self, only_node: str | None, size: int, secret: bytes, timeout_s: float
+    ) -> tuple[OwnerAddress, str, int]:
+        """Where it listens, its node, and its process.
+
+        Args:
+            only_node: where all workers run; None if they run on several.
+        """
         from lockstep.sync import OwnerServer
 
-        host = LOOPBACK if on_loopback else ray.util.get_node_ip_address()
-        self._server = OwnerServer(host, size, secret, timeout_s)
-        return self._server.address, os.getpid()
+        node = this_node()
+        host = LOOPBACK if node == only_node else ray.util.get_node_ip_address()
+        self._server = OwnerServer(host, size, secret, timeout_s, before=self._server)
+        return self._server.address, node, os.getpid()
 
     def serve(self) -> None:
         self._server.serve()
@@ -57,45 +78,65 @@ class ServerActor:
 
 # Any: Ray's annotations do not know what decorating a class gives.
 _make_actor: Any = ray.remote
-RemoteServer = _make_actor(num_cpus=0, max_restarts=0, max_task_retries=0)(ServerActor)
+RemoteServer = _make_actor(
+    num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1}
+)(ServerActor)
 
 
 class ServerProcess:
-    """A parameter server as the driver sees it.
+    """A parameter server as the driver sees it; see `listen`.
 
     Args:
         room: the workers' placement group; the server runs where its first bundle is.
         name: of its actor.
-        on_loopback: every worker runs on this machine.
-        size: how many workers will come.
-        timeout_s: how long one of them waits for an answer.
+        timeout_s: how long a worker waits for an answer.
 
     Attributes:
-        ends: resolves when the server has ended, whatever ended it.
-        address: where it listens.
+        ends: resolves when the server has ended with its present workers, whatever ended it.
         pid: its process, on its own machine.
-        on_loopback: that is this machine.
+        address: where it listens.
     """
 
-    def __init__(
-        self, room: PlacementGroup, *, name: str, on_loopback: bool, size: int, timeout_s: float
-    ) -> None:
-        self.on_loopback = on_loopback
+    def __init__(self, room: PlacementGroup, *, name: str, timeout_s: float) -> None:
         strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=0)
         self._actor = RemoteServer.options(name=name, scheduling_strategy=strategy).remote()
-        try:
-            self.address, self.pid = self._opened(on_loopback, size, timeout_s)
-        except BaseException:
-            self.close()
-            raise
-        self.ends = self._actor.serve.remote()
+        self._timeout_s = timeout_s
+        self._node = ""
+        self.ends: Any = None
+        self.pid = 0
+        self.address: OwnerAddress | None = None
 
-    def _opened(self, on_loopback: bool, size: int, timeout_s: float) -> tuple[OwnerAddress, int]:
+    @property
+    def is_here(self) -> bool:
+        """Its process runs on the driver's machine."""
+        return self._node == this_node()
+
+    def listen(self, size: int, only_node: str | None) -> OwnerAddress:
+        """Have it serve another generation of the workers' group, with what it has.
+
+        Args:
+            size: how many workers will come.
+            only_node: where all of them run; None if they run on several.
+
+        Raises:
+            WorkerDiedError: its process died, or does not answer.
+        """
+        is_first = self.address is None
+        if self.address is not None:
+            self._actor.call_off.remote(self.address.secret)
         secret = secrets.token_bytes(32)
-        opened: tuple[OwnerAddress, int] = ray.get(
-            self._actor.listen.remote(on_loopback, size, secret, timeout_s)
-        )
-        return opened
+        # Has its turn when the server has ended with the workers of before.
+        opened = self._actor.listen.remote(only_node, size, secret, self._timeout_s)
+        limit_s = None if is_first else min(self._timeout_s, _LONGEST_STEP_S)
+        try:
+            self.address, self._node, self.pid = ray.get(opened, timeout=limit_s)
+        except RayActorError as error:
+            raise _died(error) from error
+        except GetTimeoutError as error:
+            raise _silent(limit_s) from error
+        self.ends = self._actor.serve.remote()
+        address: OwnerAddress = self.address
+        return address
 
     def death(self) -> WorkerDiedError | None:
         """What to raise if its process died; None while it runs, or after it ended in order."""
@@ -103,12 +144,7 @@ class ServerProcess:
         try:
             ray.get(ready)
         except RayActorError as error:
-            died = WorkerDiedError(
-                "the process of the parameter server died",
-                cause=next(iter(str(error).splitlines()), None),
-                fix="look for the reason above (out of memory? killed?), then build a new"
-                " trainer and load the last checkpoint",
-            )
+            died = _died(error)
             died.__cause__ = error
             return died
         return None
@@ -116,3 +152,21 @@ class ServerProcess:
     def close(self) -> None:
         """End the process."""
         ray.kill(self._actor, no_restart=True)
+
+
+def _died(error: RayActorError) -> WorkerDiedError:
+    return WorkerDiedError(
+        "the process of the parameter server died",
+        cause=next(iter(str(error).splitlines()), None),
+        fix="look for the reason above (out of memory? killed?), then build a new"
+        " trainer and load the last checkpoint",
+    )
+
+
+def _silent(waited_s: float | None) -> WorkerDiedError:
+    return WorkerDiedError(
+        "the process of the parameter server does not answer",
+        where=f"for {waited_s} s, when the workers that are left were to go on with it",
+        cause="it is stopped, or its machine cannot be reached",
+        fix="build a new trainer and load the last checkpoint",
+    )

@@ -39,8 +39,11 @@ def tie(registered: Registered, setting: Setting) -> None:
         raise
 
 
-def rejoin(registered: Registered, setting: Setting) -> None:
+def rejoin(registered: Registered, setting: Setting, committed: int) -> None:
     """Attach to the peers of another generation, which hold the same values already.
+
+    Args:
+        committed: steps of the run that have happened.
 
     Collective:
         Every rank; see `attach`.
@@ -50,7 +53,7 @@ def rejoin(registered: Registered, setting: Setting) -> None:
         registered.attached = tuple(registered.parameters())
         agree_on_steps(setting.group, registered)
         return
-    registered.wanted = replace(registered.wanted, broadcast=False)
+    registered.wanted = replace(registered.wanted, goes_on_at=committed)
     tie(registered, setting)
 
 
@@ -78,7 +81,7 @@ def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Sync
         registered.modules(),
         setting.group,
         bucket_cap_mb=setting.options.bucket_cap_mb,
-        broadcast=wanted.broadcast,
+        broadcast=wanted.goes_on_at is None,
         buffers=wanted.buffers,
         averages=wanted.averages,
         order=shard_order(setting),
@@ -128,7 +131,9 @@ def _parameter_server(registered: Registered, setting: Setting, wanted: Wanted) 
         registered.optimizers,
         setting.group,
         setting.owner,
+        goes_on_at=wanted.goes_on_at,
         bucket_cap_mb=setting.options.bucket_cap_mb,
+        broadcast=wanted.goes_on_at is None,
         buffers=wanted.buffers,
         averages=wanted.averages,
     )

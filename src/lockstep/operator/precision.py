@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
@@ -71,12 +71,28 @@ class Precision:
             self._scaler.step(optimizer)
             self._scaler.update()
 
+    def forget_unscaled(self) -> None:
+        """See `forget_unscaled`."""
+        if self._scaler is not None:
+            forget_unscaled(self._scaler)
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Before a step that was interrupted is computed again.
+
+    A scaler that remembers having unscaled its gradients would refuse to do so once more, or
+    would take them, scaled as they are, for unscaled ones.
+    """
+    # Before its first `scale` it has none, nothing to forget, and an assertion that says so.
+    with suppress(AssertionError):
+        scaler.update(scaler.get_scale())
 
 
 def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> None:

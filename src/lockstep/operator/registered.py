@@ -28,13 +28,15 @@ class Wanted:
         buffers: "after_backward", or "manual" where the loop says when.
         averages: False if the losses are sums over their batches.
         ddp_args: for torch's DistributedDataParallel.
-        broadcast: the ranks take over rank 0's values; False where they are equal already.
+        goes_on_at: steps of the run that have happened, where another generation of the group
+            goes on: the ranks' values are equal already. None at the beginning: they become
+            rank 0's.
     """
 
     buffers: str
     averages: bool
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
-    broadcast: bool = True
+    goes_on_at: int | None = None
 
 
 @dataclass

@@ -15,6 +15,8 @@ from lockstep.sync.ownership import local as local
 from lockstep.sync.parameter_server import ParameterServer as ParameterServer
 from lockstep.sync.protocol import Synchroniser as Synchroniser
 from lockstep.sync.shard_order import ShardOrder as ShardOrder
+from lockstep.sync.undoing import copy_over as copy_over
+from lockstep.sync.undoing import overwrite as overwrite
 from lockstep.sync.wire import OwnerAddress as OwnerAddress
 
 __all__ = [
@@ -27,8 +29,10 @@ __all__ = [
     "ShardOrder",
     "Synchroniser",
     "average_gradients",
+    "copy_over",
     "is_local",
     "local",
+    "overwrite",
     "replica_devices",
     "replicate",
 ]

@@ -120,6 +120,11 @@ class Alone:
 
     def begin_step(self, step: int) -> None: ...
 
+    def may_go_back_to(self, step: int | None) -> None: ...
+
+    def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        return False
+
     def set_delivered_weight(self, weight: float | WeightError | None) -> None: ...
 
     def delivered_weight(self) -> float | None:

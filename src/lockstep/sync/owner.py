@@ -8,6 +8,7 @@ something else than its peers is found out and not waited for.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from lockstep.errors import (
     ReplicasDifferError,
     WorkerFailedError,
 )
+from lockstep.sync.undoing import Undoing
 from lockstep.sync.wire import Message, checked
 
 if TYPE_CHECKING:
@@ -40,8 +42,11 @@ class Owner:
     Requests, by the word they begin with:
 
     - "adopt": take over parameters and optimizers (rank 0 alone).
+    - "inherit": go on with those of the generation before (rank 0 alone), without what no worker
+      that is left has counted; answer with the weights.
     - "add": answer with the sum over the ranks, added in their order.
-    - "step": let an optimizer step with rank 0's gradients; answer with the new weights.
+    - "step": let an optimizer step with rank 0's gradients; answer with the new weights, and with
+      the settings that it changed.
     - "state", "load": read or replace the state of an optimizer.
     """
 
@@ -51,6 +56,14 @@ class Owner:
         self._gone: set[int] = set()
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._optimizers: list[Optimizer] = []
+        self._undoing = Undoing()
+
+    def succeeded_by(self, size: int) -> Owner:
+        """The owner for another generation of `size` workers: same parameters, same optimizers."""
+        successor = Owner(size)
+        successor._parameters, successor._optimizers = self._parameters, self._optimizers
+        successor._undoing = self._undoing
+        return successor
 
     @property
     def is_idle(self) -> bool:
@@ -89,11 +102,15 @@ class Owner:
                 vars(optimizer).update(further)
                 self._optimizers.append(optimizer)
             return Message("done")
-        optimizer = self._prepared(message)
+        if message.what == "inherit":
+            self._undoing.return_to(message.about)
+            weights = [param.detach() for param in self._parameters.values()]
+            return Message("done", list(self._parameters), weights)
         if message.what == "load":
-            optimizer.load_state_dict(message.about["state"])
+            self._keep(message)
+            self._prepared(message).load_state_dict(message.about["state"])
             return Message("done")
-        return Message("done", cloudpickle.dumps(optimizer.state_dict()))
+        return Message("done", cloudpickle.dumps(self._prepared(message).state_dict()))
 
     def _together(self, asked: Sequence[Message]) -> Message:
         kinds = [_kind(message) for message in asked]
@@ -129,6 +146,7 @@ class Owner:
         """
         _compare_settings([message.about["groups"] for message in asked])
         about = asked[0].about
+        self._keep(asked[0])
         optimizer = self._prepared(asked[0])
         held = [param for group in optimizer.param_groups for param in group["params"]]
         for param in held:
@@ -136,10 +154,20 @@ class Owner:
         gradients = asked[0].tensors[len(about["weights"]) :]
         for number, gradient in zip(about["with_gradient"], gradients, strict=True):
             self._parameters[number].grad = gradient
+        before = [_settings(group) for group in optimizer.param_groups]
         optimizer.step()
         for param in held:
             param.grad = None
-        return Message("done", tensors=[param.detach() for param in held])
+        changed = [
+            _changed(_settings(group), known)
+            for group, known in zip(optimizer.param_groups, before, strict=True)
+        ]
+        return Message("done", changed, [param.detach() for param in held])
+
+    def _keep(self, message: Message) -> None:
+        """Copy what is about to change, if the workers may come back to it."""
+        optimizer = self._optimizers[message.about["number"]]
+        self._undoing.about_to_change(optimizer, message.about["may_go_back_to"])
 
     def _prepared(self, message: Message) -> Optimizer:
         """The optimizer that a request is about, with what the workers' loops did to it.
@@ -189,6 +217,19 @@ def _compare_settings(by_rank: Sequence[Groups]) -> None:
             cause="a learning rate, or a parameter group, was changed on some ranks only",
             fix="change optimizer.param_groups in the same way on every rank",
         )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer that adapts its own settings (a learning rate that it finds) has set."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in before or _plain(value) != _plain(before[name])
+    }
 
 
 def _plain(value: Any) -> Any:

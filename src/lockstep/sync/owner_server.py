@@ -4,6 +4,8 @@
 A worker has one request open at most and reads its answer at once, so that neither side can
 wait for the other to read. When a worker vanishes the server ends, and when one leaves while
 another one waits it closes their lines: either frees who waits, and nobody needs a timeout.
+What is due to the others they get before that. The owner outlives it, for another server with
+whom the workers that are left go on.
 """
 
 from __future__ import annotations
@@ -11,10 +13,16 @@ from __future__ import annotations
 import selectors
 import socket
 from collections import Counter
-from typing import Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from lockstep.sync.owner import Owner
-from lockstep.sync.wire import Line, LineClosedError, OwnerAddress, shows
+from lockstep.sync.wire import Line, LineClosedError, OwnerAddress, packed, shows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep.sync.wire import Message, Parcel
 
 # A worker says who it is as soon as it is connected; a stranger must not hold up the others.
 _INTRODUCTION_S: Final = 10.0
@@ -27,8 +35,8 @@ class _Session:
     rank belongs to the n-th session.
     """
 
-    def __init__(self, size: int) -> None:
-        self._owner = Owner(size)
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
         self.lines: dict[int, Line] = {}
 
     def attend(self, rank: int) -> list[Line]:
@@ -39,12 +47,25 @@ class _Session:
         """
         message = self.lines[rank].receive()
         if message.what != "leave":
-            for each, answer in self._owner.handle(rank, message).items():
-                self.lines[each].send(answer)
+            self._send(self._owner.handle(rank, message))
             return []
         self._owner.leave(rank)
         left = [rank] if self._owner.is_idle else list(self.lines)
         return [self.lines.pop(each) for each in left]
+
+    def _send(self, answers: Mapping[int, Message]) -> None:
+        parcels: dict[int, Parcel] = {}
+        lost: LineClosedError | None = None
+        for rank, answer in answers.items():
+            if id(answer) not in parcels:
+                parcels[id(answer)] = packed(answer)
+            try:
+                self.lines[rank].send(parcels[id(answer)])
+            except LineClosedError as error:
+                # The others' step has happened all the same.
+                lost = error
+        if lost is not None:
+            raise lost
 
 
 class OwnerServer:
@@ -55,35 +76,57 @@ class OwnerServer:
         size: how many workers there are.
         secret: what a worker has to show before anything of it is read.
         timeout_s: how long a message that has begun may take to come, or to go.
+        before: the server of the generation before; it has ended.
+
+    Attributes:
+        owner: of the run.
     """
 
-    def __init__(self, host: str, size: int, secret: bytes, timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        size: int,
+        secret: bytes,
+        timeout_s: float,
+        *,
+        before: OwnerServer | None = None,
+    ) -> None:
         self._size = size
         self._timeout_s = timeout_s
+        self.owner: Owner = Owner(size) if before is None else before.owner.succeeded_by(size)
         self._listener = socket.create_server((host, 0), backlog=size)
         self.address = OwnerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
         self._selector = selectors.DefaultSelector()
         self._sessions: list[_Session] = []
         self._came: Counter[int] = Counter()
+        self._is_called_off = False
+        # What wakes a server that waits for workers who will not come.
+        self._ear, self._bell = socket.socketpair()
 
     def serve(self) -> None:
-        """Answer until every worker has left, or one is lost.
+        """Answer until every worker has left, or one is lost, or `call_off`.
 
         Collective:
             None: a process of its own, which every worker talks to.
         """
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._ear, selectors.EVENT_READ)
         try:
-            while len(self._came) < self._size or any(each.lines for each in self._sessions):
+            while self._is_needed():
                 for key, _ in self._selector.select():
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif key.fileobj in key.data[0].lines.values():
+                    elif key.data is not None and key.fileobj in key.data[0].lines.values():
                         self._attend(*key.data)
         except LineClosedError:
             return  # a worker is lost: those that wait for it learn it from their own lines
         finally:
             self.close()
+
+    def _is_needed(self) -> bool:
+        if self._is_called_off:
+            return False
+        return len(self._came) < self._size or any(each.lines for each in self._sessions)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -100,7 +143,7 @@ class OwnerServer:
         number = self._came[rank]
         self._came[rank] += 1
         if number == len(self._sessions):
-            self._sessions.append(_Session(self._size))
+            self._sessions.append(_Session(self.owner if number == 0 else Owner(self._size)))
         self._sessions[number].lines[rank] = line
         self._selector.register(line, selectors.EVENT_READ, (self._sessions[number], rank))
 
@@ -109,10 +152,21 @@ class OwnerServer:
             self._selector.unregister(line)
             line.close()
 
+    def call_off(self) -> None:
+        """End `serve`, whoever it waits for; from another thread. Idempotent."""
+        self._is_called_off = True
+        with suppress(OSError):  # it has ended already
+            self._bell.send(b"!")
+        for session in list(self._sessions):
+            for line in list(session.lines.values()):
+                line.cut()
+
     def close(self) -> None:
         """End: workers that wait get an error. Idempotent."""
         self._listener.close()
         self._selector.close()
+        self._ear.close()
+        self._bell.close()
         for session in self._sessions:
             for line in session.lines.values():
                 line.close()

@@ -21,7 +21,7 @@ from lockstep.sync.served_optimizer import ServedOptimizer, served_ones, shipped
 from lockstep.sync.wire import Message, OwnerAddress, call_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -41,6 +41,9 @@ class ParameterServer(GradientSync):
         optimizers: those of the registered modules; their ``step``, ``state_dict`` and
             ``load_state_dict`` become the owner's until `detach`.
         address: where the owner listens; None: it lives here, and there is one worker.
+        goes_on_at: steps of the run that have happened, if the owner served a generation of the
+            group before this one; it then goes on with what it has. None: it takes over what the
+            workers have.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class ParameterServer(GradientSync):
         optimizers: Sequence[torch.optim.Optimizer],
         group: Group,
         address: OwnerAddress | None,
+        *,
+        goes_on_at: int | None = None,
         **options: Any,
     ) -> None:
         self._served: list[ServedOptimizer] = []
@@ -68,19 +73,50 @@ class ParameterServer(GradientSync):
             self._channel.close()
             raise
         try:
-            self._adopt(wanted, leads=group.rank == 0)
+            self._serve(wanted, goes_on_at, leads=group.rank == 0)
         except BaseException:
             self.detach()
             raise
 
-    def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], *, leads: bool) -> None:
+    def _serve(
+        self, optimizers: Sequence[torch.optim.Optimizer], goes_on_at: int | None, *, leads: bool
+    ) -> None:
         parameters = {slot.number: slot.param for slot in self._slots}
-        if leads:
-            self._channel.ask(Message("adopt", shipped(optimizers, parameters)))
         number_of = {id(param): number for number, param in parameters.items()}
+        owned = self._owned(optimizers, goes_on_at, parameters) if leads else None
         for number, optimizer in enumerate(optimizers):
-            served = ServedOptimizer(optimizer, number, number_of, self._channel, leads=leads)
+            served = ServedOptimizer(optimizer, number, number_of, self._channel, owned=owned)
             self._served.append(served)
+
+    def _owned(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        goes_on_at: int | None,
+        parameters: Mapping[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """Make the owner ready; the weights that it has then, by number."""
+        if goes_on_at is None:
+            self._channel.ask(Message("adopt", shipped(optimizers, parameters)))
+            return {number: param.detach().clone() for number, param in parameters.items()}
+        answer = self._channel.ask(Message("inherit", goes_on_at))
+        pairs = zip(answer.about, answer.tensors, strict=True)
+        return {number: weight.to(parameters[number].device) for number, weight in pairs}
+
+    def may_go_back_to(self, step: int | None) -> None:
+        """See `Synchroniser`: the owner keeps what its next steps change.
+
+        Gradient:
+            None.
+
+        Collective:
+            None; it travels with the next request.
+        """
+        for each in self._served:
+            each.may_go_back_to = step
+
+    def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Synchroniser`."""
+        return any(each.optimizer is optimizer for each in self._served)
 
     def _sum_at_the_owner(self, group: Group, bucket: Bucket) -> Pending:
         """Send a bucket, wait for the sum.

@@ -46,6 +46,16 @@ class Synchroniser(Protocol):
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to."""
 
+    def may_go_back_to(self, step: int | None) -> None:
+        """Say what an interruption from now on leads back to.
+
+        Args:
+            step: steps of the run that had happened; None: what happens now stays.
+        """
+
+    def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it steps elsewhere, where its state is, and is taken back."""
+
     def set_delivered_weight(self, weight: float | WeightError | None) -> None:
         """Say what the batch counts for whose plain ``loss.backward()`` comes next."""
 

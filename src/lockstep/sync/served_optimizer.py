@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.sync.ownership import is_local
+from lockstep.sync.undoing import REPLACED, own_attributes
 from lockstep.sync.wire import Message
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
     from lockstep.sync.owner import Groups
     from lockstep.sync.wire import Channel
-
-_REPLACED: Final = ("step", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
-_ABOUT_STEPPING: Final = frozenset({*_REPLACED, "_opt_called", "grad_scale", "found_inf"})
 
 
 class ServedOptimizer:
@@ -39,7 +37,12 @@ class ServedOptimizer:
         number: among those that the owner holds.
         number_of: the number of a parameter, by its identity.
         channel: the way to the owner.
-        leads: this is rank 0, whose gradients and weights count.
+        owned: on rank 0, whose gradients and weights count, the weights as the owner has them,
+            by number; None on the others.
+
+    Attributes:
+        may_go_back_to: steps of the run to which an interruption now leads back, the owner's
+            state with the rest; None: what the owner does from now on stays.
     """
 
     def __init__(
@@ -49,18 +52,18 @@ class ServedOptimizer:
         number_of: Mapping[int, int],
         channel: Channel,
         *,
-        leads: bool,
+        owned: Mapping[int, torch.Tensor] | None,
     ) -> None:
         self.optimizer = optimizer
+        self.may_go_back_to: int | None = None
         self._number = number
         self._number_of = number_of
         self._channel = channel
-        self._leads = leads
-        # The weights as the owner has them, by identity; it was sent those of now.
-        held = _held(optimizer) if leads else []
-        self._latest = {id(param): param.detach().clone() for param in held}
+        self._leads = owned is not None
+        numbers = {id(param): number_of.get(id(param), -1) for param in _held(optimizer)}
+        self._latest = {key: owned[n] for key, n in numbers.items() if owned and n in owned}
         own = vars(optimizer)
-        self._shadowed: dict[str, Any] = {name: own[name] for name in _REPLACED if name in own}
+        self._shadowed: dict[str, Any] = {name: own[name] for name in REPLACED if name in own}
         self._install()
 
     def _install(self) -> None:
@@ -107,9 +110,11 @@ class ServedOptimizer:
         if self._leads:
             gradients = [param.grad for param in graded if param.grad is not None]
             request.tensors = [*changed, *gradients]
-        weights = self._channel.ask(request).tensors
+        answer = self._channel.ask(request)
+        for group, changed in zip(self.optimizer.param_groups, answer.about, strict=True):
+            group.update(changed)
         with torch.no_grad():
-            for param, weight in zip(held, weights, strict=True):
+            for param, weight in zip(held, answer.tensors, strict=True):
                 param.copy_(weight)
                 if self._leads:
                     self._latest[id(param)] = weight.to(param.device)
@@ -128,6 +133,7 @@ class ServedOptimizer:
             "groups": self._groups(),
             "weights": [self._number_of[id(param)] for param in weights],
             "state": state,
+            "may_go_back_to": self.may_go_back_to,
         }
         return Message(what, about, weights)
 
@@ -180,7 +186,7 @@ class ServedOptimizer:
         """
         state = self._state_dict() if keep_state else None
         attributes: dict[str, Any] = vars(self.optimizer)
-        for name in _REPLACED:
+        for name in REPLACED:
             attributes.pop(name, None)
         attributes.update(self._shadowed)
         if state is not None:
@@ -242,18 +248,10 @@ def shipped(optimizers: Sequence[Optimizer], parameters: Mapping[int, torch.Tens
             for tensor in tensors.values() if isinstance(tensors, dict) else ():
                 if isinstance(tensor, torch.Tensor):
                     memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
-    bare = vars(torch.optim.SGD([torch.zeros(())]))
     try:
         # Optimizers leave attributes of their own out when they are copied or pickled.
         twins = [
-            (
-                copy.deepcopy(optimizer, memo),
-                {
-                    name: copy.deepcopy(value, memo)
-                    for name, value in vars(optimizer).items()
-                    if name not in bare and name not in _ABOUT_STEPPING
-                },
-            )
+            (copy.deepcopy(optimizer, memo), copy.deepcopy(own_attributes(optimizer), memo))
             for optimizer in optimizers
         ]
         data: bytes = cloudpickle.dumps((copies, twins))

@@ -121,6 +121,13 @@ class WindowedSync:
         """
         agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
 
+    def may_go_back_to(self, step: int | None) -> None:
+        """See `Synchroniser`; here each rank keeps what it needs for that itself."""
+
+    def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Synchroniser`; here optimizers step where they are."""
+        return False
+
     def seal(self) -> None:
         """See `Synchroniser`; here every rank has whole weights at all times."""
 

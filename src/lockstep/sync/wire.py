@@ -67,6 +67,20 @@ class LineClosedError(Exception):
     """The other side went away, or did not speak in time. Never leaves this package."""
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """A message as it travels; made once, whoever it is sent to."""
+
+    head: bytes
+    block: torch.Tensor
+
+
+def packed(message: Message) -> Parcel:
+    """`message`, ready to be sent."""
+    spec, block = pack(message.tensors)
+    return Parcel(cloudpickle.dumps((message.what, message.about, spec)), block)
+
+
 class Line:
     """One end of a connection."""
 
@@ -78,10 +92,10 @@ class Line:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | Parcel) -> None:
         """Raises `LineClosedError`."""
-        spec, block = pack(message.tensors)
-        head = cloudpickle.dumps((message.what, message.about, spec))
+        parcel = packed(message) if isinstance(message, Message) else message
+        head, block = parcel.head, parcel.block
         try:
             self._socket.sendall(_LENGTHS.pack(len(head), block.numel()) + head)
             if block.numel():
@@ -113,10 +127,14 @@ class Line:
         except OSError as error:
             raise LineClosedError(str(error) or type(error).__name__) from error
 
-    def close(self) -> None:
-        # Closing alone would not wake a thread of this process that waits in `receive`.
+    def cut(self) -> None:
+        """End it for both sides; wakes a thread of this process that waits in it."""
         with suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        # Closing alone would not wake a thread of this process that waits in `receive`.
+        self.cut()
         self._socket.close()
 
 

@@ -32,9 +32,9 @@ class HandsOver(Inquiries):
     spec: WorkerSpec
     rank: int
     owed: int
-    _rollback: Rollback | None
     _before_load: dict[str, Any] | None
     _feed: Feed
+    _rollback: Rollback | None
 
     @property
     def operator(self) -> TrainingOperator:

@@ -121,7 +121,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     if formation.stale:
         _hand_over(worker, group, rank, formation)
     worker.snapshots.forget()
-    rejoin(worker.run, operator._lockstep.setting)
+    rejoin(worker.run, operator._lockstep.setting, operator._lockstep.committed)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     handover.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)

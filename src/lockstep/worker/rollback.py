@@ -6,7 +6,9 @@ buffers (running statistics) has changed by then, for the optimizer steps when e
 been communicated. A `train_batch` of the user's own may communicate after an optimizer has
 stepped (two models with two optimizers): then the weights and the optimizers' state are copied
 before the first of them steps. Whether it does is learned from its first batch, which is
-copied in any case.
+copied in any case. Optimizers that step elsewhere, at a parameter server, are told to which step
+they may have to go back, and do so there; a step of theirs communicates, so that the weights are
+copied here before each.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep.metrics import AverageMeterCollection
+from lockstep.sync import copy_over, overwrite
 from lockstep.worker.carried import Carried
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from lockstep.operator import TrainingOperator
@@ -65,6 +67,8 @@ class Rollback:
         self._everything: _Everything | None = None
         # None: not known yet.
         self._steps_early: bool | None = None
+        # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
+        self._call_began: int | None = None
         self._carried: Carried | None = None
         self._at_call: Carried | None = None
         self._handles = []
@@ -81,12 +85,15 @@ class Rollback:
 
     def begin_call(self, cursor: Cursor) -> None:
         """Look where the modules' parameters and buffers are: too dear for every step."""
+        stage = self._operator._lockstep
+        began = stage.committed
         if self._mark is not None and cursor.has_open_window:
             # Its first batches belong to the call before, which has counted them.
-            ahead = self._operator._lockstep.committed - self._mark.committed
-            fresh = AverageMeterCollection()
-            self._mark = replace(self._mark, tally_steps=-ahead, tally_samples=0, meters=fresh)
+            began, fresh = self._mark.committed, AverageMeterCollection()
+            steps = began - stage.committed
+            self._mark = replace(self._mark, tally_steps=steps, tally_samples=0, meters=fresh)
         # Of a `train_epoch` of the user's own the whole call is undone.
+        self._call_began = began if self._operator._brings("train_epoch") else None
         self._at_call = None if cursor.has_open_window else self.carried()
         self._parameters = list(self._run.parameters())
         self._places = [
@@ -97,9 +104,24 @@ class Rollback:
             if buffer is not None
         ]
 
+    def end_call(self) -> None:
+        """What has happened stays."""
+        self._call_began = None
+        if self._mark is None:
+            self._tell(None)
+
     def forget(self) -> None:
-        """Another state was put in the place of this one."""
-        self._mark = self._stepped_at = self._everything = self._carried = None
+        """Another state is about to be put in the place of this one."""
+        self._mark = self._stepped_at = self._everything = self._call_began = None
+        self._carried = None
+        self._tell(None)
+
+    def _tell(self, may_go_back_to: int | None) -> None:
+        """Tell who steps elsewhere; after a recovery it is somebody else."""
+        sync = self._operator._lockstep.sync
+        if sync is not None:
+            began = self._call_began
+            sync.may_go_back_to(may_go_back_to if began is None else began)
 
     def holds_own_part(self, cursor: Cursor) -> bool:
         """There are gradients that this rank alone knows of: they have not been reduced."""
@@ -135,6 +157,7 @@ class Rollback:
     def keep(self, cursor: Cursor, tally: Tally) -> None:
         """A batch is about to be computed on; the first one of a step, unless one is open."""
         if self._mark is not None:
+            self._tell(self._mark.committed)
             return
         stage = self._operator._lockstep
         # Several batches a step: those of an interrupted one are counted again.
@@ -148,6 +171,7 @@ class Rollback:
             _counts_to_keep(stage.meters, tally) if counts else None,
             stage.measures.mark(),
         )
+        self._tell(stage.committed)
         # A loop of the user's own may let schedulers step between the batches of a window.
         self._settings = _Settings(self._run) if self._handles else None
         sync = stage.sync
@@ -155,7 +179,7 @@ class Rollback:
         if self._handles:
             self._versions = [parameter._version for parameter in self._parameters]
         self._buffers = [owner._buffers[key] for owner, key in self._places]
-        _copy(self._buffers, self._kept)
+        copy_over(self._buffers, self._kept)
 
     def settle(self, cursor: Cursor) -> None:
         """A batch is committed, and its step with it, unless gradients wait for further ones."""
@@ -166,6 +190,7 @@ class Rollback:
             went_on = sync is not None and sync.rounds > self._stepped_at
             self._steps_early = bool(self._steps_early) or went_on
         self._mark = self._stepped_at = self._everything = self._carried = None
+        self._tell(None)
 
     def _gathers(self, sync: Synchroniser) -> bool:
         """Gradients have come that no optimizer has consumed."""
@@ -179,8 +204,10 @@ class Rollback:
             return
         sync = self._operator._lockstep.sync
         self._stepped_at = 0 if sync is None else sync.rounds
-        if self._steps_early is not False:
-            self._everything = _Everything(self._run)
+        optimizers = self._run.optimizers
+        here = [each for each in optimizers if sync is None or not sync.has_state_of(each)]
+        if self._steps_early is not False or len(here) < len(optimizers):
+            self._everything = _Everything(self._run, here)
 
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
         """Go back; False if the weights have moved and there is no copy of them.
@@ -202,7 +229,7 @@ class Rollback:
         stage.measures.back_to(mark.measures)
         for (owner, key), buffer in zip(self._places, self._buffers, strict=True):
             owner._buffers[key] = buffer
-        _put_back(self._kept, self._buffers)
+        overwrite(self._buffers, self._kept)
         for parameter in self._run.parameters():
             parameter.grad = None
         if not self.carry(self._carried):
@@ -241,42 +268,26 @@ class _Settings:
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                for new in group.keys() - settings.keys() - {"params"}:
+                    del group[new]
                 group.update(settings)
 
 
 class _Everything:
-    """Weights, and the states of optimizers and schedulers, before the first of them steps."""
+    """Weights, and the states of optimizers and schedulers, before the first of them steps.
 
-    def __init__(self, run: Registered) -> None:
-        self._run = run
+    Args:
+        optimizers: those whose state is here.
+    """
+
+    def __init__(self, run: Registered, optimizers: list[torch.optim.Optimizer]) -> None:
         self._live = [parameter.detach() for parameter in run.parameters()]
         self._weights: list[torch.Tensor] = []
-        _copy(self._live, self._weights)
+        copy_over(self._live, self._weights)
+        self._steppers: list[Any] = [*optimizers, *run.schedulers]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._steppers]
 
-    @property
-    def _steppers(self) -> list[Any]:
-        return [*self._run.optimizers, *self._run.schedulers]
-
     def put_back(self) -> None:
-        _put_back(self._weights, self._live)
+        overwrite(self._live, self._weights)
         for stepper, state in zip(self._steppers, self._states, strict=True):
             stepper.load_state_dict(state)
-
-
-def _copy(values: list[Any], into: list[Any]) -> None:
-    """Copies of `values` in `into`, whose memory is used again where it fits; no host waits."""
-    fits = len(values) == len(into) and all(
-        one.shape == other.shape and one.dtype == other.dtype
-        for one, other in zip(values, into, strict=True)
-    )
-    if fits:
-        _put_back(values, into)
-    else:
-        into[:] = [value.detach().clone() for value in values]
-
-
-def _put_back(values: list[Any], into: list[Any]) -> None:
-    if values:
-        with torch.no_grad():
-            torch._foreach_copy_(into, values)

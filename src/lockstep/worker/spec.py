@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
 
-_RECOVERABLE: Final = frozenset({"replicate", "ddp"})
+_RECOVERABLE: Final = frozenset({"replicate", "ddp", "parameter_server"})
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ _PHASES: Final = {
     (os.path.join("worker", "state.py"), None): "copying state",
     (os.path.join("engine", "ray.py"), "_wait_for_peers"): WAITING,
     ("group.py", None): WAITING,
+    (os.path.join("sync", "wire.py"), "ask"): WAITING,
 }
 
 

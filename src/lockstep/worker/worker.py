@@ -13,6 +13,7 @@ import torch
 from lockstep.errors import ConfigurationError, NotAvailableError, PeerLostError
 from lockstep.group import Group
 from lockstep.operator.loops import registered
+from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
@@ -74,7 +75,7 @@ class Worker(HandsOver):
         self._before_load: dict[str, Any] | None = None
         self.before_call: dict[str, Any] | None = None
         self.owed = 0
-        self._rollback: Rollback | None = None
+        self._rollback = None
         self._is_dismissed = False
         self._is_warm = False
         self._threads_before: int | None = None
@@ -223,6 +224,10 @@ class Worker(HandsOver):
         if call.request.purpose == "validation":
             call.rewind()
             return "all"
+        self.operator._lockstep.precision.forget_unscaled()
+        for held in vars(self.operator).values():
+            if isinstance(held, torch.amp.GradScaler):
+                forget_unscaled(held)
         if self.before_call is not None:
             # A loop of the user's own: only it knows what lies between two batches.
             self.go_to(self.before_call)
@@ -361,6 +366,8 @@ class Worker(HandsOver):
         self._is_warm = self._is_warm or report.steps > 0
         self.before_call = None
         if request.purpose == "train":
+            if self._rollback is not None:
+                self._rollback.end_call()
             self.snapshots.after_call()
         return report
 
