@@ -62,14 +62,16 @@ def same_as_undisturbed(operator_cls, strikes, parts, **arguments):
     return expected, results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strikes",
     [
-        pytest.param([Strike("kill", rank=1, step=3, phase="backward")], id="at_once"),
+        pytest.param(
+            [Strike("kill", rank=1, step=3, phase="backward")], id="where_the_next_begins"
+        ),
         pytest.param(
             [Strike("kill", rank=0, step=2, phase="backward")],
             id="where_the_call_ends",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             [
@@ -77,7 +79,6 @@ def same_as_undisturbed(operator_cls, strikes, parts, **arguments):
                 Strike("kill", rank=0, step=8, phase="backward"),
             ],
             id="twice",
-            marks=pytest.mark.slow,
         ),
     ],
 )
