@@ -203,5 +203,6 @@ def test_what_only_the_dead_had_gathered_is_not_made_up():
     with trainer_of(Paused, spare_workers=1, scheduler_step_freq="batch") as trainer:
         trainer.train(num_steps=3)
         os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
-        with pytest.raises(LockstepError, match="checkpoint"):
+        with pytest.raises(LockstepError, match="checkpoint") as raised:
             trainer.train(num_steps=3)
+    assert "had not been reduced" in "".join(raised.value.__notes__)

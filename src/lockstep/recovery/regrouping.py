@@ -156,7 +156,7 @@ class Regrouping:
             standings = self._stand_down(method, places, further)
             best = _best(standings)
             if best is None:
-                raise _nobody_left([*losses, *further])
+                raise _nobody_left([*losses, *further], list(standings))
             roster = self._fill(places, [*losses, *further])
             formation = self._formation(roster, standings, best)
             if self._form(formation, further, places):
@@ -300,7 +300,7 @@ def _best(standings: dict[Member, Standing]) -> Standing | None:
     return max(able, key=lambda standing: standing.point or (0, 0), default=None)
 
 
-def _nobody_left(losses: Sequence[Loss]) -> WorkerDiedError:
+def _nobody_left(losses: Sequence[Loss], alive: Sequence[Member]) -> WorkerDiedError:
     who = ", ".join(f"{loss.member}, rank {loss.rank}" for loss in losses)
     died = WorkerDiedError(
         "no worker is left that has the state of the run",
@@ -308,6 +308,12 @@ def _nobody_left(losses: Sequence[Loss]) -> WorkerDiedError:
         cause=next((loss.died.details["cause"] for loss in losses), None),
         fix="build a new trainer and load the last checkpoint",
     )
+    if alive:
+        died.add_note(
+            f"{', '.join(map(str, alive))} live, and cannot go back to where the step began: a loop"
+            "  held gradients that had not been reduced (no_sync) when an epoch or a call "
+            "ended, or an optimizer had stepped in a batch that cannot be computed again"
+        )
     if losses:
         died.__cause__ = losses[0].died
     return died
