@@ -311,7 +311,7 @@ def _nobody_left(losses: Sequence[Loss], alive: Sequence[Member]) -> WorkerDiedE
     if alive:
         died.add_note(
             f"{', '.join(map(str, alive))} live, and cannot go back to where the step began: a loop"
-            "  held gradients that had not been reduced (no_sync) when an epoch or a call "
+            " held gradients that had not been reduced (no_sync) when an epoch or a call "
             "ended, or an optimizer had stepped in a batch that cannot be computed again"
         )
     if losses:
