@@ -66,6 +66,7 @@ class RecoveringEngine:
         self._deaths = Deaths()
         self._incidents: list[Incident] = []
         self._has_dismissed = False
+        self._to_replace: list[Loss] = []
         # Once other bits, always other bits: what was computed by fewer workers stays.
         self._has_same_bits = True
 
@@ -123,6 +124,7 @@ class RecoveringEngine:
         while True:
             ranks = range(len(self._engine.members)) if rank is None else [rank]
             hearing = self._hear(method, attempt, ranks, watch)
+            self._replace_the_lost()
             if not hearing.has_failed:
                 return [*self._engine.conclude(hearing), *lost.reports]
             # Who was asked to leave for a newcomer has not failed.
@@ -134,6 +136,7 @@ class RecoveringEngine:
             if method in RESUMED and regrouped.progress is not None:
                 attempt = (*args, regrouped.progress)
             elif method not in REPEATED and method not in RESUMED:
+                self._replace_the_lost()
                 raise _happened_in_part(hearing)
 
     def _hear(
@@ -153,6 +156,7 @@ class RecoveringEngine:
         watch({**progress, **there} if progress else progress)
 
     def _guard(self, hearing: Hearing) -> None:
+        self._replace_the_lost()
         self._watchdog.look(hearing)
         if hearing.method == "train" and not self._has_dismissed and self._regrouping.can_grow:
             # Each leaves before its next batch; whoever is in a step then fails in it.
@@ -181,8 +185,13 @@ class RecoveringEngine:
         regrouped.losses[:0] = losses
         self._note(hearing, regrouped, time.monotonic() - began)
         self._stop_poison(hearing, regrouped)
-        self._regrouping.hire_for(regrouped.losses)
+        self._to_replace += regrouped.losses
         return regrouped
+
+    def _replace_the_lost(self) -> None:
+        """Not at once: a process that starts takes time from the step that all wait for."""
+        losses, self._to_replace = self._to_replace, []
+        self._regrouping.hire_for(losses)
 
     def _losses(self, hearing: Hearing) -> list[Loss]:
         members, size = list(self._engine.members), len(self._engine.members)

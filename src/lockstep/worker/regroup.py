@@ -170,7 +170,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
     """The state of a checkpoint, and what a checkpoint leaves to `setup`."""
     run = worker.run
     return {
-        "state": worker.state_dict(),
+        "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
         "buffers": [buffer for module in run.modules() for buffer in module.buffers()],
         "weighed_by": worker.operator._lockstep.weighed_by,

@@ -163,7 +163,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         _load_module(run, run.plain_criterion(), state["criterion"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
-        own = copy.deepcopy(saved)
+        own = copied(saved)
         if run.skeletons:
             from lockstep.sync.fsdp import optimizer_in_shards
 
