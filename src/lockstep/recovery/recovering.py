@@ -177,12 +177,10 @@ class RecoveringEngine:
     def _recover(self, hearing: Hearing) -> Regrouped:
         began = hearing.failed_at or time.monotonic()
         try:
-            losses = self._losses(hearing)
-            regrouped = self._regrouping.run(hearing.method, losses)
+            regrouped = self._regrouping.run(hearing.method, self._losses(hearing))
         except BaseException as error:
             self._engine.end(error)
             raise
-        regrouped.losses[:0] = losses
         self._note(hearing, regrouped, time.monotonic() - began)
         self._stop_poison(hearing, regrouped)
         self._to_replace += regrouped.losses

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lockstep.engine.placement import start_timeout_s
@@ -53,7 +53,7 @@ class Loss:
     last_seen: Whereabouts | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Regrouped:
     """What came of it.
 
@@ -63,7 +63,7 @@ class Regrouped:
         point: steps of the run, and the epoch.
         replayed: steps that have to be computed again.
         progress: of the call that was interrupted.
-        losses: the workers that are gone.
+        losses: the workers that are gone, those that went meanwhile last.
     """
 
     generation: int
@@ -71,7 +71,7 @@ class Regrouped:
     point: tuple[int, int]
     replayed: int
     progress: Progress | None
-    losses: list[Loss] = field(default_factory=list)
+    losses: Sequence[Loss]
 
 
 class Regrouping:
@@ -147,20 +147,20 @@ class Regrouping:
             WorkerDiedError: nobody is left who has the state of the run.
             NotEnoughResourcesError: fewer than `min_workers`, and no others came.
         """
-        engine, further = self._engine, list[Loss]()
+        engine, lost = self._engine, list(losses)
         places: list[Member | None] = list(engine.members)
         for loss in losses:
             places[places.index(loss.member)] = None
             engine.forget(loss.member)
         for _ in range(_ATTEMPTS):
-            standings = self._stand_down(method, places, further)
+            standings = self._stand_down(method, places, lost)
             best = _best(standings)
             if best is None:
-                raise _nobody_left([*losses, *further], list(standings))
-            roster = self._fill(places, [*losses, *further])
+                raise _nobody_left(lost, list(standings))
+            roster = self._fill(places, lost)
             formation = self._formation(roster, standings, best)
-            if self._form(formation, further, places):
-                return self._regrouped(roster, standings, best, further)
+            if self._form(formation, lost, places):
+                return self._regrouped(len(roster), best, lost)
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
             cause="workers died, or could not reach each other, while it was being formed",
@@ -168,7 +168,7 @@ class Regrouping:
         )
 
     def _stand_down(
-        self, method: str, places: list[Member | None], further: list[Loss]
+        self, method: str, places: list[Member | None], lost: list[Loss]
     ) -> dict[Member, Standing]:
         """Everybody leaves the group; who cannot is lost as well."""
         engine = self._engine
@@ -179,7 +179,7 @@ class Regrouping:
             hearing = engine.hear("stand_down", (method,), ranks, guard=self._watchdog.look)
             failed = [members[rank] for rank in ranks if rank not in hearing.values]
             for member in failed:
-                self._lose(member, hearing, members.index(member), places, further)
+                self._lose(member, hearing, members.index(member), places, lost)
             if not failed:
                 return {members[rank]: standing for rank, standing in hearing.values.items()}
 
@@ -189,7 +189,7 @@ class Regrouping:
         hearing: Hearing,
         rank: int,
         places: list[Member | None],
-        further: list[Loss],
+        lost: list[Loss],
     ) -> None:
         died = hearing.deaths.get(rank)
         if died is None:
@@ -198,7 +198,7 @@ class Regrouping:
             )
         if member in places:
             places[places.index(member)] = None
-        further.append(Loss(member, rank, range(0), died))
+        lost.append(Loss(member, rank, range(0), died))
         (self._engine.forget if rank in hearing.deaths else self._engine.bury)(member)
 
     def _fill(self, places: list[Member | None], losses: Sequence[Loss]) -> list[Member]:
@@ -254,7 +254,7 @@ class Regrouping:
             stale=tuple(rank for rank, point in enumerate(points) if point != best.point),
         )
 
-    def _form(self, formation: Formation, further: list[Loss], places: list[Member | None]) -> bool:
+    def _form(self, formation: Formation, lost: list[Loss], places: list[Member | None]) -> bool:
         engine = self._engine
         self._watchdog.begin()
 
@@ -274,24 +274,18 @@ class Regrouping:
         if not hearing.is_recoverable:
             engine.conclude(hearing)
         for rank in hearing.deaths:
-            self._lose(members[rank], hearing, rank, places, further)
+            self._lose(members[rank], hearing, rank, places, lost)
         return not hearing.has_failed
 
-    def _regrouped(
-        self,
-        roster: Sequence[Member],
-        standings: dict[Member, Standing],
-        best: Standing,
-        further: list[Loss],
-    ) -> Regrouped:
+    def _regrouped(self, size: int, best: Standing, lost: Sequence[Loss]) -> Regrouped:
         assert best.point is not None
         return Regrouped(
             generation=self.generation,
-            size=len(roster),
+            size=size,
             point=best.point,
             replayed=1 if best.progress is not None and not best.progress.is_over else 0,
             progress=best.progress,
-            losses=further,
+            losses=lost,
         )
 
 
