@@ -286,6 +286,11 @@ class World:
                     found.setdefault(track.key, {})[rank] = track
         return [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
 
+    @cached_property
+    def compared(self) -> list[SharedTrack]:
+        """Those of them that several ranks have, and that can differ between ranks."""
+        return [track for track in self.tracks if len(track.ranks) > 1]
+
     @property
     def steps(self) -> int:
         """Optimizer steps, of the optimizer and the rank that took most."""

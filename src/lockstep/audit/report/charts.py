@@ -47,8 +47,8 @@ def curves_of_tracks(world: World) -> str:
                 "drift": drift_table(track),
             }
         )
-        for track in world.tracks
-        if len(track.ranks) > 1 and track.parameters
+        for track in world.compared
+        if track.parameters
     ]
     found = "".join(blocks)
     return f"<section><h2>Gradients and replicas</h2>{found}</section>" if found else ""
@@ -96,7 +96,7 @@ def _chart(title: str, lines: dict[str, list[tuple[int, float | None]]]) -> str:
 
 def differences_map(world: World) -> str:
     """Which parameter differed on which rank in any step, one square each."""
-    blocks = [_track_map(track) for track in world.tracks if len(track.ranks) > 1]
+    blocks = [_track_map(track) for track in world.compared]
     blocks = [block for block in blocks if block]
     if not blocks:
         return ""

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lockstep.audit.finding import Finding, Place, Severity, with_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from lockstep.audit.world import World
+    from lockstep.audit.world import SharedTrack, World
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,24 @@ class Rule(Protocol):
         ...
 
 
+def first_found(
+    track: SharedTrack, look: Callable[[SharedTrack, int], Finding | None]
+) -> Finding | None:
+    """What `look` finds in the first step in which it finds something: later ones repeat it."""
+    return next((found for n in track.numbers if (found := look(track, n)) is not None), None)
+
+
 def numbers(values: dict[int, float]) -> str:
     """``0.40 on rank 0, 0.19 on rank 1``; at most four ranks."""
     shown = [f"{value:.6g} on rank {rank}" for rank, value in sorted(values.items())[:4]]
     return ", ".join(shown) + (", ..." if len(values) > 4 else "")
 
 
-def named(names: list[str], most: int = 3) -> str:
-    """```a`, `b` and 3 more``."""
-    shown = ", ".join(f"`{name}`" for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+_NAMES_SHOWN: Final = 3
+
+
+def named(names: list[str]) -> str:
+    """```a`, `b`, `c` and 3 more``."""
+    shown = ", ".join(f"`{name}`" for name in names[:_NAMES_SHOWN])
+    further = len(names) - _NAMES_SHOWN
+    return shown if further <= 0 else f"{shown} and {further} more"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained, numbers
+from lockstep.audit.rules.base import Code, Explained, first_found, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,14 +33,16 @@ class Clipping:
     codes = (BEFORE, TWICE)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.key in explained.tracks:
+        for track in world.compared:
+            if track.key in explained.tracks:
                 continue
-            for number in track.numbers:
-                found = _before(track, number) or _by_hand(track, number) or _twice(track, number)
-                if found is not None:
-                    yield found
-                    break
+            found = first_found(track, _judge_step)
+            if found is not None:
+                yield found
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    return _before(track, number) or _by_hand(track, number) or _twice(track, number)
 
 
 def _before(track: SharedTrack, number: int) -> Finding | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.base import Code, Explained, first_found
 from lockstep.audit.rules.scale import TWICE, UNDIVIDED, is_one_mean
 
 if TYPE_CHECKING:
@@ -60,15 +60,13 @@ class Consumed:
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if world.sync_of_lockstep():
             return  # its reduction ends after backward has: sums there are on their way
-        for track in world.tracks:
+        for track in world.compared:
             known = explained.tracks | explained.sums
-            if len(track.ranks) < 2 or track.key in known or track.returns_to_agreement:
+            if track.key in known or track.returns_to_agreement:
                 continue
-            for number in track.numbers:
-                found = _judge_step(track, number)
-                if found is not None:
-                    yield found
-                    break
+            found = first_found(track, _judge_step)
+            if found is not None:
+                yield found
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Explained, named, numbers
+from lockstep.audit.rules.base import Explained, first_found, named, numbers
 from lockstep.audit.rules.data import is_model_parallel
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 
@@ -31,14 +31,13 @@ class Frozen:
         # Where the replicas themselves differ, what follows them does too.
         if explained.tracks or is_model_parallel(world):
             return
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.returns_to_agreement:
+        for track in world.compared:
+            if track.returns_to_agreement:
                 continue
-            for number in track.numbers:
-                found = _at_step(track, number)
-                if found is not None:
-                    yield found
-                    return
+            found = first_found(track, _at_step)
+            if found is not None:
+                yield found
+                return
 
 
 def _at_step(track: SharedTrack, number: int) -> Finding | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.base import Code, Explained, first_found
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,14 +36,12 @@ class Gathers:
     codes = (WITHOUT, WRONG, OUTSIDE)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if track.key in explained.tracks or len(track.ranks) < 2:
+        for track in world.compared:
+            if track.key in explained.tracks:
                 continue
-            for number in track.numbers:
-                found = _judge_step(track, number)
-                if found is not None:
-                    yield found
-                    break
+            found = first_found(track, _judge_step)
+            if found is not None:
+                yield found
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
@@ -69,8 +67,7 @@ def _gathered(
     backwards: tuple[Backward, ...],
     steps: dict[int, Any],
 ) -> Finding | None:
-    losses = [b.loss for b in backwards]
-    is_global = all(x is not None and _close(x, losses[0] or 0.0) for x in losses)
+    is_global = _is_global(backwards)
     factor = _factor(backwards[0])
     size = fact["group"]
     communicates = any(c.in_backward for s in steps.values() for c in s.collectives)
@@ -119,6 +116,12 @@ def _gathered(
     )
 
 
+def _is_global(backwards: tuple[Backward, ...]) -> bool:
+    """Does every rank compute the whole loss, and not its own part of it?"""
+    losses = [b.loss for b in backwards]
+    return all(x is not None and _close(x, losses[0] or 0.0) for x in losses)
+
+
 def _factor(backward: Backward) -> float:
     """What all elements of the loss weigh together: 1 for a mean, W for a mean times W."""
     totals = [abs(t.weight) * t.count for t in backward.terms if t.kind == "mean"]
@@ -147,10 +150,7 @@ def _outside(
             "call backward on this rank's own loss, and all_reduce a detached copy for printing",
             {"ratio": 1.0 / size},
         )
-    factor = _factor(backwards[0])
-    losses = [b.loss for b in backwards]
-    is_global = all(x is not None and _close(x, losses[0] or 0.0) for x in losses)
-    if is_global and _close(factor, float(size)):
+    if _is_global(backwards) and _close(_factor(backwards[0]), float(size)):
         return None
     return _as_finding(
         OUTSIDE,

@@ -31,8 +31,8 @@ class Gradients:
     codes = (BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.returns_to_agreement:
+        for track in world.compared:
+            if track.returns_to_agreement:
                 continue
             found = (
                 _first_mixed(track)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.base import Code, Explained, first_found
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,14 +22,13 @@ class Modes:
     codes = (MODE,)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.key in explained.tracks:
+        for track in world.compared:
+            if track.key in explained.tracks:
                 continue
-            for number in track.numbers:
-                found = _at_step(track, number)
-                if found is not None:
-                    yield found
-                    return
+            found = first_found(track, _at_step)
+            if found is not None:
+                yield found
+                return
 
 
 def _at_step(track: SharedTrack, number: int) -> Finding | None:

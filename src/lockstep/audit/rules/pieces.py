@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Explained, numbers
+from lockstep.audit.rules.base import Explained, first_found, numbers
 from lockstep.audit.rules.gradients import DIFFER
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step, Track
-    from lockstep.audit.world import World
+    from lockstep.audit.world import SharedTrack, World
 
 _Samples = np.ndarray[Any, Any]
 
@@ -29,26 +29,30 @@ class Pieces:
     codes = (DIFFER,)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.key in explained.tracks:
+        for track in world.compared:
+            if track.key in explained.tracks:
                 continue
-            for number in track.numbers:
-                steps = track.steps(number)
-                factors = {r: _factor(track.tracks[r], s) for r, s in steps.items()}
-                known = {r: f for r, f in factors.items() if f is not None}
-                if len(known) < len(track.ranks) or _are_one(list(known.values())):
-                    continue
-                yield DIFFER.finding(
-                    f"step {number + 1}: between backward and the step the pieces of one gradient "
-                    f"were multiplied by {numbers(known)}: each rank scaled its own",
-                    "clip by the norm of the whole gradient: torch.nn.utils.clip_grad_norm_ knows "
-                    "DTensors, FullyShardedDataParallel has `model.clip_grad_norm_`",
-                    rank=sorted(known),
-                    step=number + 1,
-                    evidence={"factors": {str(r): f for r, f in known.items()}},
-                    where=next(iter(steps.values())).where,
-                )
-                break
+            found = first_found(track, _judge_step)
+            if found is not None:
+                yield found
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    factors = {r: _factor(track.tracks[r], s) for r, s in steps.items()}
+    known = {r: f for r, f in factors.items() if f is not None}
+    if len(known) < len(track.ranks) or _are_one(list(known.values())):
+        return None
+    return DIFFER.finding(
+        f"step {number + 1}: between backward and the step the pieces of one gradient "
+        f"were multiplied by {numbers(known)}: each rank scaled its own",
+        "clip by the norm of the whole gradient: torch.nn.utils.clip_grad_norm_ knows "
+        "DTensors, FullyShardedDataParallel has `model.clip_grad_norm_`",
+        rank=sorted(known),
+        step=number + 1,
+        evidence={"factors": {str(r): f for r, f in known.items()}},
+        where=next(iter(steps.values())).where,
+    )
 
 
 def _factor(track: Track, step: Step) -> float | None:

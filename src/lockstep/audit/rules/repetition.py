@@ -33,8 +33,8 @@ class Repetition:
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if is_model_parallel(world) or world.sync_of_lockstep() or explained.same_samples:
             return
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.key in explained.tracks:
+        for track in world.compared:
+            if track.key in explained.tracks:
                 continue
             found = [f for f in (_same_random(track), _same_inputs(track)) if f is not None]
             yield from found

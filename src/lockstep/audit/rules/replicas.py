@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.rules.base import Code, Explained, named, numbers
+from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,8 +28,8 @@ class Replicas:
     codes = (BEFORE, BETWEEN, AFTER, HYPER, STATE)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.returns_to_agreement:
+        for track in world.compared:
+            if track.returns_to_agreement:
                 continue
             hyper = _settings(track) or _holdings(world, track)
             if hyper is not None:
@@ -173,8 +173,8 @@ class States:
     codes = (STATE,)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.key in explained.tracks or track.returns_to_agreement:
+        for track in world.compared:
+            if track.key in explained.tracks or track.returns_to_agreement:
                 continue
             names = [t.state_names for t in track.tracks.values()]
             if len({t.count for t in track.tracks.values()}) > 1:
@@ -183,11 +183,9 @@ class States:
                 p.local for t in track.tracks.values() for p in t.parameters
             ):
                 continue
-            for number in track.numbers:
-                found = _state_at(track, number)
-                if found is not None:
-                    yield found
-                    break
+            found = first_found(track, _state_at)
+            if found is not None:
+                yield found
 
 
 def _state_at(track: SharedTrack, number: int) -> Finding | None:
@@ -252,9 +250,9 @@ class StepCounts:
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if world.has_failed or any(world.fact("joins")):
             return
-        for track in world.tracks:
+        for track in world.compared:
             counts = {rank: float(t.count) for rank, t in track.tracks.items()}
-            if len(counts) > 1 and len(set(counts.values())) > 1:
+            if len(set(counts.values())) > 1:
                 yield COUNT.finding(
                     f"{track.key.split('#')[0]} stepped a different number of times: "
                     f"{numbers(counts)}",

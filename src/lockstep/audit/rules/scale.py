@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, Explained, named
+from lockstep.audit.rules.base import Code, Explained, first_found, named
 from lockstep.audit.rules.words import line_with_factor
 
 if TYPE_CHECKING:
@@ -28,15 +29,17 @@ class Sums:
     codes = (TWICE, UNDIVIDED)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.tracks:
-            if len(track.ranks) < 2 or track.key in explained.tracks:
+        for track in world.compared:
+            if track.key in explained.tracks:
                 continue
-            for number in track.numbers:
-                found = _twice(track, number) or _undivided(track, number)
-                if found is not None:
-                    explained.sums.add(track.key)
-                    yield found
-                    break
+            found = first_found(track, _judge_step)
+            if found is not None:
+                explained.sums.add(track.key)
+                yield found
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    return _twice(track, number) or _undivided(track, number)
 
 
 def _reductions(step: Step) -> list[Collective]:
@@ -143,12 +146,10 @@ class Factors:
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if world.sync_of_lockstep() or world.size < 2:
             return
-        for track in world.tracks:
-            if track.key in explained.tracks or len(track.ranks) < 2:
+        for track in world.compared:
+            if track.key in explained.tracks:
                 continue
-            found = next(
-                (f for n in track.numbers if (f := _times(world, track, n)) is not None), None
-            )
+            found = first_found(track, partial(_times, world))
             if found is not None:
                 yield found
 
