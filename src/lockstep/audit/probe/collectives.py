@@ -96,15 +96,14 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
             probe.harmlessly(_before, probe, call, tensor, args, kwargs)
-        # Who calls another one, having caught what the last one raised, waits no more.
-        waiting = probe.ledger.stuck_in if probe.inside("collective") else None
         probe.ledger.stuck_in = call
         probe.enter("collective")
         try:
             result = original(*args, **kwargs)
         finally:
             probe.enter("collective", -1)
-        probe.ledger.stuck_in = waiting
+        # One that raised is left there, until the rank gets through another one.
+        probe.ledger.stuck_in = None
         if probe.detailed and tensor is not None:
             probe.harmlessly(_after, probe, call, tensor, result, args, kwargs)
         return result

@@ -53,8 +53,7 @@ def prints_of(
     """What the frozen modules that were called in a step hold now."""
     if not called:
         return []
-    optimizers = [r() for r in probe.made] + [w.ref() for w in probe.optimizers.values()]
-    held = {id(p) for o in optimizers if o is not None for g in o.param_groups for p in g["params"]}
+    held = probe.parameters_held()
     found = []
     for reference, where in called:
         module = reference()

@@ -43,6 +43,9 @@ CLOSELY: Final = 8
 """So many steps are looked at more closely: gradients also after each backward, the optimizer's
 state, and norms of parameters."""
 
+_WHOLE_EVERY: Final = 64
+"""Of the steps after them, those for which the optimizer's state is looked at again."""
+
 KEPT_STEPS: Final = 96
 """Of a run of a trainer's, which has no end that is known."""
 
@@ -117,8 +120,7 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         return None
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
-    closely = step.number < CLOSELY
-    step.entry = take(watched.parameters, watched.counts, norms=closely)
+    step.entry = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if callable(closure):
         step.has_closure = True
@@ -164,12 +166,17 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
     step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode
-    if step.number < CLOSELY or step.number % 64 == 0:
+    if _looks_at_all(step):
         step.frozen = prints_of(probe, window.frozen)
     step.random = random_states()
     step.scale = probe.scale
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
+
+
+def _looks_at_all(step: Step) -> bool:
+    """Also at what may be as large as the model again: the optimizer's state, frozen modules."""
+    return step.number < CLOSELY or step.number % _WHOLE_EVERY == 0
 
 
 def _name_late(probe: Probe, watched: Watched) -> None:
@@ -195,9 +202,8 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
         return
     track, step = watched.track, watched.step
     if step is not None:
-        closely = step.number < CLOSELY
-        step.exit = take(watched.parameters, watched.counts, norms=closely)
-        if closely or step.number % 64 == 0:
+        step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
+        if _looks_at_all(step):
             step.state = _state(optimizer, watched)
         track.steps.append(step)
         watched.step = None
@@ -332,8 +338,7 @@ def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
 
 def _unowned(probe: Probe, watched: Watched) -> list[str]:
     """Parameters of living modules that have a gradient and that no optimizer holds."""
-    optimizers = [r() for r in probe.made] + [w.ref() for w in probe.optimizers.values()]
-    held = {id(p) for o in optimizers if o is not None for g in o.param_groups for p in g["params"]}
+    held = probe.parameters_held()
     modules = [m for r in probe.living if (m := r()) is not None]
     names = parameter_names(modules)
     found = []

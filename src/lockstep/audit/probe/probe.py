@@ -219,6 +219,11 @@ class Probe:
         """The windows of all optimizers, and the one that a new optimizer will begin with."""
         return [self.recent, *self.windows.values()]
 
+    def parameters_held(self) -> set[int]:
+        """By ``id``: what an optimizer holds that was made, or has stepped."""
+        known = [r() for r in self.made] + [w.ref() for w in self.optimizers.values()]
+        return {id(p) for o in known if o is not None for g in o.param_groups for p in g["params"]}
+
     def wrapper_of(self, param: torch.Tensor) -> Wrapper | None:
         """The wrapper that reduces this parameter."""
         for wrapper in self.wrappers:
