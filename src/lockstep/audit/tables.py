@@ -13,16 +13,16 @@ TABLE_ROWS: Final = 8
 
 def gradient_table(track: SharedTrack, name: str) -> list[dict[str, Any]]:
     """The first element of that gradient on every rank, step by step."""
-    index = next(p.index for p in track.parameters if p.name == name)
+    shared = next(p for p in track.parameters if p.name == name)
     rows = []
     for number in track.numbers[:TABLE_ROWS]:
         values = {}
         for rank, step in track.steps(number).items():
-            if step.gradients is None or rank not in index:
+            if step.gradients is None or rank not in shared.index:
                 continue
-            first = sum(p.samples for p in track.tracks[rank].parameters[: index[rank]])
-            if first < len(step.gradients.samples):
-                values[str(rank)] = float(step.gradients.samples[first])
+            samples = track.sampled(step.gradients, shared, rank)
+            if samples:
+                values[str(rank)] = samples[0]
         rows.append({"step": number + 1, "parameter": name, "values": values})
     return rows
 

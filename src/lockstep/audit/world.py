@@ -83,22 +83,36 @@ class Difference:
         return float(np.nanmax(table.max(axis=0) - table.min(axis=0)))
 
 
-class SharedTrack:
-    """One optimizer as all ranks have it."""
+def names_of(differences: Sequence[Difference]) -> list[str]:
+    """The parameters' names, each once."""
+    return list(dict.fromkeys(d.name for d in differences))
 
-    def __init__(self, key: str, tracks: dict[int, Track], world_size: int) -> None:
+
+class SharedTrack:
+    """One optimizer as all ranks have it.
+
+    Args:
+        tracks: by rank.
+        apart: names of parameters that are not replicas of one another; see `apart_by_design`.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        tracks: dict[int, Track],
+        world_size: int,
+        apart: frozenset[str] = frozenset(),
+    ) -> None:
         self.key = key
         self.tracks = tracks
         self.world_size = world_size
+        self.apart = apart
         self.ranks = sorted(tracks)
         self._offsets = {
             rank: [0, *accumulate(p.samples for p in track.parameters)]
             for rank, track in tracks.items()
         }
         self._steps = {rank: {s.number: s for s in track.steps} for rank, track in tracks.items()}
-        self.apart: frozenset[str] = frozenset()
-        self.apart = apart_by_design(self)
-        vars(self).pop("parameters", None)  # without what has just been left out
 
     @cached_property
     def parameters(self) -> list[Shared]:
@@ -248,10 +262,6 @@ class SharedTrack:
             found.append((number + 1, max(values, default=0.0)))
         return found
 
-    def names_of(self, differences: Sequence[Difference]) -> list[str]:
-        """The parameters' names, each once."""
-        return list(dict.fromkeys(d.name for d in differences))
-
 
 class World:
     """What all ranks saw.
@@ -284,7 +294,8 @@ class World:
             for track in ledger.tracks:
                 if track.count and track.parameters:
                     found.setdefault(track.key, {})[rank] = track
-        return [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
+        whole = [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
+        return [SharedTrack(t.key, t.tracks, self.size, apart_by_design(t)) for t in whole]
 
     @cached_property
     def compared(self) -> list[SharedTrack]:

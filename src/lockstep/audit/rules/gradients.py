@@ -11,6 +11,7 @@ import numpy as np
 from lockstep.audit.rules.base import Code, Explained, named, numbers
 from lockstep.audit.rules.reasons import reason_of
 from lockstep.audit.tables import drift_table, gradient_table
+from lockstep.audit.world import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -154,7 +155,7 @@ def _is_by_design(world: World, track: SharedTrack, differences: list[Difference
 def _as_finding(
     world: World, track: SharedTrack, number: int, differences: list[Difference]
 ) -> Finding:
-    names = track.names_of(differences)
+    names = names_of(differences)
     reason = reason_of(world, track, number, set(names))
     code = {"unknown": UNKNOWN, "after": DIFFER}.get(reason.kind, BYPASSED)
     worst = max(differences, key=_apart)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
+from lockstep.audit.tables import drift_table
+from lockstep.audit.world import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,13 +67,15 @@ def _are_experts(world: World, track: SharedTrack, differences: list[Difference]
 
 
 def _details(track: SharedTrack, number: int, differences: list[Difference]) -> dict[str, Any]:
-    drift = [{"step": s, "drift": d} for s, d in track.drift()[:8]]
     step = next(iter(track.steps(number).values()))
     return {
         "rank": sorted({r for d in differences for r in d.ranks}),
         "step": number + 1,
-        "parameters": track.names_of(differences),
-        "evidence": {"norms": {str(r): n for r, n in differences[0].norms.items()}, "drift": drift},
+        "parameters": names_of(differences),
+        "evidence": {
+            "norms": {str(r): n for r, n in differences[0].norms.items()},
+            "drift": drift_table(track),
+        },
         "where": step.where,
     }
 
@@ -81,7 +85,7 @@ def _at_entry(
 ) -> Finding:
     worst = max(differences, key=lambda d: d.largest)
     seen = (
-        f"{named(track.names_of(differences))} ({len(differences)} of {len(track.parameters)} "
+        f"{named(names_of(differences))} ({len(differences)} of {len(track.parameters)} "
         f"parameters) differ by up to {worst.largest:.3g}; first element of `{worst.name}`: "
         f"{numbers({r: s[0] for r, s in worst.samples.items() if s})}"
     )
@@ -109,7 +113,7 @@ def _at_exit(track: SharedTrack, number: int, differences: list[Difference]) -> 
     worst = max(differences, key=lambda d: d.largest)
     return AFTER.finding(
         f"step {number + 1} began with equal replicas and equal gradients and left "
-        f"{named(track.names_of(differences))} up to {worst.largest:.3g} apart",
+        f"{named(names_of(differences))} up to {worst.largest:.3g} apart",
         "the optimizer's state has to be the same on every rank: load it everywhere, and step on "
         "every rank",
         **_details(track, number, differences),
