@@ -181,7 +181,7 @@ class Reducer:
         if not self._packs_densely(bucket, scale) or self.contribution.is_silent:
             bucket.silence()
 
-    def _packs_densely(self, bucket: Bucket, scale: float = 1.0) -> bool:
+    def _packs_densely(self, bucket: Bucket, scale: float) -> bool:
         """Pack; a sparse gradient is noted, for all ranks to refuse together."""
         try:
             bucket.pack(scale)

@@ -104,22 +104,22 @@ class ServedOptimizer:
         """
         held = _held(self.optimizer)
         graded = [param for param in held if param.grad is not None]
-        changed = [param for param in held if self._leads and self._was_changed(param)]
-        request = self._request("step", changed)
+        written_to = [param for param in held if self._leads and self._was_written_to(param)]
+        request = self._request("step", written_to)
         request.about["with_gradient"] = [self._number_of[id(param)] for param in graded]
         if self._leads:
             gradients = [param.grad for param in graded if param.grad is not None]
-            request.tensors = [*changed, *gradients]
+            request.tensors = [*written_to, *gradients]
         answer = self._channel.ask(request)
-        for group, changed in zip(self.optimizer.param_groups, answer.about, strict=True):
-            group.update(changed)
+        for group, settings in zip(self.optimizer.param_groups, answer.about, strict=True):
+            group.update(settings)
         with torch.no_grad():
             for param, weight in zip(held, answer.tensors, strict=True):
                 param.copy_(weight)
                 if self._leads:
                     self._latest[id(param)] = weight.to(param.device)
 
-    def _was_changed(self, param: torch.Tensor) -> bool:
+    def _was_written_to(self, param: torch.Tensor) -> bool:
         """Since the owner gave it: clipped, loaded, averaged by the user's own loop.
 
         Compared by value: a version counter misses what goes through ``param.data``.
