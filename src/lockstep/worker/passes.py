@@ -123,7 +123,6 @@ class Underway:
         self._metrics: list[dict[str, Any]] = []
         self._summaries: list[dict[str, Any] | None] = []
         self._samples_by_pass: list[int] = []
-        self._epoch = cursor.epochs_entered
         operator._lockstep.begin_call(request.purpose)
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
@@ -205,7 +204,6 @@ class Underway:
         self._summaries.append(operator._lockstep.summary)
         self._pass_began = tally.steps
         self._samples_by_pass.append(tally.samples - sum(self._samples_by_pass))
-        self._epoch = max(self._epoch, cursor.epochs_entered)
         if deliveries.epoch_over:
             self._end_epoch()
         finished = num_steps is None or tally.steps >= num_steps
@@ -241,7 +239,7 @@ class Underway:
             samples_by_pass=self._samples_by_pass,
             samples=self.tally.samples,
             steps=self.tally.steps,
-            epoch=max(self._epoch, self.cursor.epochs_entered) if training else None,
+            epoch=self.cursor.epochs_entered if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=operator._lockstep.weighed_by.get(self.request.purpose),
             measured=operator._lockstep.measures.collected(self.request.purpose),

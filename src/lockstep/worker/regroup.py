@@ -168,13 +168,13 @@ def _hand_over(worker: Worker, group: Group, rank: int, formation: Formation) ->
 
 def _everything(worker: Worker) -> dict[str, Any]:
     """The state of a checkpoint, and what a checkpoint leaves to `setup`."""
-    run = worker.run
+    run, carried = worker.run, worker.carried
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
         "buffers": [buffer for module in run.modules() for buffer in module.buffers()],
         "weighed_by": worker.operator._lockstep.weighed_by,
-        "carried": None if worker.carried is None else list(worker.carried.gradients),
+        "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
     }
 
