@@ -17,6 +17,7 @@ from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
+    from lockstep import data
     from lockstep.data import Step
     from lockstep.operator import TrainingOperator
     from lockstep.sync import Synchroniser
@@ -46,6 +47,7 @@ class Deliveries:
         first_index: int,
     ) -> None:
         self._operator = operator
+        self._stage = operator._lockstep
         self._cursor = cursor
         self._tally = tally
         self._limit = limit
@@ -101,12 +103,12 @@ class Deliveries:
         if self._tally.steps > 0:
             self._tally.samples += self._open
         else:
-            self._operator._lockstep.forget_counts()  # an earlier call has counted them
+            self._stage.forget_counts()  # an earlier call has counted them
         self._open = None
-        self._operator._lockstep.delivered = None
+        self._stage.delivered = None
         if self._purpose == "train":
-            self._operator._lockstep.committed += 1
-            self._operator.global_step = self._operator._lockstep.committed
+            self._stage.committed += 1
+            self._operator.global_step = self._stage.committed
             self._note_window()
             if self._rollback is not None:
                 self._rollback.settle(self._cursor)
@@ -115,8 +117,8 @@ class Deliveries:
             self._tally.on_commit()
 
     def _note_window(self) -> None:
-        every = self._operator._lockstep.setting.options.accumulate
-        if self._operator._lockstep.place.closes or self._cursor.step % every == 0:
+        every = self._stage.setting.options.accumulate
+        if self._stage.place.closes or self._cursor.step % every == 0:
             self._cursor.window_start = self._cursor.step
 
     def _look_for_the_end(self) -> None:
@@ -126,7 +128,7 @@ class Deliveries:
 
     def _place(self, step: Step) -> PlaceInWindow:
         """Windows begin with the epoch; its last one is short if it does not come out even."""
-        every = self._operator._lockstep.setting.options.accumulate
+        every = self._stage.setting.options.accumulate
         if every == 1:
             return PlaceInWindow(opens=True, closes=True)
         full = (step.index + 1) % every == 0
@@ -135,44 +137,36 @@ class Deliveries:
 
     def _deliver(self, step: Step) -> Any:
         if self._purpose == "train":
-            self._operator._lockstep.place = self._place(step)
+            self._stage.place = self._place(step)
             if self._rollback is not None:
                 self._rollback.keep(self._cursor, self._tally)
-        parts = tuple(
-            Part(
-                part.batch,
-                part.num_samples,
-                derive_seed(
-                    self._operator._lockstep.setting.placement.seed,
-                    self._purpose,
-                    self._cursor.epoch,
-                    step.index,
-                    part.shards[0] if part.shards else -1,
-                ),
-                part.shards[0] if part.shards else -1,
-            )
-            for part in step.parts
-        )
-        sync = self._operator._lockstep.sync
+        parts = tuple(self._with_seed(step, part) for part in step.parts)
+        sync = self._stage.sync
         if sync is not None and self._purpose == "train":
-            sync.begin_step(self._operator._lockstep.committed)
+            sync.begin_step(self._stage.committed)
         # Each shard's is set when its turn comes.
         weight = parts[0].num_samples if self._cursor.source.joint else None
         current = reduction.active()
         if current is not None:
             current.weight = weight
         if not self._cursor.source.joint:
-            self._operator._lockstep.delivered = None
+            self._stage.delivered = None
             return ShardedBatch(parts)
         part = parts[0]
         if part.borrowed and self._purpose == "train":
             refuse_borrowed(self._operator)
-        self._operator._lockstep.delivered = part
+        self._stage.delivered = part
         if sync is not None:
             sync.set_delivered_weight(part.num_samples)
             self._refuse_reading_ahead(sync, part.num_samples)
         part.seed_randomness()
         return part.batch
+
+    def _with_seed(self, step: Step, part: data.Part) -> Part:
+        shard = part.shards[0] if part.shards else -1
+        run = self._stage.setting.placement.seed
+        seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)
+        return Part(part.batch, part.num_samples, seed, shard)
 
     def _refuse_reading_ahead(self, sync: Synchroniser, weight: int) -> None:
         """A loop that reads ahead runs its backward for an earlier batch than the last one.
