@@ -44,6 +44,30 @@ class Mark:
     measures: Any
 
 
+@dataclass
+class OpenStep:
+    """A step from its first batch on, until it is committed.
+
+    Attributes:
+        mark: where it began.
+        buffers: the modules', by their places; copies of their values are kept beside it.
+        rounds: reductions that had happened when it began.
+        settings: what schedulers change; None in the default loop, where nothing but buffers
+            changes before all is communicated.
+        versions: the parameters' version counters; None there as well.
+        stepped_at: reductions that had happened when its first optimizer stepped; None: none has.
+        everything: copies that were made then.
+    """
+
+    mark: Mark
+    buffers: list[Any]
+    rounds: int
+    settings: _Settings | None
+    versions: list[int] | None
+    stepped_at: int | None = None
+    everything: _Everything | None = None
+
+
 class Rollback:
     """Takes an operator back to the beginning of the step that is not committed yet.
 
@@ -55,16 +79,10 @@ class Rollback:
     def __init__(self, operator: TrainingOperator, run: Registered) -> None:
         self._operator = operator
         self._run = run
-        self._mark: Mark | None = None
+        self._open: OpenStep | None = None
         self._places: list[tuple[nn.Module, str]] = []
-        self._buffers: list[Any] = []
         self._kept: list[torch.Tensor] = []
         self._parameters: list[nn.Parameter] = []
-        self._versions: list[int] = []
-        self._rounds_before = 0
-        self._settings: _Settings | None = None
-        self._stepped_at: int | None = None
-        self._everything: _Everything | None = None
         # None: not known yet.
         self._steps_early: bool | None = None
         # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
@@ -87,11 +105,12 @@ class Rollback:
         """Look where the modules' parameters and buffers are: too dear for every step."""
         stage = self._operator._lockstep
         began = stage.committed
-        if self._mark is not None and cursor.has_open_window:
+        if self._open is not None and cursor.has_open_window:
             # Its first batches belong to the call before, which has counted them.
-            began, fresh = self._mark.committed, AverageMeterCollection()
+            mark, fresh = self._open.mark, AverageMeterCollection()
+            began = mark.committed
             steps = began - stage.committed
-            self._mark = replace(self._mark, tally_steps=steps, tally_samples=0, meters=fresh)
+            self._open.mark = replace(mark, tally_steps=steps, tally_samples=0, meters=fresh)
         # Of a `train_epoch` of the user's own the whole call is undone.
         self._call_began = began if self._operator._brings("train_epoch") else None
         self._at_call = None if cursor.has_open_window else self.carried()
@@ -107,26 +126,32 @@ class Rollback:
     def end_call(self) -> None:
         """What has happened stays."""
         self._call_began = None
-        if self._mark is None:
+        if self._open is None:
             self._tell(None)
 
     def forget(self) -> None:
         """Another state is about to be put in the place of this one."""
-        self._mark = self._stepped_at = self._everything = self._call_began = None
-        self._carried = None
+        self._open = self._call_began = self._carried = None
         self._tell(None)
+
+    @property
+    def _sync(self) -> Synchroniser | None:
+        return self._operator._lockstep.sync
+
+    @property
+    def _rounds(self) -> int:
+        return 0 if self._sync is None else self._sync.rounds
 
     def _tell(self, may_go_back_to: int | None) -> None:
         """Tell who steps elsewhere; after a recovery it is somebody else."""
-        sync = self._operator._lockstep.sync
+        sync = self._sync
         if sync is not None:
             began = self._call_began
             sync.may_go_back_to(may_go_back_to if began is None else began)
 
     def holds_own_part(self, cursor: Cursor) -> bool:
         """There are gradients that this rank alone knows of: they have not been reduced."""
-        sync = self._operator._lockstep.sync
-        waits = self._mark is not None and sync is not None and sync.has_open_window
+        waits = self._open is not None and self._sync is not None and self._sync.has_open_window
         return cursor.has_open_window or waits
 
     def begin_again(self) -> bool:
@@ -138,12 +163,12 @@ class Rollback:
         if cursor.has_open_window:
             return
         self._carried = self.carried()
-        self._mark = self._stepped_at = self._everything = None
+        self._open = None
 
     def carried(self) -> Carried | None:
         """Gradients that a window of the loop's own holds between two passes; None without one."""
-        sync = self._operator._lockstep.sync
-        if self._mark is None or sync is None:
+        sync = self._sync
+        if self._open is None or sync is None:
             return self._carried
         return Carried.of(self._run.parameters(), is_torn=sync.has_open_window)
 
@@ -156,13 +181,13 @@ class Rollback:
 
     def keep(self, cursor: Cursor, tally: Tally) -> None:
         """A batch is about to be computed on; the first one of a step, unless one is open."""
-        if self._mark is not None:
-            self._tell(self._mark.committed)
+        if self._open is not None:
+            self._tell(self._open.mark.committed)
             return
-        stage = self._operator._lockstep
+        stage, has_own_loop = self._operator._lockstep, bool(self._handles)
         # Several batches a step: those of an interrupted one are counted again.
-        counts = bool(self._handles) or stage.setting.options.accumulate > 1
-        self._mark = Mark(
+        counts = has_own_loop or stage.setting.options.accumulate > 1
+        mark = Mark(
             cursor.epoch,
             cursor.step,
             stage.committed,
@@ -172,54 +197,76 @@ class Rollback:
             stage.measures.mark(),
         )
         self._tell(stage.committed)
-        # A loop of the user's own may let schedulers step between the batches of a window.
-        self._settings = _Settings(self._run) if self._handles else None
-        sync = stage.sync
-        self._rounds_before = 0 if sync is None else sync.rounds
-        if self._handles:
-            self._versions = [parameter._version for parameter in self._parameters]
-        self._buffers = [owner._buffers[key] for owner, key in self._places]
-        copy_over(self._buffers, self._kept)
+        self._open = OpenStep(
+            mark,
+            buffers=[owner._buffers[key] for owner, key in self._places],
+            rounds=self._rounds,
+            # A loop of the user's own may let schedulers step between the batches of a window.
+            settings=_Settings(self._run) if has_own_loop else None,
+            versions=self._versions() if has_own_loop else None,
+        )
+        copy_over(self._open.buffers, self._kept)
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
 
     def settle(self, cursor: Cursor) -> None:
         """A batch is committed, and its step with it, unless gradients wait for further ones."""
-        sync = self._operator._lockstep.sync
-        if cursor.window_start != cursor.step or (sync is not None and self._gathers(sync)):
+        opened = self._open
+        if cursor.window_start != cursor.step or (opened is not None and self._gathers(opened)):
             return
-        if self._stepped_at is not None:
-            went_on = sync is not None and sync.rounds > self._stepped_at
+        if opened is not None and opened.stepped_at is not None:
+            went_on = self._rounds > opened.stepped_at
             self._steps_early = bool(self._steps_early) or went_on
-        self._mark = self._stepped_at = self._everything = self._carried = None
+        self._open = self._carried = None
         self._tell(None)
 
-    def _gathers(self, sync: Synchroniser) -> bool:
+    def _gathers(self, opened: OpenStep) -> bool:
         """Gradients have come that no optimizer has consumed."""
-        if not self._handles:
+        if not self._handles or self._sync is None:
             return False
-        waits = self._stepped_at is None and sync.rounds > self._rounds_before
-        return waits or sync.has_open_window
+        waits = opened.stepped_at is None and self._rounds > opened.rounds
+        return waits or self._sync.has_open_window
 
     def _about_to_step(self) -> None:
-        if self._mark is None or self._stepped_at is not None:
+        opened, sync = self._open, self._sync
+        if opened is None or opened.stepped_at is not None:
             return
-        sync = self._operator._lockstep.sync
-        self._stepped_at = 0 if sync is None else sync.rounds
+        opened.stepped_at = self._rounds
         optimizers = self._run.optimizers
         here = [each for each in optimizers if sync is None or not sync.has_state_of(each)]
         if self._steps_early is not False or len(here) < len(optimizers):
-            self._everything = _Everything(self._run, here)
+            opened.everything = _Everything(self._run, here)
 
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
         """Go back; False if the weights have moved and there is no copy of them.
 
         Between steps there is nothing to undo but what was read ahead.
         """
-        mark, self._mark = self._mark, None
-        everything, self._everything = self._everything, None
-        has_stepped, self._stepped_at = self._stepped_at is not None, None
-        if mark is None:
+        opened, self._open = self._open, None
+        if opened is None:
             cursor.move_to(cursor.epoch, cursor.step)
             return True
+        self._count_from(opened.mark, cursor, tally)
+        for (owner, key), buffer in zip(self._places, opened.buffers, strict=True):
+            owner._buffers[key] = buffer
+        overwrite(opened.buffers, self._kept)
+        for parameter in self._run.parameters():
+            parameter.grad = None
+        if not self.carry(self._carried):
+            return False
+        if opened.everything is not None:
+            opened.everything.put_back()
+        if opened.settings is not None:
+            # After it: schedulers may have stepped between the batches of a window.
+            opened.settings.put_back()
+        if opened.everything is not None:
+            return True
+        if opened.stepped_at is not None:
+            self._steps_early = True
+        return opened.versions is None or opened.versions == self._versions()
+
+    def _count_from(self, mark: Mark, cursor: Cursor, tally: Tally) -> None:
         cursor.move_to(mark.epoch, mark.step)
         stage = self._operator._lockstep
         stage.committed = self._operator.global_step = mark.committed
@@ -227,24 +274,6 @@ class Rollback:
         if mark.meters is not None:
             stage.meters = mark.meters
         stage.measures.back_to(mark.measures)
-        for (owner, key), buffer in zip(self._places, self._buffers, strict=True):
-            owner._buffers[key] = buffer
-        overwrite(self._buffers, self._kept)
-        for parameter in self._run.parameters():
-            parameter.grad = None
-        if not self.carry(self._carried):
-            return False
-        if everything is not None:
-            everything.put_back()
-        if self._settings is not None:
-            # After it: schedulers may have stepped between the batches of a window.
-            self._settings.put_back()
-        if everything is not None:
-            return True
-        if has_stepped:
-            self._steps_early = True
-        now = [parameter._version for parameter in self._parameters]
-        return not self._handles or self._versions == now
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:
