@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from lockstep.audit.ledger import Step
-    from lockstep.audit.world import SharedTrack
+    from lockstep.audit.world import SharedTrack, World
 
 _REDUCING: Final = ("all_reduce", "reduce")
 _STEPS: Final = 3
@@ -34,6 +34,23 @@ def apart_by_design(track: SharedTrack) -> frozenset[str]:
     if all(_share_the_work(track.steps(number)) for number in track.numbers[:_STEPS]):
         return frozenset(unreduced & {d.name for d in track.differences("entry", first)})
     return frozenset()
+
+
+def is_model_parallel(world: World) -> bool:
+    """Ranks that share one sample's work read the same samples on purpose."""
+    sharded = not any(world.fact("fsdp")) and any(
+        p.sharded for led in world.ledgers.values() for t in led.tracks for p in t.parameters
+    )
+    smaller = any(
+        ranks is not None and 1 < len(ranks) < world.size
+        for groups in world.fact("subgroups")
+        for ranks in groups
+    )
+    wrappers = any(
+        p.wrapper for led in world.ledgers.values() for t in led.tracks for p in t.parameters
+    )
+    cut_up = any(track.apart for track in world.tracks)
+    return (sharded or smaller or cut_up or any(world.fact("all_to_all"))) and not wrappers
 
 
 def _reduced(track: SharedTrack) -> set[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.base import Code, Explained
 from lockstep.audit.rules.overlap import SAME, same_samples, shares_out
 
@@ -42,23 +43,6 @@ class Data:
             if found is not None:
                 yield found
                 break
-
-
-def is_model_parallel(world: World) -> bool:
-    """Ranks that share one sample's work read the same samples on purpose."""
-    sharded = not any(world.fact("fsdp")) and any(
-        p.sharded for led in world.ledgers.values() for t in led.tracks for p in t.parameters
-    )
-    smaller = any(
-        ranks is not None and 1 < len(ranks) < world.size
-        for groups in world.fact("subgroups")
-        for ranks in groups
-    )
-    wrappers = any(
-        p.wrapper for led in world.ledgers.values() for t in led.tracks for p in t.parameters
-    )
-    cut_up = any(track.apart for track in world.tracks)
-    return (sharded or smaller or cut_up or any(world.fact("all_to_all"))) and not wrappers
 
 
 def _side_by_side(world: World) -> list[dict[int, Loading]]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.base import Explained, first_found, named, numbers
-from lockstep.audit.rules.data import is_model_parallel
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 
 if TYPE_CHECKING:

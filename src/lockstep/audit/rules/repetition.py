@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.base import Code, Explained
-from lockstep.audit.rules.data import is_model_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
