@@ -172,6 +172,11 @@ class RayEngine:
             self.members.remove(member)
         self.spares = [each for each in self.spares if each[0] is not member]
 
+    def line_up(self, members: Sequence[Member]) -> None:
+        """These are the members from now on, by rank; who was a spare is none any more."""
+        self.members = list(members)
+        self.spares = [each for each in self.spares if each[0] not in members]
+
     @property
     def _rank_0(self) -> Member | None:
         return self.members[0] if self.members else None

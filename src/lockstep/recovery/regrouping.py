@@ -174,12 +174,12 @@ class Regrouping:
         engine = self._engine
         while True:
             self._watchdog.begin()
-            ranks = range(len(engine.members))
             members = list(engine.members)
+            ranks = range(len(members))
             hearing = engine.hear("stand_down", (method,), ranks, guard=self._watchdog.look)
-            failed = [members[rank] for rank in ranks if rank not in hearing.values]
-            for member in failed:
-                self._lose(member, hearing, members.index(member), places, lost)
+            failed = [rank for rank in ranks if rank not in hearing.values]
+            for rank in failed:
+                self._lose(members[rank], hearing, rank, places, lost)
             if not failed:
                 return {members[rank]: standing for rank, standing in hearing.values.items()}
 
@@ -199,7 +199,10 @@ class Regrouping:
         if member in places:
             places[places.index(member)] = None
         lost.append(Loss(member, rank, range(0), died))
-        (self._engine.forget if rank in hearing.deaths else self._engine.bury)(member)
+        if rank in hearing.deaths:
+            self._engine.forget(member)
+        else:
+            self._engine.bury(member)
 
     def _fill(self, places: list[Member | None], losses: Sequence[Loss]) -> list[Member]:
         """Spares in the free places, in order; the members of the next generation, by rank."""
@@ -211,9 +214,8 @@ class Regrouping:
             places.append(None)
         for index, place in enumerate(places):
             if place is None and ready:
-                places[index] = newcomer = ready.pop(0)
-                engine.spares = [each for each in engine.spares if each[0] is not newcomer]
-        engine.members = [place for place in places if place is not None]
+                places[index] = ready.pop(0)
+        engine.line_up([place for place in places if place is not None])
         return engine.members
 
     def _wait_for_more(

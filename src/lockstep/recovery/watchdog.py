@@ -94,7 +94,7 @@ class Watchdog:
         return seen.latest is not None and seen.latest.waits and not self._is_silent(seen, now)
 
     def _is_silent(self, seen: Sighting, now: float) -> bool:
-        return seen.silent_for(now) > min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S) / 2
+        return seen.silent_for(now) > self._broken_s / 2
 
     @property
     def _broken_s(self) -> float:
