@@ -96,7 +96,7 @@ class HandsOver(Inquiries):
             state["position"]["train"]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
             before = self.operator._lockstep.buffers_before
-            if before is not None and cursor.step != cursor.window_start:
+            if before is not None and cursor.has_open_window:
                 before.put_into([*state["models"], state["criterion"]])
 
     def operator_state(self) -> Any:

@@ -213,7 +213,7 @@ class Rollback:
     def settle(self, cursor: Cursor) -> None:
         """A batch is committed, and its step with it, unless gradients wait for further ones."""
         opened = self._open
-        if cursor.window_start != cursor.step or (opened is not None and self._gathers(opened)):
+        if cursor.has_open_window or (opened is not None and self._gathers(opened)):
             return
         if opened is not None and opened.stepped_at is not None:
             went_on = self._rounds > opened.stepped_at

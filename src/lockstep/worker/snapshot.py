@@ -85,7 +85,7 @@ class Snapshots:
 
     def watch_optimizers(self) -> None:
         """A loop of the user's own says by its optimizers' steps where its windows end."""
-        if self._worker.operator._brings_own_loop():
+        if self._has_own_loop:
             for optimizer in self._worker.run.optimizers:
                 optimizer.register_step_post_hook(self._note_step)
 
@@ -108,12 +108,11 @@ class Snapshots:
         Collective:
             Where `_needs_everybody`, when a copy is due: every rank.
         """
-        own_loop = self._worker.operator._brings_own_loop()
-        is_settled = self._is_settled(own_loop)
+        is_settled = self._is_settled
         self._has_stepped = False
         if self._is_requested and not self._needs_everybody:
             self._answer(is_settled)
-        if not self._is_due or not is_settled or (own_loop and self._needs_everybody):
+        if not self._is_due or not is_settled or (self._has_own_loop and self._needs_everybody):
             return
         # Only it knows what it holds between two batches: its turn is after the call.
         if not self._worker.operator._brings("train_epoch"):
@@ -121,8 +120,7 @@ class Snapshots:
 
     def after_call(self) -> None:
         """A call of `train` has ended; what could not be copied in the middle of it is now."""
-        own_loop = self._worker.operator._brings_own_loop()
-        if self._is_due and (own_loop or self._is_settled(own_loop)):
+        if self._is_due and (self._has_own_loop or self._is_settled):
             self._copy()
 
     @property
@@ -142,12 +140,16 @@ class Snapshots:
         keeps_its_own = spec.num_workers > 1 and operator._brings("state_dict")
         return spec.options.sync == "fsdp" or keeps_its_own
 
-    def _is_settled(self, own_loop: bool) -> bool:
+    @property
+    def _has_own_loop(self) -> bool:
+        return self._worker.operator._brings_own_loop()
+
+    @property
+    def _is_settled(self) -> bool:
         """No gradients wait for the next batch."""
-        if own_loop:
+        if self._has_own_loop:
             return self._has_stepped
-        cursor = self._worker.cursors["train"]
-        return cursor.window_start == cursor.step
+        return not self._worker.cursors["train"].has_open_window
 
     def _answer(self, is_settled: bool) -> None:
         """What was asked for by somebody who cannot wait for the end of the call."""
