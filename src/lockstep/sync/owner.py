@@ -25,7 +25,7 @@ from lockstep.sync.undoing import Undoing
 from lockstep.sync.wire import Message, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
 
@@ -87,10 +87,9 @@ class Owner:
         asked, self._asked = [self._asked[each] for each in range(self._size)], {}
         return dict.fromkeys(range(self._size), self._answer(lambda: self._together(asked)))
 
-    def _answer(self, act: Any) -> Message:
+    def _answer(self, act: Callable[[], Message]) -> Message:
         try:
-            answer: Message = act()
-            return answer
+            return act()
         # Whatever an optimizer of the user's raises belongs to the workers that wait for it.
         except Exception as error:
             return _refusal(error)
