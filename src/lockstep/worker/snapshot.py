@@ -61,6 +61,7 @@ class Snapshots:
         self._lock = threading.Lock()
         self._latest: Snapshot | None = None
         self._has_stepped = False
+        self._handles: list[Any] = []
         self._shelf = Shelf()
         self._on_its_way: Snapshot | None = None
 
@@ -86,8 +87,15 @@ class Snapshots:
     def watch_optimizers(self) -> None:
         """A loop of the user's own says by its optimizers' steps where its windows end."""
         if self._has_own_loop:
-            for optimizer in self._worker.run.optimizers:
+            self._handles = [
                 optimizer.register_step_post_hook(self._note_step)
+                for optimizer in self._worker.run.optimizers
+            ]
+
+    def close(self) -> None:
+        """Take the hooks off the optimizers."""
+        for handle in self._handles:
+            handle.remove()
 
     def _note_step(self, *_: Any) -> None:
         self._has_stepped = True

@@ -180,8 +180,9 @@ class Worker(HandsOver):
         self.leave()
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
+        # With a local rank the optimizer is the user's own, and outlives the trainer.
+        self.snapshots.close()
         if self._rollback is not None:
-            # With a local rank the optimizer is the user's own, and outlives the trainer.
             self._rollback.close()
         self._operator = None
         if self._threads_before is not None:

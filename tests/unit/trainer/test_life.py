@@ -10,7 +10,17 @@ import sys
 import termios
 
 import pytest
-from tests.unit.trainer.programs import Regression, by_hand, loader, same, trainer, weights
+from tests.unit.trainer.programs import (
+    Regression,
+    by_hand,
+    linear,
+    loader,
+    same,
+    sgd,
+    trainer,
+    weights,
+)
+from torch import nn
 
 from lockstep import Callback, TorchTrainer
 from lockstep.errors import ConfigurationError, TrainerClosedError
@@ -110,6 +120,28 @@ def test_the_context_manager_shuts_down_also_after_an_error():
         raise KeyError
     with pytest.raises(TrainerClosedError):
         one.train()
+
+
+def test_nothing_of_a_trainer_stays_with_an_optimizer_that_outlives_it():
+    model = linear()
+    optimizer = sgd(model)
+
+    class OwnStep(Regression):
+        def setup(self, config):
+            self.register(models=model, optimizers=optimizer)
+            self.register_data(train_loader=loader())
+
+        def train_batch(self, batch, batch_info):
+            features, targets = batch
+            optimizer.zero_grad()
+            self.backward(nn.functional.mse_loss(model(features), targets))
+            optimizer.step()
+            return {}
+
+    with trainer(OwnStep) as one:
+        one.train(num_steps=2)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 class Failing(Regression):
