@@ -51,8 +51,7 @@ class LostCounts:
         segments = self._segments(loss.member, progress)
         samples: Any = 0
         if segments:
-            heard = self._engine.hear("samples_of", ("train", segments), [0])
-            samples = self._engine.conclude(heard)[0]
+            samples = self._engine.call_rank(0, "samples_of", "train", segments)
         if samples is None:
             samples = 0 if counted is None else counted.samples
         return lost_report(samples, counted)

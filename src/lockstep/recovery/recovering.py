@@ -248,9 +248,7 @@ class RecoveringEngine:
         self, method: str, shards: Sequence[int], regrouped: Regrouped, loss: Loss
     ) -> PoisonedStepError:
         purpose = "train" if method == "train" else "validation"
-        items = self._engine.conclude(
-            self._engine.hear("items_ahead", (purpose, list(shards)), [0])
-        )[0]
+        items = self._engine.call_rank(0, "items_ahead", purpose, list(shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
             where=f"step {regrouped.point[0]}, shard {', '.join(map(str, shards))}",
