@@ -64,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "recovery_cost": recovery_cost.FAMILY,
     "reproducible": reproducibility.FAMILY,
     "calls": calls.FAMILY,
+    "calls_full": calls.FULL_FAMILY,
     "audit": audit.FAMILY,
 }
 """In the order of the table. Those that need a Ray of the same size share one."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.harness import Contender, Row, family_of
 
 PROGRAM = Path(__file__).with_name("contenders") / "calls.py"
-WORKERS = (2, 4, 8, 16)
+MANY = (4, 8, 16)
 
 
 def _row(workers: int) -> Row:
@@ -24,4 +24,5 @@ def _row(workers: int) -> Row:
     )
 
 
-FAMILY = family_of(*map(_row, WORKERS), ray_cpus=16)
+FAMILY = family_of(_row(2), ray_cpus=16)
+FULL_FAMILY = family_of(*map(_row, MANY), suites=("full",), ray_cpus=16)

@@ -44,15 +44,15 @@ def _encoder(width: int, layers: int) -> Callable[[], nn.Module]:
 
 
 MODELS = {
-    "5 ms": (_perceptron, (512, 256), 64),
-    "50 ms": (_encoder(128, 4), (8, 32, 128), 16),
-    "25 M": (_encoder(512, 8), (4, 128, 512), 2),
+    "5 ms": (_perceptron, (128, 256), 64, 20),
+    "50 ms": (_encoder(128, 4), (16, 32, 128), 16, 16),
+    "25 M": (_encoder(512, 8), (4, 128, 512), 2, 8),
 }
-"""The model, its batch on one rank, and the steps of one block."""
+"""The model, its batch on one rank, the steps of one block, and how many pairs of blocks."""
 
 
-def measure(name: str, mode: str, pairs: int) -> Pairs:
-    make, shape, steps = MODELS[name]
+def measure(name: str, mode: str) -> Pairs:
+    make, shape, steps, pairs = MODELS[name]
     torch.manual_seed(0)
     model = DistributedDataParallel(make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -93,11 +93,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--mode", choices=("watch", "full"), default="watch")
-    parser.add_argument("--pairs", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    measured = {name: measure(name, options.mode, options.pairs) for name in options.models}
+    measured = {name: measure(name, options.mode) for name in options.models}
     if dist.get_rank() == 0:
         report(**measured)
     dist.barrier()

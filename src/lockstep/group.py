@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +37,11 @@ ROLL_CALL_LIMIT_S: Final = 300.0
 """How long a roll call waits at most; less if the group's own timeout is shorter."""
 
 _ROLL_CALL_TAG: Final = 0x10C5
+
+_LENGTH: Final = struct.Struct("<q")
+
+_ENVELOPE: Final = 504
+"""Bytes that travel with their length; a multiple of eight in all."""
 
 
 class Pending:
@@ -279,21 +285,28 @@ class Group:
             None: metadata only.
 
         Collective:
-            Every rank, same order. Blocks. Two small all-gathers (lengths, then bytes).
+            Every rank, same order. Blocks. One small all-gather; another one where a value is
+            longer than `_ENVELOPE` bytes.
 
         Raises:
             PeerLostError: another rank went away or the group is closed.
         """
         text = json.dumps(value).encode()
-        length = torch.tensor([len(text)], device=self.device)
-        lengths = [int(item) for item in torch.cat(self.all_gather(length)).tolist()]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        # Most are short: the length and the value go in one envelope.
+        envelopes = self._gather_bytes(_LENGTH.pack(len(text)) + text[:_ENVELOPE], _ENVELOPE)
+        lengths = [_LENGTH.unpack_from(envelope)[0] for envelope in envelopes]
+        if max(lengths) <= _ENVELOPE:
+            texts = [envelope[_LENGTH.size :] for envelope in envelopes]
+        else:
+            texts = self._gather_bytes(text, max(lengths))
+        return [json.loads(one[:length]) for one, length in zip(texts, lengths, strict=True)]
+
+    def _gather_bytes(self, mine: bytes, room: int) -> list[bytes]:
+        """Every rank's bytes, by rank, each padded to the same length, at least `room`."""
+        padded = torch.zeros(_LENGTH.size + room, dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         gathered = torch.stack(self.all_gather(padded.to(self.device))).cpu()
-        return [
-            json.loads(bytes(row[:size].tolist()))
-            for row, size in zip(gathered, lengths, strict=True)
-        ]
+        return [bytes(row) for row in gathered.numpy()]
 
     def roll_call(self, token: Sequence[float]) -> list[list[float]]:
         """Every rank's `token`, by rank; names the ranks that do not come.

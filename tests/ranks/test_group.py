@@ -40,6 +40,17 @@ def test_collectives(size):
         assert said == [{"rank": rank, "names": ["ä"] * rank} for rank in range(size)]
 
 
+def test_what_is_exchanged_may_be_long_on_one_rank_alone():
+    """Short values travel in one message, whose room these go up to, beyond, and back."""
+    lengths = [0, 500, 502, 503, 504, 5000, 1]
+
+    def body(group):
+        return [group.exchange("x" * (length * (group.rank == 1))) for length in lengths]
+
+    for said in run_ranks(3, body):
+        assert said == [["", "x" * length, ""] for length in lengths]
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_small_sums_and_large_ones(size):
     """By a gather or an all-reduce: the same bits on every rank, several in flight at once."""

@@ -83,7 +83,10 @@ class Backward:
 
 @dataclass
 class Collective:
-    """One call of a function of ``torch.distributed``."""
+    """One call of a function of ``torch.distributed``.
+
+    `parameter` is the one whose gradient was communicated, `weights` the one that was itself.
+    """
 
     op: str
     where: list[Place]
@@ -91,6 +94,7 @@ class Collective:
     shape: list[int] = field(default_factory=list)
     reduction: str | None = None
     parameter: str | None = None
+    weights: str | None = None
     before: float | None = None
     after: float | None = None
     in_backward: bool = False

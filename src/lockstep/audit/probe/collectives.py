@@ -8,6 +8,7 @@ tells of it (`lockstep.audit.probe.probe.Wrapper`).
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.audit.ledger import Collective
 from lockstep.audit.probe import gathers
-from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.frames import is_called_by, users_lines
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
 
@@ -130,6 +131,8 @@ def _note_call(probe: Probe, call: Collective) -> None:
     ledger.calls.append(call)
     if len(ledger.calls) > _KEPT:
         del ledger.calls[0]
+    if "gather" in call.op and "accelerate" in sys.modules and is_called_by("gather_for_metrics"):
+        ledger.facts["leaves_out_padding"] = True
     if probe.detailed:
         for window in probe.each_window():
             if len(window.collectives) < Window.LIMIT:
@@ -142,6 +145,7 @@ def _before(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwa
         op = kwargs.get("op", args[1] if len(args) > 1 and call.op == "all_reduce" else None)
         call.reduction = _reduction_name(op)
         call.parameter = _gradient_name(probe, tensor)
+        call.weights = _parameter_name(probe, tensor) if call.parameter is None else None
         if call.parameter is None and len(probe.unnamed) < Window.LIMIT:
             probe.unnamed.append((call, weakref.ref(tensor)))
         call.before = _size(tensor)
@@ -191,6 +195,17 @@ def _gradient_name(probe: Probe, tensor: torch.Tensor) -> str | None:
         held, name = probe.gradient_names.get(pointer, (None, None))
     param = None if held is None else held()
     return name if param is not None and param.shape == tensor.shape else None
+
+
+def _parameter_name(probe: Probe, tensor: torch.Tensor) -> str | None:
+    """Which parameter it is, by its memory."""
+    pointer = tensor.data_ptr()
+    for watched in probe.optimizers.values():
+        for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+            # The size first: it is known without a look at the memory.
+            if param.shape == tensor.shape and param.data_ptr() == pointer:
+                return described.name
+    return None
 
 
 def _has_gradient_at(param: torch.Tensor | None, pointer: int) -> bool:

@@ -40,6 +40,16 @@ def _distance(file: str) -> int:
     return distance
 
 
+def is_called_by(name: str, frame: FrameType | None = None) -> bool:
+    """Is a function of this name under way, at any depth?"""
+    walked: FrameType | None = frame or sys._getframe(1)
+    while walked is not None:
+        if walked.f_code.co_name == name:
+            return True
+        walked = walked.f_back
+    return False
+
+
 def users_lines(frame: FrameType | None = None) -> list[Place]:
     """The innermost lines of the user's own files; of a library's if there are none.
 

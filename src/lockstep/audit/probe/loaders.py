@@ -52,7 +52,7 @@ def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
             epoch,
             users_lines(),
             sampler=_sampler_name(loader),
-            replicas=getattr(_sampler(loader), "num_replicas", None),
+            replicas=_replicas(loader),
             shuffles=getattr(_sampler(loader), "shuffle", None),
             size=_size(loader.dataset),
             part=_part(loader.dataset),
@@ -69,6 +69,13 @@ def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 def _sampler(loader: DataLoader[Any]) -> Any:
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "sampler", None) or loader.sampler
+
+
+def _replicas(loader: DataLoader[Any]) -> int | None:
+    """How many ranks share the samples, where the loader knows; Accelerate's say so too."""
+    dealt = getattr(getattr(loader, "batch_sampler", None), "num_processes", None)
+    replicas: int | None = getattr(_sampler(loader), "num_replicas", dealt)
+    return replicas
 
 
 def _sampler_name(loader: DataLoader[Any]) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.base import Code, Explained
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ORDER = Code("LS504", "the same order in every epoch", "warning")
 EVALUATED = Code("LS505", "samples read more than once in evaluation", "warning")
 SEEDS = Code("LS506", "equal worker seeds on all ranks", "notice")
+
+_PADDING: Final = ("DistributedSampler", "BatchSamplerShard")
+"""Torch's and Accelerate's: both give every rank as many samples, some of them twice."""
 
 
 class Data:
@@ -70,7 +73,9 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
     first = loadings[min(loadings)]
     if any(x.training or not x.indices for x in loadings.values()) or first.size is None:
         return None
-    if "DistributedSampler" not in first.sampler or not shares_out(loadings):
+    if not any(name in first.sampler for name in _PADDING) or not shares_out(loadings):
+        return None
+    if any(world.fact("leaves_out_padding")):
         return None
     counts: Counter[int] = Counter()
     for loading in loadings.values():

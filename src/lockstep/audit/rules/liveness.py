@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.rules.base import Code, Explained
 from lockstep.audit.rules.liveness_text import standing
@@ -12,10 +12,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Ledger
     from lockstep.audit.world import World
 
 WAITING = Code("LS601", "ranks wait for a rank that does not come")
 DIED = Code("LS602", "a rank ended without a word")
+
+_PEER_LOST: Final = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+)
+"""What gloo says, and NCCL last."""
 
 
 class Liveness:
@@ -28,6 +38,8 @@ class Liveness:
         stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
         if stuck and world.size > 1:
             yield _waiting(world, lost)
+        elif (left := _left_the_others(world)) is not None:
+            yield left
         died = {r: led.facts["died"] for r, led in world.ledgers.items() if "died" in led.facts}
         if died:
             killed = ", ".join(f"rank {rank} by {name}" for rank, name in died.items())
@@ -44,6 +56,37 @@ class Liveness:
                 rank=lost,
                 where=[p for led in world.ledgers.values() for p in led.stack],
             )
+
+
+def _left_the_others(world: World) -> Finding | None:
+    """A rank came to the end of its program, and another one's connection to it broke.
+
+    Inside backward no function of Python's waits: what the reducer's collective raised tells.
+    """
+    broken = {r: led for r, led in world.ledgers.items() if _lost_a_peer(led)}
+    ended = {
+        r: led for r, led in world.ledgers.items() if led.failure is None and led.exit_code == 0
+    }
+    if not broken or not ended:
+        return None
+    steps = {r: max((t.count for t in led.tracks), default=0) for r, led in world.ledgers.items()}
+    done = "; ".join(f"rank {r} ended in order after step {steps[r]}" for r in ended)
+    waited = "; ".join(
+        f"rank {r} {standing(led)} in its step {steps[r] + 1}" for r, led in broken.items()
+    )
+    return WAITING.finding(
+        f"rank {', '.join(map(str, ended))} is missing: {done}; {waited}",
+        "leave the loop on all ranks at the same step: decide by what all ranks share (a metric "
+        "that was averaged over them, a broadcast from rank 0), and give all as many batches",
+        rank=sorted(ended),
+        evidence={"steps": {str(r): count for r, count in steps.items()}},
+        where=[place for led in broken.values() for place in led.stack],
+    )
+
+
+def _lost_a_peer(ledger: Ledger) -> bool:
+    failure = ledger.failure
+    return failure is not None and any(words in failure["message"] for words in _PEER_LOST)
 
 
 def _waiting(world: World, lost: list[int]) -> Finding:

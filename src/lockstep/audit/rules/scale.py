@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from lockstep.audit.world import SharedTrack, World
 
 TWICE = Code("LS204", "gradients were reduced twice")
-UNDIVIDED = Code("LS205", "gradients were added up and not divided")
+UNDIVIDED = Code("LS205", "what the ranks added up was not divided")
 TIMES = Code("LS206", "the loss is multiplied or divided by the number of ranks", "warning")
 
 _CLOSE = 1e-4
+
+_ALIGNED = 0.7
+"""Of the lengths of replicas that have drifted apart, what is left when they are added up."""
 
 
 class Sums:
@@ -39,7 +42,7 @@ class Sums:
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
-    return _twice(track, number) or _undivided(track, number)
+    return _twice(track, number) or _undivided(track, number) or _models_undivided(track, number)
 
 
 def _reductions(step: Step) -> list[Collective]:
@@ -123,6 +126,50 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
         evidence={"after": kept[0].after, "ranks": size},
         where=kept[0].where,
     )
+
+
+def _models_undivided(track: SharedTrack, number: int) -> Finding | None:
+    """Replicas were added up as each rank's step had left them, and the sum was trained on."""
+    steps, before = track.steps(number), track.steps(number - 1)
+    if steps.keys() != before.keys():
+        return None
+    by_name: dict[str, dict[int, Collective]] = {}
+    for rank, step in steps.items():
+        for call in step.collectives:
+            if call.weights and call.reduction == "SUM" and call.before and call.after:
+                by_name.setdefault(call.weights, {})[rank] = call
+    names = [name for name, calls in by_name.items() if _was_summed(track, number, name, calls)]
+    if not names:
+        return None
+    call = next(iter(by_name[names[0]].values()))
+    return UNDIVIDED.finding(
+        f"between steps {number} and {number + 1} an all_reduce added up {named(names)} over "
+        f"{len(call.group)} ranks, and nothing divided the sum: the model is about "
+        f"{len(call.group)} times as large as each rank's",
+        "use op=ReduceOp.AVG, or divide by the number of ranks after the all_reduce",
+        rank=sorted(steps),
+        step=number + 1,
+        parameters=names,
+        evidence={"before": call.before, "after": call.after, "ranks": len(call.group)},
+        where=call.where,
+    )
+
+
+def _was_summed(track: SharedTrack, number: int, name: str, calls: dict[int, Collective]) -> bool:
+    shared = next((s for s in track.parameters if s.name == name), None)
+    if shared is None or calls.keys() != track.steps(number).keys():
+        return False
+    for rank, call in calls.items():
+        left, found = track.steps(number - 1)[rank].exit, track.steps(number)[rank].entry
+        if left is None or found is None or left.norms is None or found.norms is None:
+            return False
+        index = shared.index[rank]
+        if not _is(float(left.norms[index]), call.before or 0.0):
+            return False  # it was weighed before
+        if not _is(float(found.norms[index]), call.after or 0.0):
+            return False  # it was divided afterwards
+    together = sum(call.before or 0.0 for call in calls.values())
+    return all((call.after or 0.0) > _ALIGNED * together for call in calls.values())
 
 
 def _ran(wrappers: dict[str, dict[str, object]]) -> bool:
