@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each rank stops early by its own validation loss: one leaves, the others wait for it."""
 
 from datetime import timedelta
