@@ -121,7 +121,15 @@ def test_wrong_usage_is_2(arguments, capsys):
     with pytest.raises(SystemExit) as leaving:
         main(["audit", *arguments])
     assert leaving.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage:" in said
+    assert "required: SCRIPT, ARGS" not in said, "a script need not have any"
+
+
+def test_the_help_is_for_terminals(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "``" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_commands_that_are_not_run_exist():
             elif program == "pip":
                 asked = re.findall(r"\[([\w,]+)\]", command)
                 assert set(",".join(asked).split(",")) <= {*extras, ""}, (name(page), command)
+            elif program == "source":
+                assert words == [".venv/bin/activate"], (name(page), command)
             elif program.startswith(".venv/"):
                 files = [word for word in words if "/" in word]
                 assert all((ROOT / file).exists() for file in files), (name(page), command)

@@ -74,9 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "another launcher never)",
     )
     parser.add_argument("script", metavar="SCRIPT", help="the training script, unmodified")
-    parser.add_argument(
+    own = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
     )
+    own.required = False  # else argparse asks for them too where the script is missing
 
 
 def parse(arguments: Sequence[str] | None, prog: str) -> Options:

@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+DESCRIPTION = "Train a model with several workers, and find what is silently wrong in any script."
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line; imports no torch."""
     from lockstep.audit.options import add_arguments as add_audit
     from lockstep.cli.completion import SHELLS
     from lockstep.cli.options import add_arguments as add_train
 
-    parser = argparse.ArgumentParser(prog="lockstep", description=__doc__)
+    parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",

@@ -37,7 +37,7 @@ def leading_length(batch: Any) -> int:
         raise NotShardableError(
             "the number of samples in a batch cannot be read from it",
             expected="a tensor, array or sequence somewhere in the batch",
-            got=f"a {type(batch).__name__}",
+            got=type(batch).__name__,
             fix="yield batches of tensors (tuples, dicts and dataclasses of them are fine)",
         )
     return found

@@ -134,7 +134,7 @@ class Hearing:
             died = WorkerDiedError(
                 f"the process of rank {rank} died during {self.method}",
                 where=f"rank {rank}",
-                cause=_first_lines(str(error)),
+                cause=reason_of(error),
                 fix="look for the reason above (out of memory? killed?), then build a new"
                 " trainer and load the last checkpoint",
             )
@@ -172,6 +172,14 @@ def _is_plain(error: BaseException) -> bool:
     return isinstance(error, LockstepError) or not isinstance(error, RuntimeError)
 
 
-def _first_lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:3])
+def reason_of(death: RayActorError) -> str:
+    """What Ray knows of a death, in a line: without the actor's ids, and without advice.
+
+    Ray tells the reason after a sentence that is always the same, and the ids; in the first moments
+    it has not heard of one.
+    """
+    lines = [line for line in str(death).splitlines() if line.strip()]
+    told = [line.strip() for line in lines if not line.startswith("\t")]
+    has_ids = len(told) < len(lines)
+    reason = " ".join(told[1:] if has_ids and told[1:] else told[:3])
+    return reason.split(" Some common causes include", maxsplit=1)[0]

@@ -44,8 +44,9 @@ class Incident:
             "the same bits as undisturbed" if self.same_bits else "other bits, the same objective"
         )
         steps = "step" if self.replayed == 1 else "steps"
+        workers = "worker" if self.workers == 1 else "workers"
         return (
             f"recovered in {self.seconds:.2f} s: {who} during {self.during}, after step"
             f" {self.step}; {self.replayed} {steps} computed again, none lost; generation"
-            f" {self.generation} has {self.workers} workers; {bits}"
+            f" {self.generation} has {self.workers} {workers}; {bits}"
         )
