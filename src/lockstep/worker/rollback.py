@@ -5,10 +5,11 @@ A step that a peer's death interrupts is computed again. In the default loop not
 buffers (running statistics) has changed by then, for the optimizer steps when everything has
 been communicated. A `train_batch` of the user's own may communicate after an optimizer has
 stepped (two models with two optimizers): then the weights and the optimizers' state are copied
-before the first of them steps. Whether it does is learned from its first batch, which is
-copied in any case. Optimizers that step elsewhere, at a parameter server, are told to which step
-they may have to go back, and do so there; a step of theirs communicates, so that the weights are
-copied here before each.
+before the first of them steps. Whether it does is learned from its first batches, which are
+copied in any case: until each optimizer has stepped, for one may do so in few batches only.
+Optimizers that step elsewhere, at a parameter server, are told to which step they may have to go
+back, and do so there; a step of theirs communicates, so that the weights are copied here before
+each. A forward may write to weights in any loop; see `written`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.metrics import AverageMeterCollection
 from lockstep.sync import copy_over, overwrite
 from lockstep.worker.carried import Carried
+from lockstep.worker.written import Written
 
 if TYPE_CHECKING:
     import torch
@@ -67,14 +69,16 @@ class Rollback:
         self._everything: _Everything | None = None
         # None: not known yet.
         self._steps_early: bool | None = None
+        self._have_stepped: set[int] = set()
         # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
         self._call_began: int | None = None
         self._carried: Carried | None = None
         self._at_call: Carried | None = None
+        self._written = Written(run.optimizers)
         self._handles = []
         if operator._brings_own_loop():
             self._handles = [
-                optimizer.register_step_pre_hook(lambda *_: self._about_to_step())
+                optimizer.register_step_pre_hook(lambda each, *_: self._about_to_step(each))
                 for optimizer in run.optimizers
             ]
 
@@ -82,6 +86,7 @@ class Rollback:
         """Take the hooks off the optimizers."""
         for handle in self._handles:
             handle.remove()
+        self._written.close()
 
     def begin_call(self, cursor: Cursor) -> None:
         """Look where the modules' parameters and buffers are: too dear for every step."""
@@ -180,6 +185,7 @@ class Rollback:
             self._versions = [parameter._version for parameter in self._parameters]
         self._buffers = [owner._buffers[key] for owner, key in self._places]
         copy_over(self._buffers, self._kept)
+        self._written.keep(self._parameters)
 
     def settle(self, cursor: Cursor) -> None:
         """A batch is committed, and its step with it, unless gradients wait for further ones."""
@@ -187,8 +193,10 @@ class Rollback:
         if cursor.window_start != cursor.step or (sync is not None and self._gathers(sync)):
             return
         if self._stepped_at is not None:
-            went_on = sync is not None and sync.rounds > self._stepped_at
-            self._steps_early = bool(self._steps_early) or went_on
+            if sync is not None and sync.rounds > self._stepped_at:
+                self._steps_early = True
+            elif len(self._have_stepped) == len(self._run.optimizers):
+                self._steps_early = bool(self._steps_early)
         self._mark = self._stepped_at = self._everything = self._carried = None
         self._tell(None)
 
@@ -199,7 +207,8 @@ class Rollback:
         waits = self._stepped_at is None and sync.rounds > self._rounds_before
         return waits or sync.has_open_window
 
-    def _about_to_step(self) -> None:
+    def _about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._have_stepped.add(id(optimizer))
         if self._mark is None or self._stepped_at is not None:
             return
         sync = self._operator._lockstep.sync
@@ -234,8 +243,11 @@ class Rollback:
             parameter.grad = None
         if not self.carry(self._carried):
             return False
+        moved = self._have_moved()
         if everything is not None:
             everything.put_back()
+        # After it: a forward that writes comes before the step for which everything is copied.
+        self._written.put_back()
         if self._settings is not None:
             # After it: schedulers may have stepped between the batches of a window.
             self._settings.put_back()
@@ -243,8 +255,15 @@ class Rollback:
             return True
         if has_stepped:
             self._steps_early = True
-        now = [parameter._version for parameter in self._parameters]
-        return not self._handles or self._versions == now
+        return not moved
+
+    def _have_moved(self) -> bool:
+        """In a loop of the user's own, weights of which there is no copy have changed."""
+        pairs = zip(self._parameters, self._versions, strict=True) if self._handles else ()
+        return any(
+            parameter._version != before and not self._written.covers(parameter)
+            for parameter, before in pairs
+        )
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:
