@@ -202,6 +202,19 @@ def test_scripts_of_other_kinds(tmp_path, script, code, found, said):
 
 
 @pytest.mark.slow
+def test_a_script_that_closes_all_files_lives(tmp_path):
+    script = tmp_path / "closes.py"
+    script.write_text(
+        "import os, time\nos.closerange(3, 64)\n"
+        "others = [open(os.devnull) for _ in range(64)]\ntime.sleep(0.3)\nprint('done')\n"
+    )
+    done = audit(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_ranks_that_the_script_starts_itself_are_watched(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -133,14 +133,18 @@ class Rank:
         """Write when the launcher asks; end with it, so that no rank is orphaned."""
         pipe = os.environ.pop(PIPE, None)
         if pipe is not None:
+            ours = int(pipe), os.fstat(int(pipe))
             threading.Thread(
-                target=self._obey, args=(int(pipe),), name="lockstep.audit", daemon=True
+                target=self._obey, args=ours, name="lockstep.audit", daemon=True
             ).start()
 
-    def _obey(self, pipe: int) -> None:
-        while os.read(pipe, 1) == DUMP:
-            self._write_where_it_stands()
-        os.killpg(0, signal.SIGKILL)
+    def _obey(self, pipe: int, as_given: os.stat_result) -> None:
+        # A script may close all files that it did not open, and open others.
+        with contextlib.suppress(OSError):
+            while os.read(pipe, 1) == DUMP:
+                self._write_where_it_stands()
+            if os.path.samestat(as_given, os.fstat(pipe)):
+                os.killpg(0, signal.SIGKILL)
 
     def _write_where_it_stands(self) -> None:
         if self.probe is None:

@@ -50,6 +50,9 @@ REPEATED: Final = frozenset(
 )
 """Change nothing, or the same again. Whoever else was interrupted may have happened in part."""
 
+MEETING: Final = frozenset({"verify"})
+"""Form a further group: who waits there for somebody holds no line to him yet."""
+
 
 class RecoveringEngine:
     """An engine whose group forms anew when it breaks; see `Engine`.
@@ -158,6 +161,9 @@ class RecoveringEngine:
     def _guard(self, hearing: Hearing) -> None:
         self._replace_the_lost()
         self._watchdog.look(hearing)
+        if hearing.method in MEETING and hearing.deaths:
+            # Somebody died after the roll call.
+            self._engine.call_off()
         if hearing.method == "train" and not self._has_dismissed and self._regrouping.can_grow:
             # Each leaves before its next batch; whoever is in a step then fails in it.
             self._has_dismissed = True
@@ -165,7 +171,8 @@ class RecoveringEngine:
 
     def _muster(self, method: str) -> None:
         """Before a call: newcomers take their places, and who died meanwhile is replaced."""
-        may_repeat = method in RESUMED or method in REPEATED
+        # Who meets somebody for the first time cannot hear of his death: all have to be there.
+        may_repeat = (method in RESUMED or method in REPEATED) and method not in MEETING
         if not self._regrouping.can_grow and may_repeat:
             return
         hearing = self._engine.roll_call()

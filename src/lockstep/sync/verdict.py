@@ -137,7 +137,12 @@ def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
             fix="use sparse=False, or mark the parameter: lockstep.local(parameter)",
         )
     if fault["kind"] == "changed":
-        return mixed_weights(where, f"the delivered weight changed from {fault['names'][0]}")
+        return mixed_weights(
+            where,
+            f"the delivered weight changed from {fault['names'][0]}",
+            cause="loss.backward() adds up batches of different sizes (is one the last of an"
+            " epoch?) as if each counted the same",
+        )
     return GradientNotReducedError(
         "a gradient arrived after its bucket had left",
         where=where,

@@ -171,11 +171,15 @@ class Window:
         return Contribution(None, faults=self.faults, aside=self.aside)
 
 
-def mixed_weights(where: str, got: str) -> MixedWeightsError:
+_BOTH = "loss.backward() and gradients.backward(loss, weight=...) were both used"
+
+
+def mixed_weights(where: str, got: str, cause: str = _BOTH) -> MixedWeightsError:
     return MixedWeightsError(
         "weighted and plain backwards in one accumulation window",
         where=where,
         got=got,
-        cause="loss.backward() and gradients.backward(loss, weight=...) were both used",
-        fix="use gradients.backward(loss, weight=...) for every backward of the window",
+        cause=cause,
+        fix="use gradients.backward(loss, weight=...) for every backward of the window;"
+        " in an operator self.backward(loss)",
     )

@@ -114,6 +114,7 @@ class Underway:
         self.tally = Tally(steps=-owed, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
+        self._shards = operator._lockstep.setting.placement.shards
         self._pass_began = 0
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
@@ -135,10 +136,10 @@ class Underway:
 
     def catch_up(self, progress: Progress) -> None:
         """Count a step that the others have committed, and this worker has taken part in."""
-        shards = self._operator._lockstep.setting.placement.shards
         counted = max(self.tally.steps, 0)
         first, missed = self.first_step + counted, max(progress.steps - counted, 0)
-        samples = self.cursor.source.samples_of(shards, first, missed) or 0
+        # Those that it carried then: with fewer workers they have been dealt out anew since.
+        samples = self.cursor.source.samples_of(self._shards, first, missed) or 0
         self.tally.samples += samples
         self._operator._lockstep.meters.n += samples
         self._take_over(progress)
@@ -167,6 +168,7 @@ class Underway:
         Collective:
             What the operator's loop communicates, and one exchange at the start of an epoch.
         """
+        self._shards = self._operator._lockstep.setting.placement.shards
         sync = self._operator._lockstep.sync
         if sync is not None:
             # Also for validation: weights that are in shards are gathered by all ranks at once.

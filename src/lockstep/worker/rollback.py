@@ -5,10 +5,11 @@ A step that a peer's death interrupts is computed again. In the default loop not
 buffers (running statistics) has changed by then, for the optimizer steps when everything has
 been communicated. A `train_batch` of the user's own may communicate after an optimizer has
 stepped (two models with two optimizers): then the weights and the optimizers' state are copied
-before the first of them steps. Whether it does is learned from its first batch, which is
-copied in any case. Optimizers that step elsewhere, at a parameter server, are told to which step
-they may have to go back, and do so there; a step of theirs communicates, so that the weights are
-copied here before each.
+before the first of them steps. Whether it does is learned from its first batches, which are
+copied in any case: until each optimizer has stepped, for one may do so in few batches only.
+Optimizers that step elsewhere, at a parameter server, are told to which step they may have to go
+back, and do so there; a step of theirs communicates, so that the weights are copied here before
+each. A forward may write to weights in any loop; see `written`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.metrics import AverageMeterCollection
 from lockstep.sync import copy_over, overwrite
 from lockstep.worker.carried import Carried
+from lockstep.worker.written import Written
 
 if TYPE_CHECKING:
     import torch
@@ -85,14 +87,16 @@ class Rollback:
         self._parameters: list[nn.Parameter] = []
         # None: not known yet.
         self._steps_early: bool | None = None
+        self._have_stepped: set[int] = set()
         # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
         self._call_began: int | None = None
         self._carried: Carried | None = None
         self._at_call: Carried | None = None
+        self._written = Written(run.optimizers)
         self._handles = []
         if operator._brings_own_loop():
             self._handles = [
-                optimizer.register_step_pre_hook(lambda *_: self._about_to_step())
+                optimizer.register_step_pre_hook(lambda each, *_: self._about_to_step(each))
                 for optimizer in run.optimizers
             ]
 
@@ -100,6 +104,7 @@ class Rollback:
         """Take the hooks off the optimizers."""
         for handle in self._handles:
             handle.remove()
+        self._written.close()
 
     def begin_call(self, cursor: Cursor) -> None:
         """Look where the modules' parameters and buffers are: too dear for every step."""
@@ -206,6 +211,7 @@ class Rollback:
             versions=self._versions() if has_own_loop else None,
         )
         copy_over(self._open.buffers, self._kept)
+        self._written.keep(self._parameters)
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
@@ -216,8 +222,10 @@ class Rollback:
         if cursor.has_open_window or (opened is not None and self._gathers(opened)):
             return
         if opened is not None and opened.stepped_at is not None:
-            went_on = self._rounds > opened.stepped_at
-            self._steps_early = bool(self._steps_early) or went_on
+            if self._rounds > opened.stepped_at:
+                self._steps_early = True
+            elif len(self._have_stepped) == len(self._run.optimizers):
+                self._steps_early = bool(self._steps_early)
         self._open = self._carried = None
         self._tell(None)
 
@@ -228,7 +236,8 @@ class Rollback:
         waits = opened.stepped_at is None and self._rounds > opened.rounds
         return waits or self._sync.has_open_window
 
-    def _about_to_step(self) -> None:
+    def _about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._have_stepped.add(id(optimizer))
         opened, sync = self._open, self._sync
         if opened is None or opened.stepped_at is not None:
             return
@@ -255,8 +264,11 @@ class Rollback:
             parameter.grad = None
         if not self.carry(self._carried):
             return False
+        moved = self._have_moved(opened)
         if opened.everything is not None:
             opened.everything.put_back()
+        # After it: a forward that writes comes before the step for which everything is copied.
+        self._written.put_back()
         if opened.settings is not None:
             # After it: schedulers may have stepped between the batches of a window.
             opened.settings.put_back()
@@ -264,7 +276,17 @@ class Rollback:
             return True
         if opened.stepped_at is not None:
             self._steps_early = True
-        return opened.versions is None or opened.versions == self._versions()
+        return not moved
+
+    def _have_moved(self, opened: OpenStep) -> bool:
+        """In a loop of the user's own, weights of which there is no copy have changed."""
+        if opened.versions is None:
+            return False
+        pairs = zip(self._parameters, opened.versions, strict=True)
+        changed = [parameter for parameter, before in pairs if parameter._version != before]
+        # Of an optimizer that has stepped the state would be that of after.
+        has_stepped = opened.stepped_at is not None
+        return any(has_stepped or not self._written.covers(parameter) for parameter in changed)
 
     def _count_from(self, mark: Mark, cursor: Cursor, tally: Tally) -> None:
         cursor.move_to(mark.epoch, mark.step)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that is one step behind the others counts what it had taken part in."""
+
+from dataclasses import replace
+
+from tests.ray.operators import DefaultLoop
+
+from lockstep.keys import BATCH_SIZE
+from lockstep.worker import WorkerSpec
+from lockstep.worker.passes import Request
+from lockstep.worker.worker import Worker
+
+
+def test_it_counts_the_shards_that_it_carried_then():
+    """10 rows a batch are 4, 3 and 3; alone it carried all, and afterwards the first only."""
+    spec = WorkerSpec(DefaultLoop, {BATCH_SIZE: 10}, num_workers=1, num_shards=3, seed=0)
+    worker = Worker(spec, 0, 0)
+    worker.start(None)
+    call = worker._begin(Request("train", 4, False, {}), None)
+    setting = worker.operator._lockstep.setting
+    fewer = replace(setting.placement, shards=range(1))
+    worker.operator._lockstep.setting = replace(setting, placement=fewer)
+    call.catch_up(replace(call.progress, steps=2))
+    assert call.tally.samples == 20
+    worker.stop()

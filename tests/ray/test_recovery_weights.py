@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change besides the one step of a batch: in a forward, by hand, by a second step."""
+
+import os
+import signal
+
+import pytest
+import torch
+from tests.ray.surviving import Classifier, TwoPlayers, _data, digest, trainer_of
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lockstep import TrainingOperator
+from lockstep.keys import BATCH_SIZE
+from lockstep.testing import Strike
+
+# Each death starts a process that imports torch: seconds, and many where the processors are busy.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+class Follower(nn.Module):
+    """A second encoder follows the first in every forward, as in momentum contrast."""
+
+    def __init__(self):
+        super().__init__()
+        self.leading, self.following = nn.Linear(10, 5), nn.Linear(10, 5)
+        self.following.load_state_dict(self.leading.state_dict())
+        self.following.requires_grad_(False)
+
+    def forward(self, features):
+        if self.training:
+            pairs = zip(self.leading.parameters(), self.following.parameters(), strict=True)
+            for leader, follower in pairs:
+                follower.data = follower.data * 0.5 + leader.data * 0.5
+        return self.leading(features) + self.following(features)
+
+
+class Momentum(TrainingOperator):
+    def setup(self, config):
+        model = Follower()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model.leading.parameters(), lr=0.01),
+            criterion=nn.CrossEntropyLoss(),
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+
+class OwnMomentum(Momentum):
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        loss = self.criterion(self.model(features), classes)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class ByHand(Momentum):
+    """The optimizer that it registered never steps."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        loss = self.criterion(self.model(features), classes)
+        self.model.zero_grad()
+        loss.backward()
+        for parameter in self.model.leading.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+        return {"train_loss": loss.item()}
+
+
+class Critic(TwoPlayers):
+    """The second player steps in every third batch only."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        for player in range(2 if self.global_step % 3 == 2 else 1):
+            output = self.models[0](features)
+            if player:
+                output = self.models[1](output.detach())
+            loss = nn.functional.cross_entropy(output, classes)
+            self.optimizers[player].zero_grad()
+            loss.backward()
+            self.optimizers[player].step()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "accumulate", "step", "phase"),
+    [
+        (Momentum, 1, 1, "backward"),
+        (Momentum, 1, 5, "backward"),
+        (Momentum, 2, 5, "buckets"),
+        (OwnMomentum, 1, 5, "backward"),
+        (ByHand, 1, 3, "backward"),
+        (Critic, 1, 2, "applied"),
+    ],
+)
+def test_they_are_those_of_the_undisturbed_run(operator_cls, accumulate, step, phase):
+    found = []
+    for strikes in ([], [Strike("kill", rank=1, step=step, phase=phase)]):
+        spares = len(strikes)
+        arguments = {"accumulate": accumulate, "spare_workers": spares}
+        with trainer_of(operator_cls, strikes, **arguments) as trainer:
+            trainer.train(num_steps=7)
+            found.append(digest(trainer))
+            assert len(trainer.status()["recoveries"]) == spares
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("use_local", [False, True])
+def test_a_death_between_calls_is_found_by_verify(use_local):
+    """It forms a second group, in which nobody waits for the dead."""
+    with trainer_of(Classifier, spare_workers=1, use_local=use_local) as trainer:
+        trainer.train(num_steps=3)
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        assert trainer.verify().ok
+        assert len(trainer.status()["recoveries"]) == 1
