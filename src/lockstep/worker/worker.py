@@ -170,9 +170,9 @@ class Worker(HandsOver):
             run.part()
         if self._operator is not None:
             self._operator._lockstep.setting.group.close()
-        group, self._group = self._group, None
-        if group is not None:
-            leave_group(group)
+        if self._group is not None:
+            held, self._group = [self._group], None
+            leave_group(held)
 
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
