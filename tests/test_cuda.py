@@ -83,7 +83,7 @@ def test_C21_timeout_reaches_nccl():
         assert first.abs().sum() > 0
         sync.detach()
     finally:
-        leave_group(group)
+        leave_group([group])
 
 
 @pytest.mark.parametrize("sync", ["parameter_server", "data_parallel"])
