@@ -102,6 +102,8 @@ def _users_line(frame: FrameType) -> str:
         file = each.f_code.co_filename
         if file.startswith(_HERE) or any(part in file for part in _LIBRARIES):
             continue
-        text = linecache.getline(file, each.f_lineno).strip()
-        return f"{file}:{each.f_lineno} in {each.f_code.co_name}: {text}"
+        # None while a thread is between two lines, whatever the annotation says.
+        number = each.f_lineno or each.f_code.co_firstlineno
+        text = linecache.getline(file, number).strip()
+        return f"{file}:{number} in {each.f_code.co_name}: {text}"
     return ""
