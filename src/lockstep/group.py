@@ -293,7 +293,8 @@ class Group:
         """
         text = json.dumps(value).encode()
         # Most are short: the length and the value go in one envelope.
-        envelopes = self._gather_bytes(_LENGTH.pack(len(text)) + text[:_ENVELOPE], _ENVELOPE)
+        letter = _LENGTH.pack(len(text)) + text[:_ENVELOPE]
+        envelopes = self._gather_bytes(letter, _LENGTH.size + _ENVELOPE)
         lengths = [_LENGTH.unpack_from(envelope)[0] for envelope in envelopes]
         if max(lengths) <= _ENVELOPE:
             texts = [envelope[_LENGTH.size :] for envelope in envelopes]
@@ -301,9 +302,9 @@ class Group:
             texts = self._gather_bytes(text, max(lengths))
         return [json.loads(one[:length]) for one, length in zip(texts, lengths, strict=True)]
 
-    def _gather_bytes(self, mine: bytes, room: int) -> list[bytes]:
-        """Every rank's bytes, by rank, each padded to the same length, at least `room`."""
-        padded = torch.zeros(_LENGTH.size + room, dtype=torch.uint8)
+    def _gather_bytes(self, mine: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, by rank, each padded to `size`."""
+        padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         gathered = torch.stack(self.all_gather(padded.to(self.device))).cpu()
         return [bytes(row) for row in gathered.numpy()]

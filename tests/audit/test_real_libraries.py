@@ -12,30 +12,51 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parent / "real").glob("*.py"))
+HERE = Path(__file__).parent / "real"
+SCRIPTS = sorted(HERE.glob("*.py"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", [pytest.param(s, id=s.stem) for s in SCRIPTS])
-def test_a_documented_script_is_in_lockstep(script, tmp_path):
-    report = tmp_path / "report.json"
+def _audited(script, folder):
+    """The report of a run on two ranks, and what was printed."""
+    report = folder / "report.json"
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.cli", "audit", "--json", report, script],
         capture_output=True,
         text=True,
         timeout=170,
         check=False,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    held = json.loads(report.read_text())
+    return json.loads(report.read_text()), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("script", [pytest.param(s, id=s.stem) for s in SCRIPTS])
+def test_a_documented_script_is_in_lockstep(script, tmp_path):
+    held, said = _audited(script, tmp_path)
     assert held["findings"] == []
     assert held["steps"] > 1
     assert held["world_size"] == 2
-    assert "2 ranks" in done.stderr
-    assert "in lockstep" in done.stderr
+    assert "2 ranks" in said
+    assert "in lockstep" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_accelerate_repeats_and_nobody_leaves_out_is_noticed(tmp_path):
+    """50 samples in batches of 4 on two ranks: some are there twice."""
+    text = (HERE / "accelerate_classifier.py").read_text()
+    script = tmp_path / "gathered.py"
+    script.write_text(
+        text.replace("gather_for_metrics", "gather").replace("total == len", "total > len")
+    )
+    held, _ = _audited(script, tmp_path)
+    assert [(found["code"], found["severity"]) for found in held["findings"]] == [
+        ("LS505", "notice")
+    ]
 
 
 def test_three_of_each():

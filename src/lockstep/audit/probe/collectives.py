@@ -202,6 +202,8 @@ def _parameter_name(probe: Probe, tensor: torch.Tensor) -> str | None:
     pointer = tensor.data_ptr()
     for watched in probe.optimizers.values():
         for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+            if hasattr(param, "to_local"):
+                continue  # a piece: what is communicated lies elsewhere
             # The size first: it is known without a look at the memory.
             if param.shape == tensor.shape and param.data_ptr() == pointer:
                 return described.name

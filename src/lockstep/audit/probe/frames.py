@@ -40,9 +40,9 @@ def _distance(file: str) -> int:
     return distance
 
 
-def is_called_by(name: str, frame: FrameType | None = None) -> bool:
+def is_called_by(name: str) -> bool:
     """Is a function of this name under way, at any depth?"""
-    walked: FrameType | None = frame or sys._getframe(1)
+    walked: FrameType | None = sys._getframe(1)
     while walked is not None:
         if walked.f_code.co_name == name:
             return True

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 WAITING = Code("LS601", "ranks wait for a rank that does not come")
 DIED = Code("LS602", "a rank ended without a word")
 
+_BACKENDS: Final = ("gloo", "NCCL")
 _PEER_LOST: Final = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -25,7 +26,7 @@ _PEER_LOST: Final = (
     "Timed out waiting",
     "remote process exited",
 )
-"""What gloo says, and NCCL last."""
+"""What they say of it, with their own name beside it: other connections break as well."""
 
 
 class Liveness:
@@ -85,8 +86,10 @@ def _left_the_others(world: World) -> Finding | None:
 
 
 def _lost_a_peer(ledger: Ledger) -> bool:
-    failure = ledger.failure
-    return failure is not None and any(words in failure["message"] for words in _PEER_LOST)
+    message = "" if ledger.failure is None else ledger.failure["message"]
+    return any(name in message for name in _BACKENDS) and any(
+        words in message for words in _PEER_LOST
+    )
 
 
 def _waiting(world: World, lost: list[int]) -> Finding:

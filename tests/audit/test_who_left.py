@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that came to its end while another one's connection to it broke: only if it did."""
+
+import pytest
+
+from lockstep.audit.judgement import judge
+from lockstep.audit.ledger import Ledger
+
+GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11940"
+LATE = "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 2000ms for recv operation"
+NCCL = "NCCL error: remote process exited or there was a network error"
+
+
+def _codes(kind, message, exit_code=0):
+    failed = Ledger(rank=0, world_size=2, failure={"type": kind, "message": message}, exit_code=1)
+    ended = Ledger(rank=1, world_size=2, exit_code=exit_code)
+    return [found.code for found in judge([failed, ended])]
+
+
+@pytest.mark.parametrize("message", [GLOO, LATE, NCCL])
+def test_who_ended_in_order_is_named(message):
+    assert _codes("RuntimeError", message) == ["LS601"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        ("BrokenPipeError", "[Errno 32] Broken pipe"),
+        ("RuntimeError", "Timed out waiting for the data server"),
+    ],
+)
+def test_connections_of_the_programs_own_say_nothing_of_ranks(kind, message):
+    assert _codes(kind, message) == []
+
+
+def test_who_failed_as_well_has_not_left():
+    assert _codes("RuntimeError", GLOO, exit_code=3) == []
