@@ -32,7 +32,7 @@ class HandsOver(Inquiries):
     spec: WorkerSpec
     rank: int
     owed: int
-    _before_load: dict[str, Any] | None
+    _before_load: tuple[dict[str, Any], int] | None
     _feed: Feed
     _rollback: Rollback | None
 
@@ -116,13 +116,18 @@ class HandsOver(Inquiries):
 
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Take the state over; on an error, and until `settle_state`, it can be taken back."""
-        self._before_load = self.state_dict()
+        before = self.state_dict()
+        # That state begins with the window that is open, whose batches have been counted.
+        owed = self.owed + self.operator._lockstep.committed - before["global_step"]
+        self._before_load = before, owed
         self.go_to(state)
 
     def settle_state(self, keep: bool) -> None:
-        before, self._before_load = self._before_load, None
-        if not keep and before is not None:
+        held, self._before_load = self._before_load, None
+        if not keep and held is not None:
+            before, owed = held
             self.go_to(before)
+            self.owed = owed
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Take over, for good, what a worker of the same run returned from `state_dict`."""

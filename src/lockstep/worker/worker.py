@@ -72,7 +72,7 @@ class Worker(HandsOver):
         self._operator = None
         self.cursors = {}
         self._feed = Feed()
-        self._before_load: dict[str, Any] | None = None
+        self._before_load: tuple[dict[str, Any], int] | None = None
         self.before_call: dict[str, Any] | None = None
         self.owed = 0
         self._rollback = None

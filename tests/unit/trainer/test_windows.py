@@ -99,6 +99,30 @@ def test_a_state_saved_in_a_window_goes_on_from_its_start(tmp_path):
         assert_equal_weights(trainer.get_model(), one_process(3))
 
 
+class Poisoned(Regression):
+    """Its own part of a state fails once everything else has been taken over."""
+
+    def state_dict(self):
+        return {"poison": False}
+
+    def load_state_dict(self, state):
+        if state["poison"]:
+            raise ValueError("poison")
+
+
+def test_a_load_that_fails_in_a_window_counts_none_of_its_batches_again():
+    with TorchTrainer(
+        training_operator_cls=Poisoned, config={BATCH_SIZE: BATCH}, accumulate=3
+    ) as trainer:
+        trainer.train(num_steps=5)
+        with pytest.raises(ValueError, match="poison"):
+            trainer.load_state_dict({**trainer.state_dict(), "operator": {"poison": True}})
+        result = trainer.train(num_steps=3)
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), one_process(3))
+    assert result["num_samples"] == SAMPLES - 5 * BATCH
+
+
 class Normalised(TrainingOperator):
     def setup(self, config):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
