@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
@@ -59,12 +60,20 @@ def outcomes(size: int, body: Callable[[Group], Any], *, timeout_s: float = 20.0
             if group is not None:
                 group.close()
 
+    side_by_side(one, size)
+    return results
+
+
+def side_by_side(one: Callable[[int], None], size: int) -> None:
+    """`one(rank)` for every rank, each on a thread, until all have ended."""
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return results
+    # Ranks are processes to DDP: two that leave its forward in the order in which they came put
+    # each other back as the one that is inside, for the compiler to ask in some later test.
+    DistributedDataParallel._active_ddp_module = None
 
 
 def gradients(*modules: torch.nn.Module) -> dict[str, torch.Tensor | None]:

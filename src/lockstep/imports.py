@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def no_collections() -> Iterator[None]:
     """Imports make objects by the hundred thousand, and no garbage.
 
-    Measured: importing torch and its compiler front end (which every optimizer imports)
+    Measured: importing torch and its compiler front end (which an optimizer imports)
     takes a sixth less when the collector does not go through them again and again, and
     importing Ray after torch a third less.
     """

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from itertools import combinations, product
-from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from harness import TOLERANCE, assert_same
+from harness import TOLERANCE, assert_same, side_by_side
 from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options, Setting
@@ -149,11 +147,7 @@ def as_threads(
         except BaseException as error:
             results[rank] = error
 
-    threads = [Thread(target=one, args=(rank,)) for rank in range(num_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(one, num_workers)
     return results
 
 
@@ -211,12 +205,7 @@ def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
             finally:
                 worker.stop()
 
-        try:
-            return as_threads(num_processes(sync, num_workers), one_rank)
-        finally:
-            # Ranks are processes to DDP: two that leave its forward in the order in which they
-            # came put each other back as the one that is inside, for the compiler to ask.
-            DistributedDataParallel._active_ddp_module = None
+        return as_threads(num_processes(sync, num_workers), one_rank)
 
 
 def check(results: Sequence[Any], name: str, split: str, refused_as: Any = None) -> None:

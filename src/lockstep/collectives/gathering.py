@@ -20,8 +20,8 @@ import torch
 
 from lockstep.collectives.agreement import agree_on_rows, brings_nothing, ranks_of
 from lockstep.collectives.crossing import CrossingBackward
-from lockstep.collectives.eager import outside_graphs
 from lockstep.errors import ConfigurationError
+from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.agreement import Agreed

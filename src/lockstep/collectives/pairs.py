@@ -25,10 +25,10 @@ from lockstep.collectives.calls import (
     gradient_of_scale,
     wide,
 )
-from lockstep.collectives.eager import outside_graphs
 from lockstep.collectives.gathering import all_rows
 from lockstep.collectives.tiles import LOG2_E, Coefficients, gradients, sums_of_exponentials
 from lockstep.group import MAX
+from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.calls import Call, Reduction

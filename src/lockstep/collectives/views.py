@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.collectives.calls import TILE, agreed_call, as_tensor, gradient_of_scale, wide
-from lockstep.collectives.eager import outside_graphs
 from lockstep.collectives.gathering import all_rows
 from lockstep.collectives.tiles import Coefficients, gradients, sums_of_exponentials
+from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.calls import Call, Reduction

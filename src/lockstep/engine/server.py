@@ -38,8 +38,10 @@ class ServerActor:
     def __init__(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with no_collections():
-            for module in ("torch._dynamo", "lockstep.sync"):
-                import_module(module)
+            import_module("lockstep.sync")
+            from lockstep.lazy_compiler import import_compiler_lazily
+
+            import_compiler_lazily()
         gc.freeze()
         self._server: Any = None
 

@@ -20,12 +20,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
+from lockstep.lazy_compiler import outside_graphs
 from lockstep.sync.ownership import is_local
 from lockstep.sync.verdict import judge_losses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -97,8 +96,7 @@ class _Registry:
             self.version += 1
             if self._hook is None:
                 # Not traced: under torch.compile'd steps every counter would become a guard.
-                hook: Callable[..., Any] = torch.compiler.disable(_before_step)
-                self._hook = register_optimizer_step_pre_hook(hook)
+                self._hook = register_optimizer_step_pre_hook(outside_graphs(_before_step))
 
     def remove(self, owner: Guarded, slots: list[Slot]) -> None:
         with self._lock:

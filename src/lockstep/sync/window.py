@@ -45,8 +45,10 @@ def checked_weight(weight: Any, where: str) -> float:
 
 def weighted_root(
     loss: torch.Tensor, given: torch.Tensor | None, scale: float, where: str
-) -> tuple[float, torch.Tensor]:
-    """The gradient to start backward with.
+) -> tuple[float, torch.Tensor | None]:
+    """The gradient to start backward with; None for the 1 that backward takes by itself.
+
+    To compare the shape of one that it is given it imports sympy, a third of a second.
 
     Args:
         loss: the root.
@@ -72,7 +74,7 @@ def weighted_root(
             got=f"shape {tuple(loss.shape)}",
             fix="reduce it to its mean, or pass gradient=",
         )
-    return carried, torch.full_like(loss, carried)
+    return carried, None if carried == 1.0 else torch.full_like(loss, carried)
 
 
 class Units:

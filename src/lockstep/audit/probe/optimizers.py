@@ -32,6 +32,7 @@ from lockstep.audit.probe.shards import (
     pieces_of_flat_parameters,
     replicas_of,
 )
+from lockstep.lazy_compiler import outside_graphs
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _hook(probe: Probe) -> None:
 
     if not probe.ledger.facts.get("fullgraph"):
         # Called from compiled steps, too: there the graph breaks and goes on after them.
-        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        before, after = outside_graphs(before), outside_graphs(after)
     probe.step_hooks = (
         register_optimizer_step_pre_hook(before),
         register_optimizer_step_post_hook(after),
