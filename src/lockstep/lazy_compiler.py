@@ -4,18 +4,20 @@
 The first optimizer of a process imports `torch._dynamo`, and with it sympy: 820 modules, as long as
 torch itself takes (1.0 s of a processor), and 70 MiB. It asks the compiler for two things, to stay
 out of some methods and to break its graph around a step, and both mean nothing in a process that
-compiles nothing. In the processes of workers they are put off until somebody has imported it.
-Where a torch is made in another way (this was written for 2.6 to 2.13) nothing is found to put off,
-and it is imported as ever.
+compiles nothing. In the processes of workers they are put off until it is imported for something
+else: by who compiles, by DDP, by checkpointing of activations. From then on all is as torch has it.
+Where a torch is made in another way than 2.6 to 2.13 nothing is found to put off.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
+import weakref
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch import _compile
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -31,41 +33,68 @@ _HAS_ASKED: Final = "__dynamo_disable"
 """Where that function is kept then."""
 _BREAKS_GRAPH: Final = "_use_grad_for_differentiable.<locals>._use_grad"
 """Of torch/optim/optimizer.py: the step of torch's own optimizers."""
+_KNOWN: Final = frozenset(
+    {"torch", "torch._dynamo", "_dynamo", "graph_break", "cast", "Optimizer"}
+    | {"is_grad_enabled", "set_grad_enabled", "defaults"}
+)
+"""All that it speaks of: one that does more is left as it is."""
 
 
 def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Under ``torch.compile`` the graph breaks before `function` and goes on after it.
 
-    Python reads what the ranks say to each other, and a graph has no Python in it. The typed
-    form of ``torch.compiler.disable``, which imports the compiler; this one waits for it.
+    Python reads what the ranks say to each other, and a graph has no Python in it. The typed form
+    of ``torch.compiler.disable``, which imports the compiler where that is not put off.
     """
-    disabled: Callable[Parameters, Result] | None = None
-
-    @functools.wraps(function)
-    def kept_out(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        nonlocal disabled
-        if _COMPILER not in sys.modules:
-            return function(*args, **kwargs)
-        if disabled is None:
-            disable: Any = torch.compiler.disable
-            disabled = cast("Callable[Parameters, Result]", disable(function))
-        return disabled(*args, **kwargs)
-
-    return kept_out
+    if _put_off.is_on and _COMPILER not in sys.modules:
+        kept_out: Callable[Parameters, Result] = _compile._disable_dynamo(function)
+        _put_off.add(function)
+        return kept_out
+    disable: Any = torch.compiler.disable
+    disabled: Callable[Parameters, Result] = disable(function)
+    return disabled
 
 
 def import_compiler_lazily() -> None:
     """Let optimizers of this process be made, and step, without the compiler."""
-    if _COMPILER in sys.modules:
+    if _COMPILER in sys.modules or _put_off.is_on:
         return
+    _put_off.is_on = True
+    sys.meta_path.insert(0, _put_off)
     for method in vars(Optimizer).values():
         if _name_of(method) == _KEEPS_OUT:
-            _put_off_asking(method)
+            _put_off.add(method.__wrapped__)
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, Optimizer):
-            step = vars(kind).get("step")
-            if _name_of(step) == _BREAKS_GRAPH:
+            step: Any = vars(kind).get("step")
+            if _name_of(step) == _BREAKS_GRAPH and _KNOWN.issuperset(step.__code__.co_names):
                 kind.step = _stepping(step)  # type: ignore[method-assign]
+
+
+class _PutOff:
+    """Functions that pass for kept out until the compiler is there; finds no modules.
+
+    Attributes:
+        is_on: for this process.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+    def add(self, function: Callable[..., Any]) -> None:
+        vars(function)[_HAS_ASKED] = function
+        self._functions.add(function)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Of `sys.meta_path`: asked before a module is imported."""
+        if name == _COMPILER:
+            for function in self._functions:
+                vars(function).pop(_HAS_ASKED, None)
+            self._functions.clear()
+
+
+_put_off: Final = _PutOff()
 
 
 def _name_of(method: Any) -> str | None:
@@ -73,24 +102,13 @@ def _name_of(method: Any) -> str | None:
     return None if code is None or not hasattr(method, "__wrapped__") else code.co_qualname
 
 
-def _put_off_asking(method: Any) -> None:
-    plain = method.__wrapped__
-
-    def until_it_is_there(*args: Any, **kwargs: Any) -> Any:
-        if _COMPILER not in sys.modules:
-            return plain(*args, **kwargs)
-        vars(plain).pop(_HAS_ASKED, None)
-        return method(*args, **kwargs)
-
-    vars(plain)[_HAS_ASKED] = until_it_is_there
-
-
 def _stepping(breaking_graph: Any) -> Callable[..., Any]:
     plain = breaking_graph.__wrapped__
 
-    @functools.wraps(breaking_graph)
+    @functools.wraps(plain)
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if _COMPILER in sys.modules:
+        # In this order: in a graph the first is a constant, and a table of modules is none.
+        if torch.compiler.is_compiling() or _COMPILER in sys.modules:
             return breaking_graph(optimizer, *args, **kwargs)
         with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
             return plain(optimizer, *args, **kwargs)

@@ -32,10 +32,10 @@ class WorkerActor:
         # terminal, before the error that the actors were ended for.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with no_collections():
-            import_module("lockstep.worker")
             from lockstep.lazy_compiler import import_compiler_lazily
 
             import_compiler_lazily()
+            import_module("lockstep.worker")
         # What the imports made lives as long as the process: no collection need look at it.
         gc.freeze()
         self._spec = b""

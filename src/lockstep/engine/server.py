@@ -38,10 +38,10 @@ class ServerActor:
     def __init__(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with no_collections():
-            import_module("lockstep.sync")
             from lockstep.lazy_compiler import import_compiler_lazily
 
             import_compiler_lazily()
+            import_module("lockstep.sync")
         gc.freeze()
         self._server: Any = None
 

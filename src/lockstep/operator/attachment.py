@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
+from lockstep.imports import no_collections
 from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.setting import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import Alone, GradientSync, ParameterServer, ReplicatedModel, replica_devices
@@ -93,7 +95,9 @@ def _alone(registered: Registered, setting: Setting, wanted: Wanted) -> Synchron
 
 
 def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
-    # Imported only by who asks for it: it brings torch's DDP.
+    # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
+    with no_collections():
+        import_module("torch._dynamo")
     from lockstep.sync.ddp import DDPSync
 
     sync = DDPSync(

@@ -74,7 +74,9 @@ def weighted_root(
             got=f"shape {tuple(loss.shape)}",
             fix="reduce it to its mean, or pass gradient=",
         )
-    return carried, None if carried == 1.0 else torch.full_like(loss, carried)
+    if carried == 1.0 and loss.dtype.is_floating_point:
+        return carried, None
+    return carried, torch.full_like(loss, carried)
 
 
 class Units:
