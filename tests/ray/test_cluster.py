@@ -44,8 +44,17 @@ with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
 head = {"num_cpus": 1, "include_dashboard": False, "ray_client_server_port": port}
 cluster = Cluster(initialize_head=True, head_node_args=head)
-program = f"import ray; ray.init('ray://127.0.0.1:{port}')" + '''
+program = f"address = 'ray://127.0.0.1:{port}'" + '''
+import ray
 from lockstep.engine.cluster import connect
+for _ in range(3):
+    try:
+        ray.init(address)
+        break
+    except RuntimeError as error:
+        # What Ray starts for this client alone can end as it starts, on a busy machine.
+        print(error)
+        ray.shutdown()
 connect()
 '''
 try:
