@@ -48,11 +48,21 @@ def outcomes(size: int, body: Callable[[Group], Any], *, timeout_s: float = 20.0
     """As `run_ranks`, but a rank's exception is its result. A rank that ends closes its group."""
     join = ring(size, timeout_s)
     results: list[Any] = [None] * size
+    # A rank that is done closes its sockets, also those to which a slower one still connects.
+    all_have_joined = threading.Barrier(size)
+
+    def joined(rank: int) -> Group:
+        try:
+            return join(rank)
+        except BaseException:
+            all_have_joined.abort()
+            raise
 
     def one(rank: int) -> None:
         group = None
         try:
-            group = join(rank)
+            group = joined(rank)
+            all_have_joined.wait(timeout_s)
             results[rank] = body(group)
         except BaseException as error:
             results[rank] = error
