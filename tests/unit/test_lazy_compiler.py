@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.lazy_compiler import import_compiler_lazily, outside_graphs
+from lockstep.sync.window import weighted_root
 
 OPTIMIZERS = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -54,6 +55,16 @@ def report(value):
 
 assert report(torch.ones(2)).tolist() == [3.0, 3.0]
 without = trained()
+
+leaf = torch.ones(2, dtype=torch.float16, requires_grad=True)
+seen = []
+loss = (leaf * 2).mean()
+loss.register_hook(seen.append)
+carried, root, given = weighted_root(loss, None, 0.7, "here")
+assert (root.item(), given) == (loss.item(), None)
+root.backward()
+assert leaf.grad.tolist() == [carried] * 2 and seen == [carried]
+assert carried == torch.tensor(0.7, dtype=torch.float16).item()
 assert "torch._dynamo" not in sys.modules
 assert "sympy" not in sys.modules
 

@@ -9,7 +9,7 @@ import signal
 import threading
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -19,11 +19,6 @@ from lockstep.imports import no_collections
 
 if TYPE_CHECKING:
     from lockstep.worker import Outcome, Whereabouts, Worker
-
-_COMPARES_SHAPES: Final = "torch.fx.experimental.symbolic_shapes"
-"""Imported by `backward` with the first weight that is not 1, a third of a second: beside the
-steps, and not in the one after a death, when fewer workers carry unequal parts."""
-_AFTER_FIRST_STEPS_S: Final = 1.0
 
 
 class WorkerActor:
@@ -48,7 +43,6 @@ class WorkerActor:
         self._local_rank = 0
         self._worker: Worker | None = None
         self._thread = 0
-        self._is_ready_for_weights = False
 
     def __repr__(self) -> str:
         # Ray puts this before every line that the process prints.
@@ -77,11 +71,6 @@ class WorkerActor:
         from lockstep.worker import Outcome, Worker, failure
 
         self._thread = threading.get_ident()
-        if method == "train" and not self._is_ready_for_weights:
-            self._is_ready_for_weights = True
-            later = threading.Timer(_AFTER_FIRST_STEPS_S, import_module, (_COMPARES_SHAPES,))
-            later.daemon = True
-            later.start()
         try:
             if self._worker is None:
                 self._worker = Worker(_loaded(self._spec), self._rank, self._local_rank)

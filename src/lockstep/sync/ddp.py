@@ -143,8 +143,8 @@ class DDPSync(WindowedSync):
             weight = checked_weight(weight, self.place)
             share = weight / self._units[WEIGHTED] if self.averages else float(weight > 0)
             given = backward_kwargs.get("gradient")
-            scale, root = weighted_root(loss, given, share, self.place)
-            backward_kwargs["gradient"] = root
+            scale, loss, given = weighted_root(loss, given, share, self.place)
+            backward_kwargs["gradient"] = given
             self._open_window(WEIGHTED)
             self._window.weight += scale
         self._drive(lambda: loss.backward(**backward_kwargs), scale)

@@ -129,8 +129,8 @@ class GradientSync(WindowedSync):
             weight = checked_weight(weight, self.place)
             given = backward_kwargs.get("gradient")
             share = weight / self._unit(WEIGHTED) if self._averages else float(weight > 0)
-            scale, root = weighted_root(loss, given, share, self.place)
-            backward_kwargs["gradient"] = root
+            scale, loss, given = weighted_root(loss, given, share, self.place)
+            backward_kwargs["gradient"] = given
             self._open_window(WEIGHTED)
             self._window.weight += scale
         self._drive(lambda: loss.backward(**backward_kwargs), scale)

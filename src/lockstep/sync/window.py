@@ -45,20 +45,25 @@ def checked_weight(weight: Any, where: str) -> float:
 
 def weighted_root(
     loss: torch.Tensor, given: torch.Tensor | None, scale: float, where: str
-) -> tuple[float, torch.Tensor | None]:
-    """The gradient to start backward with; None for the 1 that backward takes by itself.
+) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+    """Where backward starts, so that its gradients carry `scale`.
 
-    To compare the shape of one that it is given it imports sympy, a third of a second.
+    A gradient that backward is given has its shape compared, for which torch imports sympy, a
+    third of a second: in a worker that would be the step after a death, when fewer workers carry
+    unequal parts. So the 1 that backward takes by itself is multiplied on its way.
 
     Args:
-        loss: the root.
+        loss: a scalar, or with `given` of any shape.
         given: the user's own ``gradient=``.
         scale: weight / unit.
         where: for the error.
 
     Returns:
-        The scale as the root's dtype can hold it, and the gradient. The rounded scale is what
-        the gradients will carry, so it is also what they must be divided by.
+        The scale as the root's dtype can hold it (the rounded one is what the gradients will
+        carry, so it is also what they must be divided by), the root, and its ``gradient=``.
+
+    Gradient:
+        Of `scale` times the loss.
 
     Raises:
         ConfigurationError: the loss is not a scalar and `given` is None.
@@ -66,7 +71,7 @@ def weighted_root(
     # Equal weights, the usual case: every dtype holds 1, and asking it costs 2 us a step.
     carried = 1.0 if scale == 1.0 else float(torch.tensor(scale, dtype=loss.dtype).item())
     if given is not None:
-        return carried, given * carried
+        return carried, loss, given * carried
     if loss.numel() != 1:
         raise ConfigurationError(
             "the loss is not a scalar",
@@ -74,9 +79,14 @@ def weighted_root(
             got=f"shape {tuple(loss.shape)}",
             fix="reduce it to its mean, or pass gradient=",
         )
-    if carried == 1.0 and loss.dtype.is_floating_point:
-        return carried, None
-    return carried, torch.full_like(loss, carried)
+    if not loss.dtype.is_floating_point:
+        return carried, loss, torch.full_like(loss, carried)
+    if carried == 1.0 or not loss.requires_grad:
+        return carried, loss, None
+    # A view: hooks of the user's own on the loss see what arrives there.
+    root = loss.view_as(loss)
+    root.register_hook(lambda gradient: gradient * carried)
+    return carried, root, None
 
 
 class Units:
