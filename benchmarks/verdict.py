@@ -86,7 +86,8 @@ class Measured:
         ours = f"{statistics.median(self.ours):.3g} {self.unit}"
         theirs = f"{statistics.median(self.theirs):.3g} {self.unit}" if self.theirs else "-"
         unit = "" if self.theirs else f" {self.unit}"
-        result = f"{self.result:.3g} ± {self.spread:.2g}{unit}"
+        spread = f" ± {self.spread:.2g}" if len(self.samples) > 1 else ""
+        result = f"{self.result:.3g}{spread}{unit}"
         goal = "-" if self.goal is None else f"≤ {self.goal:g}{unit}"
         return (self.name, self.against, ours, theirs, result, goal, self.verdict)
 

@@ -70,8 +70,8 @@ MUTATIONS = {
         (f"{TABLE}::test_exact_or_refused[replicate-Plain-uneven-2]",),
     ),
     "missing_weight_at_the_root": Mutation(
-        "sync/gradient_sync.py",
-        (('backward_kwargs["gradient"] = root', "del root"),),
+        "sync/window.py",
+        (("root.register_hook(lambda gradient: gradient * carried)", "pass"),),
         (f"{EXACT}::test_as_one_process[Plain-weighted-uneven]",),
     ),
     "missing_weight_of_a_plain_backward": Mutation(

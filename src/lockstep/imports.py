@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,3 +27,10 @@ def no_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def import_for_good(module: str) -> None:
+    """Import what lives as long as the process, so that no later collection looks at it either."""
+    with no_collections():
+        importlib.import_module(module)
+        gc.freeze()

@@ -4,7 +4,7 @@
 import pytest
 
 from lockstep.audit.judgement import judge
-from lockstep.audit.ledger import Ledger
+from lockstep.audit.ledger import Ledger, Track
 
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11940"
 LATE = "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 2000ms for recv operation"
@@ -36,3 +36,25 @@ def test_connections_of_the_programs_own_say_nothing_of_ranks(kind, message):
 
 def test_who_failed_as_well_has_not_left():
     assert _codes("RuntimeError", GLOO, exit_code=3) == []
+
+
+def test_an_exception_of_a_ranks_own_tells_for_itself():
+    """It breaks the others' connections as well; one of them may have caught that."""
+    broken = Ledger(
+        rank=0, world_size=3, failure={"type": "RuntimeError", "message": GLOO}, exit_code=1
+    )
+    caught = Ledger(rank=1, world_size=3, exit_code=0)
+    own = Ledger(
+        rank=2, world_size=3, failure={"type": "ValueError", "message": "no such row"}, exit_code=1
+    )
+    assert [found.code for found in judge([broken, caught, own])] == []
+
+
+def test_who_did_the_step_that_broke_has_not_left_before_it():
+    broken = Ledger(
+        rank=0, world_size=2, failure={"type": "RuntimeError", "message": GLOO}, exit_code=1
+    )
+    ended = Ledger(rank=1, world_size=2, exit_code=0)
+    for ledger, count in ((broken, 3), (ended, 4)):
+        ledger.tracks.append(Track("0", "SGD", [], count=count))
+    assert [found.code for found in judge([broken, ended])] == []

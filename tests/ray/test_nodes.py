@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "two_nodes.py"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_a_node_dies_in_the_middle_and_the_run_goes_on():
+def _told_by(program):
+    """What a program with a cluster of its own printed."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     # Of its own, so that nobody else on this machine finds the cluster and joins it. Short: Ray
     # puts sockets below it, whose paths may not exceed about 100 characters.
@@ -24,14 +24,23 @@ def test_a_node_dies_in_the_middle_and_the_run_goes_on():
     environment |= {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run(
-            [sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True
+            [sys.executable, str(PROGRAMS / program)],
+            env=environment,
+            capture_output=True,
+            text=True,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, done.stderr[-3000:]
     # Ray prints lines of its own, of the node that died, at any time.
     (result,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert json.loads(result) == {
+    return json.loads(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_node_dies_in_the_middle_and_the_run_goes_on():
+    assert _told_by("two_nodes.py") == {
         "nodes": 2,
         "within reach": True,
         "same": True,
@@ -39,3 +48,11 @@ def test_a_node_dies_in_the_middle_and_the_run_goes_on():
         "recoveries": 1,
         "together": 2,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_auto_means_the_gpus_of_other_machines_too():
+    told = _told_by("gpus_elsewhere.py")
+    here = torch.cuda.is_available()
+    assert told == {"here": here, "too few": here, "other": True}

@@ -152,6 +152,28 @@ def test_a_worker_that_is_stopped_is_replaced(use_local):
     assert "stopped" in recovery["why"]
 
 
+class WarmsUp(Classifier):
+    """The first step of every process takes long, as where it compiles."""
+
+    is_warm = False
+
+    def compute_loss(self, batch, batch_info):
+        if not self.is_warm:
+            threading.Event().wait(2.5)
+            self.is_warm = True
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.slow
+def test_a_spare_may_warm_up_in_its_first_step_too():
+    """The steps that others have made before it are not its own."""
+    strikes = [Strike("kill", rank=1, step=3, phase="forward")]
+    arguments = {"spare_workers": 1, "hang_timeout_s": 1, "scheduler_step_freq": "batch"}
+    with trainer_of(WarmsUp, strikes, **arguments) as trainer:
+        trainer.train(num_steps=5)
+        assert len(trainer.status()["recoveries"]) == 1
+
+
 @pytest.mark.slow
 def test_a_worker_that_died_between_calls_is_found_by_any_call(tmp_path):
     _, bits = undisturbed(Classifier)

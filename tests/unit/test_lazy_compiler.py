@@ -4,6 +4,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _PROGRAM = """
 import sys
 import torch
@@ -110,8 +112,40 @@ print("all of it")
 """
 
 
-def test_optimizers_do_the_same_before_and_after_somebody_compiles():
+_DETERMINISTIC = """
+import os
+import sys
+import torch
+from lockstep.worker.determinism import deterministic
+
+def modes():
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns, dict(os.environ)
+
+torch.set_deterministic_debug_mode("warn")
+before = modes()
+with deterministic(None):
+    assert modes()[:2] == (True, False)
+assert modes() == before
+assert "torch._dynamo" not in sys.modules
+
+with deterministic(None):
+    import torch._inductor.config as compiler
+    assert compiler.deterministic
+with deterministic(None):
+    assert compiler.deterministic
+torch.use_deterministic_algorithms(False)
+before = modes()
+with deterministic(None):
+    assert compiler.deterministic and modes()[:2] == (True, False)
+assert modes() == before and not compiler.deterministic
+print("all of it")
+"""
+
+
+@pytest.mark.parametrize("program", [_PROGRAM, _DETERMINISTIC], ids=["optimizers", "determinism"])
+def test_the_same_before_and_after_somebody_compiles(program):
     told = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert told.stdout.split("\n")[-2:] == ["all of it", ""], told.stderr[-3000:]

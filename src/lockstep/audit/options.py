@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc-per-node",
         "--nproc_per_node",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="start N processes (default 2; 1 if the script starts its own). "
         "Under another launcher there is nothing to start",
     )
     parser.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         metavar="K",
         help="watch the first K optimizer steps; the script runs on unwatched",
     )
@@ -143,7 +143,8 @@ def problem_with(script: str) -> str | None:
     return None
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of things, from the command line."""
     try:
         value = int(text)
     except ValueError:

@@ -139,12 +139,14 @@ class Rank:
             ).start()
 
     def _obey(self, pipe: int, as_given: os.stat_result) -> None:
-        # A script may close all files that it did not open, and open others.
+        # A script may close all files that it did not open, and open others: while a read waits
+        # the pipe stays what it is, and before each it has to be asked.
         with contextlib.suppress(OSError):
-            while os.read(pipe, 1) == DUMP:
-                self._write_where_it_stands()
-            if os.path.samestat(as_given, os.fstat(pipe)):
-                os.killpg(0, signal.SIGKILL)
+            while os.path.samestat(as_given, os.fstat(pipe)):
+                if os.read(pipe, 1) == DUMP:
+                    self._write_where_it_stands()
+                elif os.path.samestat(as_given, os.fstat(pipe)):
+                    os.killpg(0, signal.SIGKILL)
 
     def _write_where_it_stands(self) -> None:
         if self.probe is None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
+from lockstep.audit.options import positive
+
 NOT_GIVEN: Final = argparse.SUPPRESS
 """The trainer's own default holds."""
 
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:OPERATOR",
         help="a TrainingOperator class, e.g. package.module:Digits or path/to/file.py:Digits",
     )
-    parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="default 1")
+    parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="default 1")
     _add_config(parser.add_argument_group("the operator's config"))
     _add_trainer(parser.add_argument_group("how to train (see TorchTrainer)"))
     _add_output(parser.add_argument_group("what to keep"))
@@ -61,19 +63,19 @@ def _add_config(group: argparse._ArgumentGroup) -> None:
         help="one entry, over the file's; several times; inner.key=... for nested ones",
     )
     group.add_argument(
-        "--batch-size", type=_positive, metavar="N", help="the global batch: config[BATCH_SIZE]"
+        "--batch-size", type=positive, metavar="N", help="the global batch: config[BATCH_SIZE]"
     )
 
 
 def _add_trainer(group: argparse._ArgumentGroup) -> None:
-    _option(group, "--num-workers", type=_positive, metavar="N")
-    _option(group, "--num-shards", type=_positive, metavar="N")
-    _option(group, "--num-cpus-per-worker", type=_positive, metavar="N")
+    _option(group, "--num-workers", type=positive, metavar="N")
+    _option(group, "--num-shards", type=positive, metavar="N")
+    _option(group, "--num-cpus-per-worker", type=positive, metavar="N")
     _option(group, "--use-gpu", type=_gpu, metavar="{auto,yes,no}")
     ways = ["replicate", "ddp", "fsdp", "parameter_server", "data_parallel"]
     _option(group, "--sync", choices=ways)
     _option(group, "--precision", choices=["fp32", "bf16", "fp16"])
-    _option(group, "--accumulate", type=_positive, metavar="N")
+    _option(group, "--accumulate", type=positive, metavar="N")
     _option(group, "--clip-grad-norm", type=float, metavar="NORM")
     _option(group, "--scheduler-step-freq", choices=["batch", "epoch", "manual"])
     _option(group, "--seed", type=int, metavar="N")
@@ -82,8 +84,8 @@ def _add_trainer(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     _option(group, "--checkpoint-dir", metavar="DIR", help="save the run there as it goes")
-    _option(group, "--checkpoint-every", type=_positive, metavar="STEPS")
-    _option(group, "--keep-checkpoints", type=_positive, metavar="N")
+    _option(group, "--checkpoint-every", type=positive, metavar="STEPS")
+    _option(group, "--keep-checkpoints", type=positive, metavar="N")
     _option(group, "--resume", choices=["auto"], help="go on from the newest in the directory")
     group.add_argument("--save", metavar="FILE", help="save the run there at its end")
     group.add_argument(
@@ -98,16 +100,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def _option(group: argparse._ArgumentGroup, name: str, **arguments: Any) -> None:
     group.add_argument(name, default=NOT_GIVEN, **arguments)
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return number
 
 
 def _gpu(text: str) -> bool | str:

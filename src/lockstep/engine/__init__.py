@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,20 @@ from lockstep.errors import NotAvailableError
 from lockstep.imports import no_collections
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from lockstep.engine.ray import RayEngine
     from lockstep.worker import WorkerSpec
 
-__all__ = ["Engine", "Resources", "Roster", "open_remote", "split_dataset", "stays_here"]
+__all__ = [
+    "Engine",
+    "Resources",
+    "Roster",
+    "has_gpus_elsewhere",
+    "open_remote",
+    "split_dataset",
+    "stays_here",
+]
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,28 @@ def open_remote(
     Raises:
         NotAvailableError: Ray is not installed.
     """
+    with _needing_ray():
+        from lockstep.engine.ray import RayEngine
+    return RayEngine(spec, resources, use_local=use_local, num_spares=num_spares)
+
+
+def has_gpus_elsewhere(count: int) -> bool:
+    """Whether other machines of the cluster have so many: those here are asked of torch.
+
+    Raises:
+        NotAvailableError: Ray is not installed.
+    """
+    with _needing_ray():
+        from lockstep.engine import cluster
+    cluster.connect()
+    return cluster.gpus_of_other_machines() >= count
+
+
+@contextmanager
+def _needing_ray() -> Iterator[None]:
     try:
         with no_collections():
-            from lockstep.engine.ray import RayEngine
+            yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":
             raise
@@ -59,7 +87,6 @@ def open_remote(
             "several workers need Ray, which is not installed",
             fix='pip install "lockstep-train[ray]"',
         ) from error
-    return RayEngine(spec, resources, use_local=use_local, num_spares=num_spares)
 
 
 def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:

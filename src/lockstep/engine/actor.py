@@ -8,14 +8,13 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 import ray
 from lockstep.engine.base import COLLECTIVE_METHODS
-from lockstep.imports import no_collections
+from lockstep.engine.settling import settle_in
 
 if TYPE_CHECKING:
     from lockstep.worker import Outcome, Whereabouts, Worker
@@ -28,16 +27,7 @@ class WorkerActor:
     """
 
     def __init__(self, rank: int) -> None:
-        # Ray ends actors with SIGTERM, and its handler prints a traceback into the user's
-        # terminal, before the error that the actors were ended for.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with no_collections():
-            from lockstep.lazy_compiler import import_compiler_lazily
-
-            import_compiler_lazily()
-            import_module("lockstep.worker")
-        # What the imports made lives as long as the process: no collection need look at it.
-        gc.freeze()
+        settle_in("lockstep.worker")
         self._spec = b""
         self._rank = rank
         self._local_rank = 0

@@ -69,6 +69,13 @@ def _joined_this_machines() -> bool:
     return True
 
 
+def gpus_of_other_machines() -> float:
+    """Those that this process cannot see, and the cluster's nodes say they have."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    return float(sum(node["Resources"].get("GPU", 0) for node in others))
+
+
 def _address() -> str:
     address: str = ray.get_runtime_context().gcs_address
     return address

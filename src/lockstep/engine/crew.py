@@ -9,8 +9,6 @@ Nothing here imports torch before the workers have been asked for.
 
 from __future__ import annotations
 
-import gc
-import importlib
 import secrets
 import sys
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from lockstep.engine import placement
 from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.cluster import connect, session
 from lockstep.errors import ConfigurationError
-from lockstep.imports import no_collections
+from lockstep.imports import import_for_good
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,8 +63,10 @@ def prestart(
     *,
     keep: bool = False,
     num_cpus_per_worker: float = 1,
-    num_gpus_per_worker: float = 0,
+    num_gpus_per_worker: float | None = None,
     resources_per_worker: Mapping[str, float] | None = None,
+    use_local: bool = False,
+    spare_workers: int = 0,
 ) -> None:
     """Start the worker processes of the next `TorchTrainer`, and import torch meanwhile.
 
@@ -79,12 +79,14 @@ def prestart(
     A trainer that asks for the same workers takes them over; another one sends them home.
 
     Args:
-        num_workers: of the trainer; one less with ``use_local=True``.
+        num_workers: of the trainer.
         keep: from now on workers wait, after the `shutdown` of their trainer, for the next one
             that asks for the same: for notebooks that make one trainer after the other. Until
             one that asks for others, ``ray.shutdown()``, or the end of the program. What the
             operators left in the globals of modules is still there then.
-        num_cpus_per_worker: as the trainer's; the other two as well.
+        num_cpus_per_worker: as the trainer's.
+        num_gpus_per_worker: None: one, if the cluster has one for each worker.
+        resources_per_worker: as the trainer's; the others as well.
 
     Raises:
         ConfigurationError: `num_workers` is not an int of 1 or more.
@@ -97,21 +99,20 @@ def prestart(
     dismiss_waiting()
     own_cluster = connect()
     (_keeping.add if keep else _keeping.discard)(session())
+    if num_gpus_per_worker is None:
+        num_gpus_per_worker = int(ray.cluster_resources().get("GPU", 0) >= num_workers)
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
-    _waiting.append(hire(bundle, range(num_workers), own_cluster, "prestarted"))
+    ranks = remote_ranks(num_workers, use_local, spare_workers)
+    if ranks:
+        _waiting.append(hire(bundle, ranks, own_cluster, "prestarted"))
     if "torch" not in sys.modules:
-        _import_torch()
+        # The trainer needs it anyhow. Searching for garbage is a fifth of the import.
+        import_for_good("torch")
 
 
-def _import_torch() -> None:
-    """Which the trainer needs anyhow, without going through all that it makes, several times.
-
-    In search of garbage that is not there: a fifth of the import. What it has made lives as long as
-    the process, so that no later collection need look at it either.
-    """
-    with no_collections():
-        importlib.import_module("torch")
-        gc.freeze()
+def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
+    """Which ranks of a trainer live in actors; spares are numbered after the workers."""
+    return range(1 if use_local else 0, num_workers + num_spares)
 
 
 def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) -> Crew:

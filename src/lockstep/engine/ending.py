@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call on an actor failed, when a process is gone, and what a Ctrl-C is."""
+"""Whether a call on an actor failed, why an actor died, when it is gone, and what a Ctrl-C is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import ray
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from ray.exceptions import RayActorError
 
     from lockstep.worker import Outcome
 
@@ -49,3 +51,16 @@ def wait_until_gone(pids: Iterable[int], at_most_s: float) -> None:
             except (ProcessLookupError, PermissionError):
                 break
             time.sleep(0.01)
+
+
+def reason_of(death: RayActorError) -> str:
+    """What Ray knows of a death, in a line: without the actor's ids, and without advice.
+
+    Ray tells the reason after a sentence that is always the same, and the ids; in the first moments
+    it has not heard of one.
+    """
+    lines = [line for line in str(death).splitlines() if line.strip()]
+    told = [line.strip() for line in lines if not line.startswith("\t")]
+    has_ids = len(told) < len(lines)
+    reason = " ".join(told[1:] if has_ids and told[1:] else told[:3])
+    return reason.split(" Some common causes include", maxsplit=1)[0]

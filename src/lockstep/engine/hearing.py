@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
-from lockstep.engine.ending import ctrl_c_as_itself
+from lockstep.engine.ending import ctrl_c_as_itself, reason_of
 from lockstep.errors import LockstepError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -170,16 +170,3 @@ class Hearing:
 def _is_plain(error: BaseException) -> bool:
     """No collective raises it."""
     return isinstance(error, LockstepError) or not isinstance(error, RuntimeError)
-
-
-def reason_of(death: RayActorError) -> str:
-    """What Ray knows of a death, in a line: without the actor's ids, and without advice.
-
-    Ray tells the reason after a sentence that is always the same, and the ids; in the first moments
-    it has not heard of one.
-    """
-    lines = [line for line in str(death).splitlines() if line.strip()]
-    told = [line.strip() for line in lines if not line.startswith("\t")]
-    has_ids = len(told) < len(lines)
-    reason = " ".join(told[1:] if has_ids and told[1:] else told[:3])
-    return reason.split(" Some common causes include", maxsplit=1)[0]

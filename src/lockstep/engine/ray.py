@@ -23,7 +23,7 @@ from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_APART, Roster
 from lockstep.engine.breakpoints import breakpoints_here
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.courier import RemoteCourier
-from lockstep.engine.crew import come_back, crew_for, replacement, send_home
+from lockstep.engine.crew import come_back, crew_for, remote_ranks, replacement, send_home
 from lockstep.engine.ending import ctrl_c_as_itself, has_failed, wait_until_gone
 from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
@@ -77,11 +77,11 @@ class RayEngine:
         own_cluster = connect()
         self._session = session()
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
-        remote_ranks = range(1 if use_local else 0, spec.num_workers + num_spares)
+        ranks = remote_ranks(spec.num_workers, use_local, num_spares)
         try:
-            self._crew = crew_for(bundle, remote_ranks, own_cluster, spec.operator_cls.__name__)
+            self._crew = crew_for(bundle, ranks, own_cluster, spec.operator_cls.__name__)
             self._payload = ray.put(payload)
-            self._enlist(self._crew, remote_ranks)
+            self._enlist(self._crew, ranks)
             self._open_server(self._crew)
             rendezvous = self.rendezvous(0) if spec.num_workers > 1 else None
             self.started = self.call("start", rendezvous)

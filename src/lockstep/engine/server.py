@@ -7,21 +7,19 @@ generations of the workers' group, each of which finds it at another address.
 
 from __future__ import annotations
 
-import gc
 import os
 import secrets
-import signal
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
+from lockstep.engine.ending import reason_of
 from lockstep.engine.member import this_node
 from lockstep.engine.rendezvous import LOOPBACK
+from lockstep.engine.settling import settle_in
 from lockstep.errors import WorkerDiedError
-from lockstep.imports import no_collections
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -36,13 +34,7 @@ class ServerActor:
     """Listens, then serves until the workers have left; then perhaps others."""
 
     def __init__(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with no_collections():
-            from lockstep.lazy_compiler import import_compiler_lazily
-
-            import_compiler_lazily()
-            import_module("lockstep.sync")
-        gc.freeze()
+        settle_in("lockstep.sync")
         self._server: Any = None
 
     def __repr__(self) -> str:
@@ -159,7 +151,7 @@ class ServerProcess:
 def _died(error: RayActorError) -> WorkerDiedError:
     return WorkerDiedError(
         "the process of the parameter server died",
-        cause=next(iter(str(error).splitlines()), None),
+        cause=reason_of(error),
         fix="look for the reason above (out of memory? killed?), then build a new"
         " trainer and load the last checkpoint",
     )

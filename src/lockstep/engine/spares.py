@@ -10,6 +10,7 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
+from lockstep.engine.ending import reason_of
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -36,6 +37,6 @@ def look_at(member: Member, starting: Any) -> tuple[Readiness, BaseException | N
             member.pid = cloudpickle.loads(outcome.value)["pid"]
             member.node = ray.get(member.actor.node.remote())
     except RayActorError as failure:
-        error = WorkerDiedError(f"{member} died before it was ready")
+        error = WorkerDiedError(f"{member} died before it was ready", cause=reason_of(failure))
         error.__cause__ = failure
     return (Readiness.READY, None) if error is None else (Readiness.FAILED, error)

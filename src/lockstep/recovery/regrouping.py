@@ -308,7 +308,8 @@ def _nobody_left(losses: Sequence[Loss], alive: Sequence[Member]) -> WorkerDiedE
         died.add_note(
             f"{', '.join(map(str, alive))} live, and cannot go back to where the step began: a loop"
             " held gradients that had not been reduced (no_sync) when an epoch or a call "
-            "ended, or an optimizer had stepped in a batch that cannot be computed again"
+            "ended, an optimizer had stepped in a batch that cannot be computed again, or a forward"
+            " wrote to weights that had not been written in the first steps"
         )
     if losses:
         died.__cause__ = losses[0].died

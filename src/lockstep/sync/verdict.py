@@ -143,6 +143,13 @@ def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
             cause="loss.backward() adds up batches of different sizes (is one the last of an"
             " epoch?) as if each counted the same",
         )
+    if fault["kind"] == "emptied":
+        return mixed_weights(
+            where,
+            f"whether the batch counts changed from {fault['names'][0]}",
+            cause="one batch of the window holds no samples, and what loss.backward() added for it"
+            " cannot be told from the others",
+        )
     return GradientNotReducedError(
         "a gradient arrived after its bucket had left",
         where=where,

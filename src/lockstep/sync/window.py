@@ -84,7 +84,8 @@ def weighted_root(
     if carried == 1.0 or not loss.requires_grad:
         return carried, loss, None
     # A view: hooks of the user's own on the loss see what arrives there.
-    root = loss.view_as(loss)
+    with torch.enable_grad():  # backward itself does not ask whether it is
+        root = loss.view_as(loss)
     root.register_hook(lambda gradient: gradient * carried)
     return carried, root, None
 
@@ -172,7 +173,7 @@ class Window:
         if self.enter(WEIGHTED, where):
             self.delivered = counts
         elif self.delivered != counts:
-            self.faults.append({"kind": "changed", "names": [f"{self.delivered} to {counts}"]})
+            self.faults.append({"kind": "emptied", "names": [f"{self.delivered} to {counts}"]})
         self.weight += 1.0 if counts is None else counts
 
     def contribution(self, units: Units) -> Contribution:

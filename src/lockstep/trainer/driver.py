@@ -7,7 +7,7 @@ import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine import Resources, open_remote, stays_here
+from lockstep.engine import Resources, has_gpus_elsewhere, open_remote, stays_here
 from lockstep.engine.inline import InlineEngine
 from lockstep.errors import WrongTypeError
 from lockstep.operator import Options, TrainingOperator
@@ -71,10 +71,12 @@ class TorchTrainer(BesideTraining):
         training_operator_cls: a `TrainingOperator` subclass, not an instance.
         initialization_hook: called without arguments in every worker before anything else.
         config: given to `setup`. ``config[BATCH_SIZE]`` is the global batch size.
-        num_workers: processes that train; changes the speed, not the result.
-        num_shards: parts that every global batch is cut into; `num_workers` if None.
+        num_workers: processes that train. With `num_shards` given it changes the speed alone.
+        num_shards: parts that every global batch is cut into; `num_workers` if None. A loader's
+            own ``batch_size`` is multiplied by it, ``config[BATCH_SIZE]`` is not.
         num_cpus_per_worker: CPUs, and threads of torch, for each worker.
-        use_gpu: True, False, or "auto": whether CUDA is available here.
+        use_gpu: True, False, or "auto": whether CUDA is available here, or other machines of the
+            cluster have a GPU for every worker.
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
         sync: how N gradients become one; "replicate" (hooks on the parameters), "ddp", "fsdp",
@@ -156,7 +158,6 @@ class TorchTrainer(BesideTraining):
         checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         checked_spares(num_workers, spare_workers, min_workers)
         checked_functions(initialization_hook, callbacks)
-        gpu, gpu_here = pick_gpu(use_gpu)
         processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
         options = Options(
             precision=pick_precision(precision, use_fp16),
@@ -174,6 +175,7 @@ class TorchTrainer(BesideTraining):
         check_options(options, self._operator_cls, use_local=use_local)
         self._callbacks, self._policy = tuple(callbacks), Policy(min_workers, hang_timeout_s)
         self._explicit = explicit_identity(num_shards, seed)
+        gpu, gpu_here = _gpu_each(use_gpu, processes, use_local=use_local)
         spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
@@ -439,3 +441,12 @@ class TorchTrainer(BesideTraining):
                 self._tell_failure(error)
         finally:
             self.shutdown(force=error is not None)
+
+
+def _gpu_each(use_gpu: bool | str, num_processes: int, *, use_local: bool) -> tuple[bool, bool]:
+    """Whether each worker gets a GPU, and whether CUDA is available in this process."""
+    wanted, here = pick_gpu(use_gpu)
+    if use_gpu == "auto" and num_processes > 1 and not (here or use_local):
+        # A driver often runs on a head node without any.
+        wanted = has_gpus_elsewhere(num_processes)
+    return wanted, here

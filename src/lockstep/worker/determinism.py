@@ -4,15 +4,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+_READ_AT_START: Final = {
+    "TORCHINDUCTOR_DETERMINISTIC": "1",  # when the compiler is imported
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # when cuBLAS starts; as torch asks for
+}
+_COMPILER: Final = "torch._inductor.config"
+_WARNS: Final = 1
+_ERROR: Final = 2
 
 
 @contextmanager
@@ -22,21 +29,27 @@ def deterministic(threads: int | None) -> Iterator[None]:
     How a sum is split over threads is part of its bits, so a worker in the driver's process
     must not use more of them than an actor with one CPU does. Everything is put back.
     """
-    algorithms = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.get_deterministic_debug_mode()
     benchmark, count = torch.backends.cudnn.benchmark, torch.get_num_threads()
-    workspace = os.environ.get(_CUBLAS_VARIABLE)
-    if torch.version.cuda is not None and workspace is None:
-        os.environ[_CUBLAS_VARIABLE] = ":4096:8"  # as torch asks for; read when cuBLAS starts
-    torch.use_deterministic_algorithms(True)
+    unset = _READ_AT_START.keys() - os.environ.keys()
+    os.environ.update({name: _READ_AT_START[name] for name in unset})
+    _set_mode(_ERROR)
     torch.backends.cudnn.benchmark = False
     if threads is not None:
         torch.set_num_threads(threads)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(algorithms, warn_only=only_warns)
+        _set_mode(mode)
         torch.backends.cudnn.benchmark = benchmark
         torch.set_num_threads(count)
-        if workspace is None:
-            os.environ.pop(_CUBLAS_VARIABLE, None)
+        for name in unset:
+            os.environ.pop(name, None)
+
+
+def _set_mode(mode: int) -> None:
+    """As `use_deterministic_algorithms`, which imports the compiler to tell it: seconds."""
+    if _COMPILER in sys.modules:
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == _WARNS)
+    else:
+        torch.set_deterministic_debug_mode(mode)

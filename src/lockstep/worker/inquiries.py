@@ -64,7 +64,7 @@ class Inquiries:
         call = self.underway
         if call is None:
             return whereabouts(thread_id, 0, None, is_warm=False)
-        is_warm = self._is_warm or call.tally.steps > 0
+        is_warm = self._is_warm or call.own_steps > 0
         return whereabouts(thread_id, call.tally.steps, call.counted, is_warm=is_warm)
 
     def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:

@@ -118,8 +118,9 @@ class Underway:
         self._pass_began = 0
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
+        # A newcomer's steps before were those of somebody who is gone.
+        self._steps_of_others = 0 if progress is None else progress.steps
         if progress is not None:
-            # A newcomer: the steps before were those of somebody who is gone.
             self._take_over(progress)
         self._metrics: list[dict[str, Any]] = []
         self._summaries: list[dict[str, Any] | None] = []
@@ -133,6 +134,11 @@ class Underway:
         return Progress(
             self.first_epoch, self.first_step, self.tally.steps, self._pass_began, self.is_over
         )
+
+    @property
+    def own_steps(self) -> int:
+        """Those that this process has computed itself."""
+        return self.tally.steps - self._steps_of_others
 
     def catch_up(self, progress: Progress) -> None:
         """Count a step that the others have committed, and this worker has taken part in."""

@@ -176,6 +176,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
         "weighed_by": worker.operator._lockstep.weighed_by,
         "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
+        "written": worker.written,
     }
 
 
@@ -191,3 +192,4 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     if given["carried"] is not None:
         worker.carried = Carried(given["carried"])
     worker.owed = given["owed"]
+    worker.expect_written(given["written"])

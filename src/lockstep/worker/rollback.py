@@ -56,7 +56,6 @@ class OpenStep:
         rounds: reductions that had happened when it began.
         settings: what schedulers change; None in the default loop, where nothing but buffers
             changes before all is communicated.
-        versions: the parameters' version counters; None there as well.
         stepped_at: reductions that had happened when its first optimizer stepped; None: none has.
         everything: copies that were made then.
     """
@@ -65,7 +64,6 @@ class OpenStep:
     buffers: list[Any]
     rounds: int
     settings: _Settings | None
-    versions: list[int] | None
     stepped_at: int | None = None
     everything: _Everything | None = None
 
@@ -208,13 +206,9 @@ class Rollback:
             rounds=self._rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
             settings=_Settings(self._run) if has_own_loop else None,
-            versions=self._versions() if has_own_loop else None,
         )
         copy_over(self._open.buffers, self._kept)
         self._written.keep(self._parameters)
-
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
 
     def settle(self, cursor: Cursor) -> None:
         """A batch is committed, and its step with it, unless gradients wait for further ones."""
@@ -264,7 +258,9 @@ class Rollback:
             parameter.grad = None
         if not self.carry(self._carried):
             return False
-        moved = self._have_moved(opened)
+        # Of an optimizer that has stepped the state would be that of after.
+        has_stepped = opened.stepped_at is not None and opened.everything is None
+        is_lost = self._written.has_missed() or (has_stepped and self._written.has_moved())
         if opened.everything is not None:
             opened.everything.put_back()
         # After it: a forward that writes comes before the step for which everything is copied.
@@ -272,21 +268,19 @@ class Rollback:
         if opened.settings is not None:
             # After it: schedulers may have stepped between the batches of a window.
             opened.settings.put_back()
-        if opened.everything is not None:
-            return True
-        if opened.stepped_at is not None:
+        if has_stepped:
             self._steps_early = True
-        return not moved
+        return not is_lost
 
-    def _have_moved(self, opened: OpenStep) -> bool:
-        """In a loop of the user's own, weights of which there is no copy have changed."""
-        if opened.versions is None:
-            return False
-        pairs = zip(self._parameters, opened.versions, strict=True)
-        changed = [parameter for parameter, before in pairs if parameter._version != before]
-        # Of an optimizer that has stepped the state would be that of after.
-        has_stepped = opened.stepped_at is not None
-        return any(has_stepped or not self._written.covers(parameter) for parameter in changed)
+    @property
+    def written(self) -> list[int]:
+        """Which parameters a batch writes before an optimizer steps, by their numbers."""
+        return [n for n, each in enumerate(self._run.parameters()) if each in self._written]
+
+    def expect_written(self, places: list[int]) -> None:
+        """Others have learned which ones they are."""
+        parameters = list(self._run.parameters())
+        self._written.expect(parameters[place] for place in places)
 
     def _count_from(self, mark: Mark, cursor: Cursor, tally: Tally) -> None:
         cursor.move_to(mark.epoch, mark.step)

@@ -254,6 +254,16 @@ class Worker(HandsOver):
         if self._rollback is not None:
             self._rollback.carry(carried)
 
+    @property
+    def written(self) -> list[int]:
+        """Which parameters a batch writes before an optimizer steps, by their numbers."""
+        return [] if self._rollback is None else self._rollback.written
+
+    def expect_written(self, places: list[int]) -> None:
+        """Others have learned which ones they are."""
+        if self._rollback is not None:
+            self._rollback.expect_written(places)
+
     def return_to_window(self) -> bool:
         """Between calls, go back to where the open window began; False if only a loop knows how."""
         cursor = self.cursors["train"]
@@ -364,7 +374,7 @@ class Worker(HandsOver):
         elif interrupted.is_over or self.underway.tally.steps < interrupted.steps:
             self.underway.catch_up(interrupted)
         report = self.underway.run()
-        self._is_warm = self._is_warm or report.steps > 0
+        self._is_warm = self._is_warm or self.underway.own_steps > 0
         self.before_call = None
         if request.purpose == "train":
             if self._rollback is not None:
@@ -425,7 +435,7 @@ def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
             "this worker was to use a GPU, and torch finds none",
             where=f"a worker with local rank {local_rank}",
             got="use_gpu=True, torch.cuda.device_count() == 0",
-            fix='use_gpu="auto", or False',
+            fix="use_gpu=False, or a build of torch for this machine's GPUs",
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that a batch changes before an optimizer steps.
 
-A momentum encoder follows in the forward; prototypes are normalised there. Such a write often goes
-through `.data`, and is seen by its value only. Which weights they are is learned in the first
-steps, for which all are copied; from then on only those are. A loop that updates its weights by
-hand, and lets no optimizer step, stays among the first ones.
+A momentum encoder follows in the forward; prototypes are normalised there. Which weights they are
+is learned in the first steps, for which all are copied; from then on only those are. A loop that
+updates its weights by hand, and lets no optimizer step, stays among the first ones.
+
+A write that begins later is seen by torch's version counters, which costs nothing, and is copied
+from then on; the step in which it came first cannot be undone. One that goes through `.data` raises
+no counter, and is seen in the first steps only, by its value.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from lockstep.sync import copy_over, overwrite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -33,9 +36,12 @@ class Written:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._found: dict[nn.Parameter, None] = {}
-        self._held: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
+        self._versions: list[int] = []
+        self._held: dict[nn.Parameter, None] = {}
         self._kept: list[torch.Tensor] = []
         self._is_ahead_of_step = False
+        self._has_missed = False
         self._steps_left = _STEPS
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(lambda *_: self._look()) for optimizer in optimizers
@@ -45,7 +51,6 @@ class Written:
         """Take the hooks off the optimizers."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def keep(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copy what may be written, as it is now.
@@ -53,34 +58,46 @@ class Written:
         Args:
             parameters: all that there are.
         """
-        if not self._is_learning:
-            self.close()  # not in a hook: an optimizer is going through them then
-        self._held = list(parameters) if self._is_learning else list(self._found)
+        self._parameters = list(parameters)
+        self._versions = [parameter._version for parameter in parameters]
+        self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
         copy_over([held.detach() for held in self._held], self._kept)
-        self._is_ahead_of_step = True
+        self._is_ahead_of_step, self._has_missed = True, False
 
-    def covers(self, parameter: nn.Parameter) -> bool:
-        """Whatever the batch did to it, `put_back` undoes."""
-        learning = self._is_learning and self._is_ahead_of_step
-        return learning or parameter in self._found
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._found
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Others have learned that these are written."""
+        self._found.update(dict.fromkeys(parameters))
+
+    def has_missed(self) -> bool:
+        """Before an optimizer stepped, something was written of which there is no copy."""
+        if self._is_ahead_of_step:
+            return any(parameter not in self._held for parameter in self._moved())
+        return self._has_missed
+
+    def has_moved(self) -> bool:
+        """A weight has changed since `keep`, by whatever it was."""
+        return bool(self._moved())
 
     def put_back(self) -> None:
         """Undo what the batches since `keep` wrote; what an optimizer did is not ours."""
         for held, value in zip(self._held, self._kept, strict=True):
-            if self.covers(held):
+            if self._is_ahead_of_step or held in self._found:
                 overwrite([held.detach()], [value])
 
-    @property
-    def _is_learning(self) -> bool:
-        return self._steps_left > 0
+    def _moved(self) -> list[nn.Parameter]:
+        pairs = zip(self._parameters, self._versions, strict=True)
+        return [parameter for parameter, version in pairs if parameter._version != version]
 
     def _look(self) -> None:
         if not self._is_ahead_of_step:
             return
+        self._has_missed = self.has_missed()
         self._is_ahead_of_step = False
-        if not self._is_learning:
-            return
-        for held, value in zip(self._held, self._kept, strict=True):
-            if not torch.equal(held.detach(), value):
-                self._found[held] = None
-        self._steps_left -= 1
+        self.expect(self._moved())
+        if self._steps_left:
+            self._steps_left -= 1
+            pairs = zip(self._held, self._kept, strict=True)
+            self.expect([held for held, value in pairs if not torch.equal(held.detach(), value)])

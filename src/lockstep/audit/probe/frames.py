@@ -63,7 +63,13 @@ def users_lines(frame: FrameType | None = None) -> list[Place]:
         code = walked.f_code
         distance = _distance(code.co_filename)
         if distance < 2:
-            place = Place(code.co_filename, walked.f_lineno, code.co_name, "")
+            place = Place(
+                code.co_filename,
+                # None between two lines, where another thread looks.
+                walked.f_lineno or code.co_firstlineno,
+                code.co_name,
+                "",
+            )
             (own if distance == 0 else library).append(place)
         walked = walked.f_back
     return own or library[:_DEPTH]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from lockstep.audit.finding import Finding, Place, Severity, with_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from lockstep.audit.world import SharedTrack, World
 
@@ -72,6 +72,17 @@ def first_found(
 ) -> Finding | None:
     """What `look` finds in the first step in which it finds something: later ones repeat it."""
     return next((found for n in track.numbers if (found := look(track, n)) is not None), None)
+
+
+def first_of_each(
+    world: World, explained: Explained, look: Callable[[SharedTrack, int], Finding | None]
+) -> Iterator[Finding]:
+    """The first thing that `look` finds in each optimizer's steps, but in those explained yet."""
+    for track in world.compared:
+        if track.key not in explained.tracks:
+            found = first_found(track, look)
+            if found is not None:
+                yield found
 
 
 def numbers(values: dict[int, float]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained, first_found, numbers
+from lockstep.audit.rules.base import Code, Explained, first_of_each, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,12 +33,7 @@ class Clipping:
     codes = (BEFORE, TWICE)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.compared:
-            if track.key in explained.tracks:
-                continue
-            found = first_found(track, _judge_step)
-            if found is not None:
-                yield found
+        return first_of_each(world, explained, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:

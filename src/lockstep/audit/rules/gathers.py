@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.rules.base import Code, Explained, first_found
+from lockstep.audit.rules.base import Code, Explained, first_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,12 +36,7 @@ class Gathers:
     codes = (WITHOUT, WRONG, OUTSIDE)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.compared:
-            if track.key in explained.tracks:
-                continue
-            found = first_found(track, _judge_step)
-            if found is not None:
-                yield found
+        return first_of_each(world, explained, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:

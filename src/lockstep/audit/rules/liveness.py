@@ -68,9 +68,13 @@ def _left_the_others(world: World) -> Finding | None:
     ended = {
         r: led for r, led in world.ledgers.items() if led.failure is None and led.exit_code == 0
     }
-    if not broken or not ended:
-        return None
+    own = [r for r, led in world.ledgers.items() if led.failure is not None and r not in broken]
     steps = {r: max((t.count for t in led.tracks), default=0) for r, led in world.ledgers.items()}
+    # An exception of a rank's own breaks the others' connections as well, and whoever took part in
+    # the step that broke did not leave before it.
+    left = broken and ended and min(steps[r] for r in ended) <= max(steps[r] for r in broken)
+    if not left or own:
+        return None
     done = "; ".join(f"rank {r} ended in order after step {steps[r]}" for r in ended)
     waited = "; ".join(
         f"rank {r} {standing(led)} in its step {steps[r] + 1}" for r, led in broken.items()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Explained, first_found, numbers
+from lockstep.audit.rules.base import Explained, first_of_each, numbers
 from lockstep.audit.rules.gradients import DIFFER
 
 if TYPE_CHECKING:
@@ -29,12 +29,7 @@ class Pieces:
     codes = (DIFFER,)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        for track in world.compared:
-            if track.key in explained.tracks:
-                continue
-            found = first_found(track, _judge_step)
-            if found is not None:
-                yield found
+        return first_of_each(world, explained, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:

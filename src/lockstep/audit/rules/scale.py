@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, Explained, first_found, named
+from lockstep.audit.rules.base import Code, Explained, first_found, first_of_each, named
 from lockstep.audit.rules.words import line_with_factor
 
 if TYPE_CHECKING:
@@ -193,12 +193,7 @@ class Factors:
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if world.sync_of_lockstep() or world.size < 2:
             return
-        for track in world.compared:
-            if track.key in explained.tracks:
-                continue
-            found = first_found(track, partial(_times, world))
-            if found is not None:
-                yield found
+        yield from first_of_each(world, explained, partial(_times, world))
 
 
 def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
