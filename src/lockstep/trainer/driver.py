@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources, has_gpus_elsewhere, open_remote, stays_here
@@ -175,7 +176,7 @@ class TorchTrainer(BesideTraining):
         check_options(options, self._operator_cls, use_local=use_local)
         self._callbacks, self._policy = tuple(callbacks), Policy(min_workers, hang_timeout_s)
         self._explicit = explicit_identity(num_shards, seed)
-        gpu, gpu_here = _gpu_each(use_gpu, processes, use_local=use_local)
+        gpu, gpu_here = pick_gpu(use_gpu)
         spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
@@ -189,8 +190,8 @@ class TorchTrainer(BesideTraining):
             audit=pick_audit(audit),
         )
         durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        self._spec = self._as_found(spec, durability)
-        gpus, backend = int(gpu) * replicas, pick_backend(backend, gpu)
+        spec = self._spec = _with_other_gpus(self._as_found(spec, durability), use_gpu, use_local)
+        gpus, backend = int(spec.use_gpu) * replicas, pick_backend(backend, spec.use_gpu)
         room = Resources(num_cpus_per_worker, gpus, resources_per_worker, backend, timeout_s)
         self._open(room, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
 
@@ -201,8 +202,7 @@ class TorchTrainer(BesideTraining):
         if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
             self._engine = InlineEngine(self._spec)
         else:
-            if not self._spec.is_recoverable:
-                refuse_spares(self._spec, num_spares)
+            refuse_spares(self._spec, num_spares)
             engine = open_remote(self._spec, resources, use_local=use_local, num_spares=num_spares)
             self._engine = recovering(engine, self._policy)
         try:
@@ -443,10 +443,8 @@ class TorchTrainer(BesideTraining):
             self.shutdown(force=error is not None)
 
 
-def _gpu_each(use_gpu: bool | str, num_processes: int, *, use_local: bool) -> tuple[bool, bool]:
-    """Whether each worker gets a GPU, and whether CUDA is available in this process."""
-    wanted, here = pick_gpu(use_gpu)
-    if use_gpu == "auto" and num_processes > 1 and not (here or use_local):
-        # A driver often runs on a head node without any.
-        wanted = has_gpus_elsewhere(num_processes)
-    return wanted, here
+def _with_other_gpus(spec: WorkerSpec, use_gpu: bool | str, use_local: bool) -> WorkerSpec:
+    """A driver often runs on a head node without any: "auto" asks the other machines as well."""
+    if use_gpu != "auto" or spec.use_gpu or use_local or spec.num_workers == 1:
+        return spec
+    return replace(spec, use_gpu=has_gpus_elsewhere(spec.num_workers))

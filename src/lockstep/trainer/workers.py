@@ -29,7 +29,7 @@ def refuse_spares(spec: WorkerSpec, num_spares: int) -> None:
     Raises:
         NotAvailableError: says why it would.
     """
-    if not num_spares:
+    if not num_spares or spec.is_recoverable:
         return
     options = spec.options
     if not options.wrap_ddp:

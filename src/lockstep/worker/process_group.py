@@ -220,7 +220,7 @@ def _gloo_within_reach(rendezvous: Rendezvous) -> Iterator[None]:
         del os.environ[_GLOO_INTERFACE]
 
 
-def leave_group(held: list[Any]) -> None:
+def leave_group(held: list[Any]) -> threading.Thread:
     """Close the sockets, so that ranks blocked in a collective with this one get an error.
 
     Measured on gloo: `abort` and `shutdown` unblock nobody; only a closed socket does, and
@@ -229,9 +229,14 @@ def leave_group(held: list[Any]) -> None:
 
     Args:
         held: the group, to which nobody else holds a reference; emptied.
+
+    Returns:
+        The thread, after which they are closed.
     """
     _forget(held[0])
-    threading.Thread(target=held.clear, name="lockstep-closes-group").start()
+    closing = threading.Thread(target=held.clear, name="lockstep-closes-group")
+    closing.start()
+    return closing
 
 
 def _forget(group: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -36,6 +36,7 @@ from lockstep.worker.spec import config_for
 from lockstep.worker.watching import Watch
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from lockstep.worker.passes import Progress
     from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
+
+_CLOSING_S: Final = 5.0
 
 
 class Worker(HandsOver):
@@ -78,6 +81,7 @@ class Worker(HandsOver):
         self._rollback = None
         self._is_dismissed = False
         self._is_warm = False
+        self._closing: threading.Thread | None = None
         self._threads_before: int | None = None
         self.has_state = False
         self.underway = None
@@ -172,12 +176,14 @@ class Worker(HandsOver):
             self._operator._lockstep.setting.group.close()
         if self._group is not None:
             held, self._group = [self._group], None
-            leave_group(held)
+            self._closing = leave_group(held)
 
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
         self._close_loaders()
         self.leave()
+        if self._closing is not None:
+            self._closing.join(_CLOSING_S)  # nothing stays open behind a trainer that is over
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
         # With a local rank the optimizer is the user's own, and outlives the trainer.
@@ -435,7 +441,7 @@ def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
             "this worker was to use a GPU, and torch finds none",
             where=f"a worker with local rank {local_rank}",
             got="use_gpu=True, torch.cuda.device_count() == 0",
-            fix="use_gpu=False, or a build of torch for this machine's GPUs",
+            fix='use_gpu="auto", or False, or a build of torch for the GPUs of this machine',
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
