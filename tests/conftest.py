@@ -31,6 +31,9 @@ _SET_BY_THE_RUNNER = frozenset(
 )
 
 
+# Ray's workers would give way to whatever else runs, as another test's ranks do, and starve.
+os.environ.update({"RAY_worker_niceness": "0"})
+
 _TOGETHER = {
     "tests/ray": "ray",
     "tests/procs": "processes",

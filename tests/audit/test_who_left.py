@@ -50,6 +50,26 @@ def test_an_exception_of_a_ranks_own_tells_for_itself():
     assert [found.code for found in judge([broken, caught, own])] == []
 
 
+@pytest.mark.parametrize("message", ["NCCL communicator was aborted on rank 2.", "training failed"])
+def test_what_another_rank_says_of_it_in_words_of_its_own_is_no_cause(message):
+    broken = Ledger(
+        rank=0,
+        world_size=3,
+        failure={"type": "RuntimeError", "message": GLOO},
+        failed_at=10.0,
+        exit_code=1,
+    )
+    left = Ledger(rank=1, world_size=3, exit_code=0)
+    later = Ledger(
+        rank=2,
+        world_size=3,
+        failure={"type": "RuntimeError", "message": message},
+        failed_at=10.1,
+        exit_code=1,
+    )
+    assert [found.code for found in judge([broken, left, later])] == ["LS601"]
+
+
 def test_who_did_the_step_that_broke_has_not_left_before_it():
     broken = Ledger(
         rank=0, world_size=2, failure={"type": "RuntimeError", "message": GLOO}, exit_code=1

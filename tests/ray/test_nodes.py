@@ -52,7 +52,7 @@ def test_a_node_dies_in_the_middle_and_the_run_goes_on():
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver has to have none")
 def test_auto_means_the_gpus_of_other_machines_too():
     told = _told_by("gpus_elsewhere.py")
-    here = torch.cuda.is_available()
-    assert told == {"here": here, "too few": here, "other": True}
+    assert told == {"nowhere": False, "elsewhere": True, "not for the spare": False}

@@ -159,7 +159,7 @@ class WarmsUp(Classifier):
 
     def compute_loss(self, batch, batch_info):
         if not self.is_warm:
-            threading.Event().wait(2.5)
+            threading.Event().wait(4.5)
             self.is_warm = True
         return super().compute_loss(batch, batch_info)
 
@@ -168,7 +168,7 @@ class WarmsUp(Classifier):
 def test_a_spare_may_warm_up_in_its_first_step_too():
     """The steps that others have made before it are not its own."""
     strikes = [Strike("kill", rank=1, step=3, phase="forward")]
-    arguments = {"spare_workers": 1, "hang_timeout_s": 1, "scheduler_step_freq": "batch"}
+    arguments = {"spare_workers": 1, "hang_timeout_s": 2, "scheduler_step_freq": "batch"}
     with trainer_of(WarmsUp, strikes, **arguments) as trainer:
         trainer.train(num_steps=5)
         assert len(trainer.status()["recoveries"]) == 1

@@ -70,7 +70,13 @@ def _joined_this_machines() -> bool:
 
 
 def gpus_of_other_machines() -> float:
-    """Those that this process cannot see, and the cluster's nodes say they have."""
+    """Those that this process cannot see, and the cluster's nodes say they have.
+
+    None for a program that itself runs in a placement group, as a trial of Tune does: what was
+    reserved with it decides.
+    """
+    if ray.util.get_current_placement_group() is not None:
+        return 0.0
     here = ray.get_runtime_context().get_node_id()
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
     return float(sum(node["Resources"].get("GPU", 0) for node in others))

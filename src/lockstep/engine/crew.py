@@ -63,7 +63,7 @@ def prestart(
     *,
     keep: bool = False,
     num_cpus_per_worker: float = 1,
-    num_gpus_per_worker: float | None = None,
+    num_gpus_per_worker: float = 0,
     resources_per_worker: Mapping[str, float] | None = None,
     use_local: bool = False,
     spare_workers: int = 0,
@@ -85,7 +85,7 @@ def prestart(
             one that asks for others, ``ray.shutdown()``, or the end of the program. What the
             operators left in the globals of modules is still there then.
         num_cpus_per_worker: as the trainer's.
-        num_gpus_per_worker: None: one, if the cluster has one for each worker.
+        num_gpus_per_worker: 1 where the trainer's workers use a GPU.
         resources_per_worker: as the trainer's; the others as well.
 
     Raises:
@@ -99,8 +99,6 @@ def prestart(
     dismiss_waiting()
     own_cluster = connect()
     (_keeping.add if keep else _keeping.discard)(session())
-    if num_gpus_per_worker is None:
-        num_gpus_per_worker = int(ray.cluster_resources().get("GPU", 0) >= num_workers)
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
     ranks = remote_ranks(num_workers, use_local, spare_workers)
     if ranks:

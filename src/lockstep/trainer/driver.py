@@ -190,10 +190,22 @@ class TorchTrainer(BesideTraining):
             audit=pick_audit(audit),
         )
         durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        spec = self._spec = _with_other_gpus(self._as_found(spec, durability), use_gpu, use_local)
-        gpus, backend = int(spec.use_gpu) * replicas, pick_backend(backend, spec.use_gpu)
-        room = Resources(num_cpus_per_worker, gpus, resources_per_worker, backend, timeout_s)
+        self._spec = self._as_found(spec, durability)
+        self._look_for_gpus(use_gpu, 0 if use_local else processes + spare_workers)
+        room = self._room(num_cpus_per_worker, resources_per_worker, backend, timeout_s)
         self._open(room, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
+
+    def _look_for_gpus(self, use_gpu: bool | str, num_bundles: int) -> None:
+        """A driver often runs on a head node without any: "auto" asks the other machines too."""
+        if use_gpu == "auto" and not self._spec.use_gpu and num_bundles > 1:
+            self._spec = replace(self._spec, use_gpu=has_gpus_elsewhere(num_bundles))
+
+    def _room(
+        self, num_cpus: int, further: Mapping[str, float] | None, backend: str, timeout_s: float
+    ) -> Resources:
+        gpu = self._spec.use_gpu
+        gpus = int(gpu) * self._spec.options.replicas
+        return Resources(num_cpus, gpus, further, pick_backend(backend, gpu), timeout_s)
 
     def _open(
         self, resources: Resources, *, gpu_here: bool, use_local: bool, num_spares: int
@@ -441,10 +453,3 @@ class TorchTrainer(BesideTraining):
                 self._tell_failure(error)
         finally:
             self.shutdown(force=error is not None)
-
-
-def _with_other_gpus(spec: WorkerSpec, use_gpu: bool | str, use_local: bool) -> WorkerSpec:
-    """A driver often runs on a head node without any: "auto" asks the other machines as well."""
-    if use_gpu != "auto" or spec.use_gpu or use_local or spec.num_workers == 1:
-        return spec
-    return replace(spec, use_gpu=has_gpus_elsewhere(spec.num_workers))

@@ -258,9 +258,10 @@ class Rollback:
             parameter.grad = None
         if not self.carry(self._carried):
             return False
-        # Of an optimizer that has stepped the state would be that of after.
+        # Of an optimizer that has stepped weights and state would be those of after. Whether they
+        # have changed cannot be asked: fused kernels raise no version counter.
         has_stepped = opened.stepped_at is not None and opened.everything is None
-        is_lost = self._written.has_missed() or (has_stepped and self._written.has_moved())
+        is_lost = has_stepped or self._written.has_missed()
         if opened.everything is not None:
             opened.everything.put_back()
         # After it: a forward that writes comes before the step for which everything is copied.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
 
-_CLOSING_S: Final = 5.0
+_CLOSING_S: Final = 1.0
 
 
 class Worker(HandsOver):

@@ -6,8 +6,8 @@ is learned in the first steps, for which all are copied; from then on only those
 updates its weights by hand, and lets no optimizer step, stays among the first ones.
 
 A write that begins later is seen by torch's version counters, which costs nothing, and is copied
-from then on; the step in which it came first cannot be undone. One that goes through `.data` raises
-no counter, and is seen in the first steps only, by its value.
+from then on; the step in which it came first cannot be undone. What raises no counter (`.data`,
+fused kernels, kernels of the user's own) is seen in the first steps only, by its value.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.lazy_compiler import outside_graphs
 from lockstep.sync import copy_over, overwrite
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class Written:
         self._is_ahead_of_step = False
         self._has_missed = False
         self._steps_left = _STEPS
+        # Not traced: of a compiled step every counter would be a guard.
+        hook = outside_graphs(lambda *_: self._look())
         self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(lambda *_: self._look()) for optimizer in optimizers
+            optimizer.register_step_pre_hook(hook) for optimizer in optimizers
         ]
 
     def close(self) -> None:
@@ -73,19 +76,16 @@ class Written:
 
     def has_missed(self) -> bool:
         """Before an optimizer stepped, something was written of which there is no copy."""
-        if self._is_ahead_of_step:
-            return any(parameter not in self._held for parameter in self._moved())
-        return self._has_missed
-
-    def has_moved(self) -> bool:
-        """A weight has changed since `keep`, by whatever it was."""
-        return bool(self._moved())
+        return self._misses(self._moved()) if self._is_ahead_of_step else self._has_missed
 
     def put_back(self) -> None:
         """Undo what the batches since `keep` wrote; what an optimizer did is not ours."""
         for held, value in zip(self._held, self._kept, strict=True):
             if self._is_ahead_of_step or held in self._found:
                 overwrite([held.detach()], [value])
+
+    def _misses(self, moved: Iterable[nn.Parameter]) -> bool:
+        return any(parameter not in self._held for parameter in moved)
 
     def _moved(self) -> list[nn.Parameter]:
         pairs = zip(self._parameters, self._versions, strict=True)
@@ -94,9 +94,9 @@ class Written:
     def _look(self) -> None:
         if not self._is_ahead_of_step:
             return
-        self._has_missed = self.has_missed()
-        self._is_ahead_of_step = False
-        self.expect(self._moved())
+        moved = self._moved()
+        self._has_missed, self._is_ahead_of_step = self._misses(moved), False
+        self.expect(moved)
         if self._steps_left:
             self._steps_left -= 1
             pairs = zip(self._held, self._kept, strict=True)

@@ -68,12 +68,11 @@ def _left_the_others(world: World) -> Finding | None:
     ended = {
         r: led for r, led in world.ledgers.items() if led.failure is None and led.exit_code == 0
     }
-    own = [r for r, led in world.ledgers.items() if led.failure is not None and r not in broken]
     steps = {r: max((t.count for t in led.tracks), default=0) for r, led in world.ledgers.items()}
     # An exception of a rank's own breaks the others' connections as well, and whoever took part in
     # the step that broke did not leave before it.
     left = broken and ended and min(steps[r] for r in ended) <= max(steps[r] for r in broken)
-    if not left or own:
+    if not left or any(_failed_by_itself(each, broken) for each in world.ledgers.values()):
         return None
     done = "; ".join(f"rank {r} ended in order after step {steps[r]}" for r in ended)
     waited = "; ".join(
@@ -87,6 +86,13 @@ def _left_the_others(world: World) -> Finding | None:
         evidence={"steps": {str(r): count for r, count in steps.items()}},
         where=[place for led in broken.values() for place in led.stack],
     )
+
+
+def _failed_by_itself(ledger: Ledger, broken: dict[int, Ledger]) -> bool:
+    """Before the connections broke: what came of that a program may say in words of its own."""
+    if ledger.failure is None or any(name in ledger.failure["message"] for name in _BACKENDS):
+        return False
+    return (ledger.failed_at or 0.0) <= min(each.failed_at or 0.0 for each in broken.values())
 
 
 def _lost_a_peer(ledger: Ledger) -> bool:
