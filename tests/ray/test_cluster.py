@@ -45,15 +45,17 @@ with socket.create_server(("127.0.0.1", 0)) as free:
 head = {"num_cpus": 1, "include_dashboard": False, "ray_client_server_port": port}
 cluster = Cluster(initialize_head=True, head_node_args=head)
 program = f"address = 'ray://127.0.0.1:{port}'" + '''
-import ray
+import os, pathlib, ray
 from lockstep.engine.cluster import connect
 for _ in range(3):
     try:
         ray.init(address)
         break
-    except RuntimeError as error:
+    except (ConnectionError, RuntimeError) as error:
         # What Ray starts for this client alone can end as it starts, on a busy machine.
         print(error)
+        for log in pathlib.Path(os.environ["RAY_TMPDIR"]).rglob("ray_client_server*"):
+            print(log.name, log.read_text())
         ray.shutdown()
 connect()
 '''
@@ -80,5 +82,5 @@ def test_a_program_outside_of_the_cluster_is_told_to_submit_a_job():
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 1
-    assert "[LS003] a trainer cannot train through Ray Client" in done.stderr
+    assert "[LS003] a trainer cannot train through Ray Client" in done.stderr, done.stdout
     assert "ray job submit" in done.stderr

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from lockstep import TrainingOperator
 from lockstep.errors import WorkerDiedError
+from lockstep.errors import WorkerDiedError
+from lockstep.errors import WorkerDiedError
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
 
@@ -192,6 +194,176 @@ def test_a_death_in_the_step_of_the_first_write_ends_the_run(operator_cls, phase
     with (
         trainer_of(operator_cls, strikes, spare_workers=1) as trainer,
         pytest.raises(WorkerDiedError, match="no worker is left"),
+    ):
+        trainer.train(num_steps=11)
+
+
+class Target(TrainingOperator):
+    """A second network is brought up to date in some steps, the first of them after the third."""
+
+    def setup(self, config):
+        self.leading, self.following = nn.Linear(10, 5), nn.Linear(10, 5)
+        self.register(
+            models=[self.leading, self.following],
+            optimizers=torch.optim.Adam(self.leading.parameters(), lr=0.01),
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+    def compute_loss(self, batch, batch_info):
+        features, classes = batch
+        if self.global_step in (4, 6, 9):
+            pairs = zip(self.leading.parameters(), self.following.parameters(), strict=True)
+            with torch.no_grad():
+                for leader, follower in pairs:
+                    follower.lerp_(leader, 0.5)
+        both = self.leading(features) + self.following(features).detach()
+        return nn.functional.cross_entropy(both, classes)
+
+
+class TargetOfTwo(Target):
+    """The weights that its optimizers change are copied before the first of them steps."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.head = nn.Linear(5, 5)
+        optimizers = [
+            torch.optim.Adam(each.parameters(), lr=0.01) for each in (self.leading, self.head)
+        ]
+        self.register(models=[self.leading, self.following, self.head], optimizers=optimizers)
+        self.first, self.second = optimizers
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        loss = self.compute_loss(batch, batch_info)
+        self.first.zero_grad()
+        loss.backward()
+        self.first.step()
+        loss = nn.functional.cross_entropy(self.head(self.leading(features).detach()), classes)
+        self.second.zero_grad()
+        loss.backward()
+        self.second.step()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "strikes"),
+    [
+        (Target, [Strike("kill", rank=1, step=6, phase="backward")]),
+        (TargetOfTwo, [Strike("kill", rank=1, step=6, phase="applied")]),
+        # Who took the place of the first has not seen the weights written in its own first steps.
+        (
+            Target,
+            [
+                Strike("kill", rank=1, step=5, phase="backward"),
+                Strike("kill", rank=0, step=9, phase="backward"),
+            ],
+        ),
+    ],
+)
+def test_a_write_that_begins_later_is_undone_from_then_on(operator_cls, strikes):
+    found = []
+    for struck in ([], strikes):
+        with trainer_of(operator_cls, struck, spare_workers=len(struck)) as trainer:
+            trainer.train(num_steps=11)
+            found.append(digest(trainer))
+            assert len(trainer.status()["recoveries"]) == len(struck)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "phase"), [(Target, "backward"), (TargetOfTwo, "applied")]
+)
+def test_a_death_in_the_step_of_the_first_write_ends_the_run(operator_cls, phase):
+    """Nobody has the weights as they were; written twice they would be others."""
+    strikes = [Strike("kill", rank=1, step=4, phase=phase)]
+    with (
+        trainer_of(operator_cls, strikes, spare_workers=1) as trainer,
+        pytest.raises(WorkerDiedError, match="weights"),
+    ):
+        trainer.train(num_steps=11)
+
+
+class Target(TrainingOperator):
+    """A second network is brought up to date in some steps, the first of them after the third."""
+
+    def setup(self, config):
+        self.leading, self.following = nn.Linear(10, 5), nn.Linear(10, 5)
+        self.register(
+            models=[self.leading, self.following],
+            optimizers=torch.optim.Adam(self.leading.parameters(), lr=0.01),
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+    def compute_loss(self, batch, batch_info):
+        features, classes = batch
+        if self.global_step in (4, 6, 9):
+            pairs = zip(self.leading.parameters(), self.following.parameters(), strict=True)
+            with torch.no_grad():
+                for leader, follower in pairs:
+                    follower.lerp_(leader, 0.5)
+        both = self.leading(features) + self.following(features).detach()
+        return nn.functional.cross_entropy(both, classes)
+
+
+class TargetOfTwo(Target):
+    """The weights that its optimizers change are copied before the first of them steps."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.head = nn.Linear(5, 5)
+        optimizers = [
+            torch.optim.Adam(each.parameters(), lr=0.01) for each in (self.leading, self.head)
+        ]
+        self.register(models=[self.leading, self.following, self.head], optimizers=optimizers)
+        self.first, self.second = optimizers
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        loss = self.compute_loss(batch, batch_info)
+        self.first.zero_grad()
+        loss.backward()
+        self.first.step()
+        loss = nn.functional.cross_entropy(self.head(self.leading(features).detach()), classes)
+        self.second.zero_grad()
+        loss.backward()
+        self.second.step()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "strikes"),
+    [
+        (Target, [Strike("kill", rank=1, step=6, phase="backward")]),
+        (TargetOfTwo, [Strike("kill", rank=1, step=6, phase="applied")]),
+        # Who took the place of the first has not seen the weights written in its own first steps.
+        (
+            Target,
+            [
+                Strike("kill", rank=1, step=5, phase="backward"),
+                Strike("kill", rank=0, step=9, phase="backward"),
+            ],
+        ),
+    ],
+)
+def test_a_write_that_begins_later_is_undone_from_then_on(operator_cls, strikes):
+    found = []
+    for struck in ([], strikes):
+        with trainer_of(operator_cls, struck, spare_workers=len(struck)) as trainer:
+            trainer.train(num_steps=11)
+            found.append(digest(trainer))
+            assert len(trainer.status()["recoveries"]) == len(struck)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "phase"), [(Target, "backward"), (TargetOfTwo, "applied")]
+)
+def test_a_death_in_the_step_of_the_first_write_ends_the_run(operator_cls, phase):
+    """Nobody has the weights as they were; written twice they would be others."""
+    strikes = [Strike("kill", rank=1, step=4, phase=phase)]
+    with (
+        trainer_of(operator_cls, strikes, spare_workers=1) as trainer,
+        pytest.raises(WorkerDiedError, match="weights"),
     ):
         trainer.train(num_steps=11)
 
