@@ -50,50 +50,6 @@ def test_an_exception_of_a_ranks_own_tells_for_itself():
     assert [found.code for found in judge([broken, caught, own])] == []
 
 
-def test_who_did_the_step_that_broke_has_not_left_before_it():
-    broken = Ledger(
-        rank=0, world_size=2, failure={"type": "RuntimeError", "message": GLOO}, exit_code=1
-    )
-    ended = Ledger(rank=1, world_size=2, exit_code=0)
-    for ledger, count in ((broken, 3), (ended, 4)):
-        ledger.tracks.append(Track(0, "SGD", [], count=count))
-    assert [found.code for found in judge([broken, ended])] == []
-
-
-def test_an_exception_of_a_ranks_own_tells_for_itself():
-    """It breaks the others' connections as well; one of them may have caught that."""
-    broken = Ledger(
-        rank=0, world_size=3, failure={"type": "RuntimeError", "message": GLOO}, exit_code=1
-    )
-    caught = Ledger(rank=1, world_size=3, exit_code=0)
-    own = Ledger(
-        rank=2, world_size=3, failure={"type": "ValueError", "message": "no such row"}, exit_code=1
-    )
-    assert [found.code for found in judge([broken, caught, own])] == []
-
-
-def test_who_did_the_step_that_broke_has_not_left_before_it():
-    broken = Ledger(
-        rank=0, world_size=2, failure={"type": "RuntimeError", "message": GLOO}, exit_code=1
-    )
-    ended = Ledger(rank=1, world_size=2, exit_code=0)
-    for ledger, count in ((broken, 3), (ended, 4)):
-        ledger.tracks.append(Track(0, "SGD", [], count=count))
-    assert [found.code for found in judge([broken, ended])] == []
-
-
-def test_an_exception_of_a_ranks_own_tells_for_itself():
-    """It breaks the others' connections as well; one of them may have caught that."""
-    broken = Ledger(
-        rank=0, world_size=3, failure={"type": "RuntimeError", "message": GLOO}, exit_code=1
-    )
-    caught = Ledger(rank=1, world_size=3, exit_code=0)
-    own = Ledger(
-        rank=2, world_size=3, failure={"type": "ValueError", "message": "no such row"}, exit_code=1
-    )
-    assert [found.code for found in judge([broken, caught, own])] == []
-
-
 @pytest.mark.parametrize("message", ["NCCL communicator was aborted on rank 2.", "training failed"])
 def test_what_another_rank_says_of_it_in_words_of_its_own_is_no_cause(message):
     broken = Ledger(

@@ -142,42 +142,6 @@ def test_a_window_of_which_one_batch_is_empty_is_refused_with_its_reason():
     assert run_ranks(2, on_one_rank) == [True, True]
 
 
-def test_a_window_of_which_one_batch_is_empty_is_refused_with_its_reason():
-    nets = [model() for _ in range(2)]
-
-    def on_one_rank(group):
-        sync = GradientSync([nets[group.rank]], group, averages=False)
-        features, targets = batches()[0]
-        sync.set_delivered_weight(3)
-        with sync.no_sync():
-            loss_of(nets[group.rank], features[:3], targets[:3]).backward()
-        sync.set_delivered_weight(group.rank * 3)
-        with pytest.raises(MixedWeightsError, match=r"(?s)from 1.0 to 0.0.*holds no samples"):
-            loss_of(nets[group.rank], features[:1], targets[:1]).backward()
-        sync.detach()
-        return True
-
-    assert run_ranks(2, on_one_rank) == [True, True]
-
-
-def test_a_window_of_which_one_batch_is_empty_is_refused_with_its_reason():
-    nets = [model() for _ in range(2)]
-
-    def on_one_rank(group):
-        sync = GradientSync([nets[group.rank]], group, averages=False)
-        features, targets = batches()[0]
-        sync.set_delivered_weight(3)
-        with sync.no_sync():
-            loss_of(nets[group.rank], features[:3], targets[:3]).backward()
-        sync.set_delivered_weight(group.rank * 3)
-        with pytest.raises(MixedWeightsError, match=r"(?s)from 1.0 to 0.0.*holds no samples"):
-            loss_of(nets[group.rank], features[:1], targets[:1]).backward()
-        sync.detach()
-        return True
-
-    assert run_ranks(2, on_one_rank) == [True, True]
-
-
 @pytest.mark.parametrize("way", ["plain", "weighted", "pending"])
 @pytest.mark.parametrize("counts", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

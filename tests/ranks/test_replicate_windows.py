@@ -217,48 +217,6 @@ def test_unequal_weights_where_gradients_are_off():
         assert_same(found, gradients(true))
 
 
-def test_unequal_weights_where_gradients_are_off():
-    """As in an optimizer's step that is given a closure: backward itself does not ask."""
-    replicas = models(2)
-
-    def body(group):
-        model = replicas[group.rank]
-        sync = replicate(model, group=group)
-        mine = X[:5] if group.rank else X[5:]
-        with torch.no_grad():
-            with torch.enable_grad():
-                loss = model(mine).square().mean()
-            sync.backward(loss, weight=len(mine))
-        sync.detach()
-        return gradients(model)
-
-    (true,) = models(1)
-    true(X).square().mean().backward()
-    for found in run_ranks(2, body):
-        assert_same(found, gradients(true))
-
-
-def test_unequal_weights_where_gradients_are_off():
-    """As in an optimizer's step that is given a closure: backward itself does not ask."""
-    replicas = models(2)
-
-    def body(group):
-        model = replicas[group.rank]
-        sync = replicate(model, group=group)
-        mine = X[:5] if group.rank else X[5:]
-        with torch.no_grad():
-            with torch.enable_grad():
-                loss = model(mine).square().mean()
-            sync.backward(loss, weight=len(mine))
-        sync.detach()
-        return gradients(model)
-
-    (true,) = models(1)
-    true(X).square().mean().backward()
-    for found in run_ranks(2, body):
-        assert_same(found, gradients(true))
-
-
 def test_plain_on_one_rank_and_weighted_on_another_is_refused_on_both():
     replicas = models(2)
 

@@ -108,38 +108,6 @@ def test_a_trainer_with_a_worker_here_and_a_spare_takes_over_its_own():
         assert farthest(trainer.get_model(), one_process()) < 1e-12
 
 
-@pytest.mark.usefixtures("workers_end_with_their_trainer")
-def test_a_trainer_with_a_worker_here_and_a_spare_takes_over_its_own():
-    lockstep.prestart(num_workers=2, use_local=True, spare_workers=1)
-    (waiting,) = crew._waiting
-    assert len(waiting.actors) == 2
-    arguments = {"num_workers": 2, "use_local": True, "spare_workers": 1}
-    with TorchTrainer(
-        training_operator_cls=DefaultLoop, config={BATCH_SIZE: 12}, **arguments
-    ) as trainer:
-        here, other = trainer.apply_all_workers(os.getpid)
-        assert here == os.getpid() != other
-        assert crew._waiting == []
-        trainer.train(num_steps=15)
-        assert farthest(trainer.get_model(), one_process()) < 1e-12
-
-
-@pytest.mark.usefixtures("workers_end_with_their_trainer")
-def test_a_trainer_with_a_worker_here_and_a_spare_takes_over_its_own():
-    lockstep.prestart(num_workers=2, use_local=True, spare_workers=1)
-    (waiting,) = crew._waiting
-    assert len(waiting.actors) == 2
-    arguments = {"num_workers": 2, "use_local": True, "spare_workers": 1}
-    with TorchTrainer(
-        training_operator_cls=DefaultLoop, config={BATCH_SIZE: 12}, **arguments
-    ) as trainer:
-        here, other = trainer.apply_all_workers(os.getpid)
-        assert here == os.getpid() != other
-        assert crew._waiting == []
-        trainer.train(num_steps=15)
-        assert farthest(trainer.get_model(), one_process()) < 1e-12
-
-
 @pytest.mark.parametrize("num_workers", [0, -1, "two"])
 def test_a_number_of_workers_that_cannot_be_is_named(num_workers):
     with pytest.raises(ValueError, match="an int, 1 or more"):

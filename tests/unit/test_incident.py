@@ -6,8 +6,6 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError
 
 from lockstep.engine import server
-from lockstep.engine import server
-from lockstep.engine import server
 from lockstep.engine.ending import reason_of
 from lockstep.recovery.incident import Incident
 
@@ -35,14 +33,6 @@ def died(message):
 )
 def test_the_reason_is_told_without_ids_and_advice(death, reason):
     assert reason_of(death) == reason
-
-
-def test_the_end_of_a_parameter_server_says_why():
-    assert DETAIL in str(server._died(died(DETAIL + ADVICE)))
-
-
-def test_the_end_of_a_parameter_server_says_why():
-    assert DETAIL in str(server._died(died(DETAIL + ADVICE)))
 
 
 def test_the_end_of_a_parameter_server_says_why():
