@@ -122,7 +122,7 @@ class Target(TrainingOperator):
 
     def compute_loss(self, batch, batch_info):
         features, classes = batch
-        if self.global_step in (4, 6, 9):
+        if self.global_step in (4, 6, 11):
             pairs = zip(self.leading.parameters(), self.following.parameters(), strict=True)
             with torch.no_grad():
                 for leader, follower in pairs:
@@ -167,8 +167,8 @@ class TargetOfTwo(Target):
         (
             Target,
             [
-                Strike("kill", rank=1, step=5, phase="backward"),
-                Strike("kill", rank=0, step=9, phase="backward"),
+                Strike("kill", rank=1, step=7, phase="backward"),
+                Strike("kill", rank=0, step=11, phase="backward"),
             ],
         ),
     ],
@@ -177,7 +177,7 @@ def test_a_write_that_begins_later_is_undone_from_then_on(operator_cls, strikes)
     found = []
     for struck in ([], strikes):
         with trainer_of(operator_cls, struck, spare_workers=len(struck)) as trainer:
-            trainer.train(num_steps=11)
+            trainer.train(num_steps=13)
             found.append(digest(trainer))
             assert len(trainer.status()["recoveries"]) == len(struck)
     assert found[0] == found[1]

@@ -441,7 +441,8 @@ def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
             "this worker was to use a GPU, and torch finds none",
             where=f"a worker with local rank {local_rank}",
             got="use_gpu=True, torch.cuda.device_count() == 0",
-            fix='use_gpu="auto", or False, or a build of torch for the GPUs of this machine',
+            fix="use_gpu=False, or a torch that finds this machine's GPUs; if it was True,"
+            ' use_gpu="auto"',
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)

@@ -71,7 +71,7 @@ class Written:
         return parameter in self._found
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Others have learned that these are written."""
+        """From the next batch on, these are copied."""
         self._found.update(dict.fromkeys(parameters))
 
     def has_missed(self) -> bool:
