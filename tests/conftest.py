@@ -8,6 +8,7 @@ fail, at another time, for a reason that nobody finds. Here the test that did it
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,10 @@ _SET_BY_THE_RUNNER = frozenset(
 
 # Ray's workers would give way to whatever else runs, as another test's ranks do, and starve.
 os.environ.update({"RAY_worker_niceness": "0"})
+
+# A shell's background job ignores Ctrl-C, and so would each program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _TOGETHER = {
     "tests/ray": "ray",
