@@ -52,6 +52,19 @@ def test_everything_starts_as_on_rank_0():
             assert torch.equal(state[name], mine if name == "mine" else value), name
 
 
+def test_a_model_of_large_tensors_alone():
+    """Each travels by itself, and nothing is left for a message of the others."""
+    replicas = [nn.Linear(512, 513, bias=False) for _ in range(2)]
+    for rank, model in enumerate(replicas):
+        nn.init.constant_(model.weight, float(rank))
+
+    def body(group):
+        replicate(replicas[group.rank], group=group).detach()
+        return replicas[group.rank].weight.abs().max().item()
+
+    assert run_ranks(2, body) == [0.0, 0.0]
+
+
 def test_broadcast_false_leaves_values_alone():
     replicas = [reset(mlp(), seed=rank) for rank in range(2)]
 

@@ -70,7 +70,8 @@ def _packs(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[tor
                 pack, filled = [], 0
             pack.append(tensor)
             filled += size
-        yield pack
+        if pack:
+            yield pack
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
