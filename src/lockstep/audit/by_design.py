@@ -3,7 +3,9 @@
 
 Torch's own types say so themselves (`lockstep.audit.probe.shards`). Where a program cuts its model
 up by hand, the work shows it: in a pipeline only some ranks have a loss, and ranks that share the
-work on one batch are given the same inputs, and communicate inside backward.
+work on one batch are given the same inputs, and communicate inside backward. Beside parameters that
+are synchronised a rank may have some of its own, which never were the same: tables and experts,
+whose rows travel between ranks in backward too, and tensors of no module, as codes of its samples.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lockstep.audit.ledger import Step
     from lockstep.audit.world import SharedTrack, World
 
@@ -18,22 +22,51 @@ _REDUCING: Final = ("all_reduce", "reduce")
 _STEPS: Final = 3
 
 
-def apart_by_design(track: SharedTrack) -> frozenset[str]:
+def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozenset[str]:
     """Names of parameters that nobody reduces, of ranks that do different work.
 
     Only where what they do shows it: replicas that nobody synchronises are an error.
+
+    Args:
+        track: one optimizer, as all ranks have it.
+        tracks: all of them.
     """
     if len(track.ranks) < 2 or not track.numbers:
         return frozenset()
-    first = track.numbers[0]
+    first, early = track.numbers[0], track.numbers[:_STEPS]
     unreduced = {p.name for p in track.parameters if p.wrapper is None} - _reduced(track)
     if not unreduced:
         return frozenset()
     if _only_some_have_a_loss(track.steps(first)):
         return frozenset(unreduced)
-    if all(_share_the_work(track.steps(number)) for number in track.numbers[:_STEPS]):
-        return frozenset(unreduced & {d.name for d in track.differences("entry", first)})
-    return frozenset()
+    never_equal = unreduced & {d.name for d in track.differences("entry", first)}
+    if all(_share_the_work(track.steps(number)) for number in early):
+        return frozenset(never_equal)
+    if not any(map(_is_synchronised, tracks)):
+        return frozenset()
+    if all(_send_in_backward(track.steps(number)) for number in early):
+        return frozenset(never_equal)
+    return frozenset(never_equal - _in_modules(track))
+
+
+def are_own_models(track: SharedTrack) -> bool:
+    """Does each rank train a model of its own, as one trial of a search?
+
+    Their shapes say so, or their settings where they never were the same: a replica that nobody
+    synchronises is built and trained as the others are.
+    """
+    if len(track.ranks) < 2 or not track.numbers or _is_synchronised(track):
+        return False
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for of_rank in track.tracks.values():
+        for param in of_rank.parameters:
+            if param.in_module and not param.sharded:
+                shapes.setdefault(param.name, set()).add(tuple(param.shape))
+    if any(len(of_name) > 1 for of_name in shapes.values()):
+        return True
+    steps = track.steps(track.numbers[0])
+    settings = {str(step.hyper) for step in steps.values()}
+    return len(settings) == len(track.ranks) and bool(track.differences("entry", track.numbers[0]))
 
 
 def is_model_parallel(world: World) -> bool:
@@ -49,7 +82,7 @@ def is_model_parallel(world: World) -> bool:
     wrappers = any(
         p.wrapper for led in world.ledgers.values() for t in led.tracks for p in t.parameters
     )
-    cut_up = any(track.apart for track in world.tracks)
+    cut_up = any(track.apart & _in_modules(track) for track in world.tracks)
     return (sharded or smaller or cut_up or any(world.fact("all_to_all"))) and not wrappers
 
 
@@ -57,6 +90,24 @@ def _reduced(track: SharedTrack) -> set[str]:
     steps = [s for number in track.numbers[:_STEPS] for s in track.steps(number).values()]
     calls = [c for s in steps for c in s.collectives if c.op in _REDUCING]
     return {c.parameter for c in calls if c.parameter}
+
+
+def _is_synchronised(track: SharedTrack) -> bool:
+    wrapped = any(p.wrapper for of_rank in track.tracks.values() for p in of_rank.parameters)
+    return wrapped or bool(_reduced(track))
+
+
+def _in_modules(track: SharedTrack) -> set[str]:
+    held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
+    return {p.name for p in held if p.in_module}
+
+
+def _send_in_backward(steps: dict[int, Step]) -> bool:
+    """Rows or their gradients, and not the sums of what parameters are owed."""
+    return all(
+        any(c.in_backward and c.op not in _REDUCING for c in step.collectives)
+        for step in steps.values()
+    )
 
 
 def _only_some_have_a_loss(steps: dict[int, Step]) -> bool:

@@ -67,7 +67,10 @@ class Backward:
     """One ``backward()`` or ``autograd.grad()``.
 
     By optimizer: `before` and `gradients` are what its parameters' gradients were when it began and
-    when it returned, and `own` this rank's, as they went into a communication hook.
+    when it returned, and `own` this rank's, as they went into a communication hook. `hooked` tells
+    what hooks of the program's own made of the gradient of a parameter, by its name: it was
+    multiplied by ``factor``, or cut off at ``limit``. `touched` are the optimizers some of whose
+    gradients it wrote.
     """
 
     kind: str
@@ -78,6 +81,8 @@ class Backward:
     gathered: list[dict[str, Any]] = field(default_factory=list)
     before: dict[str, Fingerprint] = field(default_factory=dict)
     own: dict[str, Fingerprint] = field(default_factory=dict)
+    hooked: dict[str, dict[str, float]] = field(default_factory=dict)
+    touched: list[str] = field(default_factory=list)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from lockstep.audit.by_design import apart_by_design
+from lockstep.audit.agreement import meet_again
+from lockstep.audit.by_design import apart_by_design, are_own_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,6 +109,7 @@ class SharedTrack:
         self.world_size = world_size
         self.apart = apart
         self.ranks = sorted(tracks)
+        self.meets_again = False
         self._offsets = {
             rank: [0, *accumulate(p.samples for p in track.parameters)]
             for rank, track in tracks.items()
@@ -162,6 +164,10 @@ class SharedTrack:
             for number in steps:
                 counts[number] = counts.get(number, 0) + 1
         return sorted(number for number, count in counts.items() if count > 1)
+
+    def numbers_of(self, rank: int) -> list[int]:
+        """The steps that one rank wrote down."""
+        return sorted(self._steps[rank])
 
     def step(self, rank: int, number: int) -> Step | None:
         """One rank's record of one step."""
@@ -245,6 +251,8 @@ class SharedTrack:
     @cached_property
     def returns_to_agreement(self) -> bool:
         """Do replicas that had drifted apart agree again later (local SGD, DiLoCo)?"""
+        if self.meets_again:
+            return True
         apart = False
         for number in self.numbers:
             for kind in ("entry", "exit"):
@@ -253,6 +261,15 @@ class SharedTrack:
                     return True
                 apart |= differ
         return False
+
+    def is_made_as(self, other: SharedTrack) -> bool:
+        """Is it an optimizer of the same parameters, made at the same line, as once a round?"""
+        return self._made() == other._made()
+
+    def _made(self) -> list[Any]:
+        first = self.tracks[self.ranks[0]]
+        held = [(p.name, p.shape) for p in first.parameters]
+        return [self.ranks, [p.index for p in self.parameters], held, first.where]
 
     def drift(self) -> list[tuple[int, float]]:
         """(step, largest difference between replicas after it), over the sampled elements."""
@@ -295,12 +312,23 @@ class World:
                 if track.count and track.parameters:
                     found.setdefault(track.key, {})[rank] = track
         whole = [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
-        return [SharedTrack(t.key, t.tracks, self.size, apart_by_design(t)) for t in whole]
+        described = [
+            SharedTrack(t.key, t.tracks, self.size, apart_by_design(t, whole)) for t in whole
+        ]
+        for one in described:
+            one.meets_again = meet_again([t for t in described if one.is_made_as(t)])
+        return described
 
     @cached_property
     def compared(self) -> list[SharedTrack]:
-        """Those of them that several ranks have, and that can differ between ranks."""
-        return [track for track in self.tracks if len(track.ranks) > 1]
+        """Those of them that several ranks have as replicas of one model."""
+        shared = [track for track in self.tracks if len(track.ranks) > 1]
+        return [track for track in shared if not are_own_models(track)]
+
+    @property
+    def trains_own_models(self) -> bool:
+        """Does each rank train a model of its own?"""
+        return not self.compared and any(len(track.ranks) > 1 for track in self.tracks)
 
     @property
     def steps(self) -> int:

@@ -11,9 +11,10 @@ from torch._C._functorch import maybe_current_level
 from lockstep.audit.ledger import Backward
 from lockstep.audit.probe import gathers
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.hooked import watched_hooks
 from lockstep.audit.probe.loss_graph import terms_of
 from lockstep.audit.probe.modes import note_mode
-from lockstep.audit.probe.optimizers import fingerprint_gradients
+from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions
 from lockstep.audit.probe.own_gradients import own_gradients
 from lockstep.audit.probe.probe import Window
 
@@ -49,17 +50,19 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
             given = args[place] if len(args) > place else kwargs.get(name)
             probe.harmlessly(_describe, probe, record, roots, given)
             record.before = probe.harmlessly(fingerprint_gradients, probe) or {}
+            written = probe.harmlessly(gradient_versions, probe) or {}
             if kind == "backward":  # and not a look at the gradients of an input
                 probe.harmlessly(note_mode, probe)
             before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
             probe.backward, probe.in_backward = record, True
             try:
-                return original(*args, **kwargs)
+                with watched_hooks(probe, record):
+                    return original(*args, **kwargs)
             finally:
                 probe.backward, probe.in_backward = None, False
                 probe.following.undo()
                 probe.harmlessly(_note_reducers, probe, record, before)
-                probe.harmlessly(_remember, probe, record)
+                probe.harmlessly(_remember, probe, record, written)
 
         return watched
 
@@ -102,7 +105,9 @@ def _note_reducers(probe: Probe, record: Backward, before: dict[str, int]) -> No
             wrapper.forwards = 0
 
 
-def _remember(probe: Probe, record: Backward) -> None:
+def _remember(probe: Probe, record: Backward, written: dict[str, list[object]]) -> None:
+    now = gradient_versions(probe)
+    record.touched = [key for key, versions in now.items() if versions != written.get(key)]
     record.gradients = fingerprint_gradients(probe)
     record.own = own_gradients(probe)
     for window in probe.each_window():

@@ -90,9 +90,9 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         if not probe.detailed and probe.mode == "watch":
             return original(*args, **kwargs)  # nobody asks a watch where a rank stands
         tensor = _own_tensor(name, args, kwargs)
-        call = Collective(name, users_lines(), _ranks(kwargs.get("group")))
+        call = Collective(name, users_lines(), ranks_of(kwargs.get("group")))
         call.in_backward = probe.in_backward
-        probe.harmlessly(_note_call, probe, call)
+        probe.harmlessly(note_call, probe, call)
         if name.startswith("all_to_all") and not probe.in_backward:
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
@@ -118,14 +118,16 @@ def _own_tensor(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
-def _ranks(group: Any) -> list[int]:
+def ranks_of(group: Any) -> list[int]:
+    """The ranks of a group; None: of all."""
     try:
         return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
-def _note_call(probe: Probe, call: Collective) -> None:
+def note_call(probe: Probe, call: Collective) -> None:
+    """Keep it among the last calls, and in what happened since each optimizer's step."""
     ledger = probe.ledger
     ledger.calls_made += 1
     ledger.calls.append(call)

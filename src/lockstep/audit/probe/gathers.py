@@ -79,20 +79,9 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
         context = _function_context()
         if context is None and not tensor.requires_grad:
             return
-        probe.follows = True
-        follow(probe)
         outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
-        origin = {
-            "op": call.op,
-            "where": call.where,
-            "differentiable": context is not None,
-            "group": len(call.group),
-            "rows": list(tensor.shape),
-        }
-        for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
-            probe.tainted.append((output, origin))
-        if context is not None:
-            probe.gather_nodes.append((context, origin))
+        parts = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+        _taint(probe, call, tensor, parts, context)
     elif call.op == "all_reduce":
         context = _function_context()
         origin = {
@@ -102,10 +91,52 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
             "differentiable": context is not None,
             "group": len(call.group),
             "rows": list(tensor.shape),
+            "of_input": context is not None and list(tensor.shape) in _shapes_given(context),
         }
         node = tensor.grad_fn if context is None else context
         if node is not None:
             probe.reduced_in_place.append((tensor, node, origin))
+
+
+def note_exchange(
+    probe: Probe, call: Collective, sent: list[torch.Tensor], received: list[torch.Tensor]
+) -> None:
+    """Rows came from other ranks, and rows of this one went to them."""
+    context = _function_context()
+    with_gradient = [t for t in sent if t.requires_grad and torch.is_grad_enabled()]
+    if call.in_backward or not received or (context is None and not with_gradient):
+        return
+    _taint(probe, call, received[0], received, context)
+
+
+def _taint(
+    probe: Probe, call: Collective, rows: torch.Tensor, outputs: list[torch.Tensor], context: Any
+) -> None:
+    probe.follows = True
+    follow(probe)
+    origin = {
+        "op": call.op,
+        "where": call.where,
+        "differentiable": context is not None,
+        "group": len(call.group),
+        "rows": list(rows.shape),
+        "how": "gathered without one" if call.op in _GATHERS else "sent to other ranks without it",
+    }
+    probe.tainted += [(output, origin) for output in outputs]
+    if context is not None:
+        probe.gather_nodes.append((context, origin))
+
+
+def _shapes_given(context: Any) -> list[list[int]]:
+    """Of what an autograd Function was given and that has a gradient."""
+    found = []
+    for node, place in getattr(context, "next_functions", ()):
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(list(variable.shape))
+        elif node is not None:
+            found.append(list(node._input_metadata[place].shape))
+    return found
 
 
 def _function_context() -> Any:
@@ -133,7 +164,12 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
     for _, node, origin in probe.reduced_in_place:
         if node in nodes:
             record.gathered.append({**origin, "weight": weight_at(root, node, weight)})
-    pointers = {t.untyped_storage().data_ptr(): origin for t, origin in probe.tainted}
+    # A stage of a pipeline gives what it was sent a gradient, and sends it back.
+    pointers = {
+        t.untyped_storage().data_ptr(): origin
+        for t, origin in probe.tainted
+        if not (t.is_leaf and t.requires_grad)
+    }
     found: dict[int, dict[str, Any]] = {
         id(origin): origin for context, origin in probe.gather_nodes if context in nodes
     }

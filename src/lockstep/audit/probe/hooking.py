@@ -9,6 +9,7 @@ from lockstep.audit.probe import (
     backwards,
     clipping,
     collectives,
+    exchanges,
     loaders,
     optimizers,
     wrappers,
@@ -23,7 +24,7 @@ def hook_in(probe: Probe) -> None:
     assert not probe.is_on
     probe.is_on = True
     probe.note_group()
-    parts: list[Any] = [backwards, collectives, optimizers]
+    parts: list[Any] = [backwards, collectives, exchanges, optimizers]
     if probe.run is None or not probe.run.synchronised:
         parts = [wrappers, *parts, clipping]
     if probe.run is None or not probe.run.shares_out:

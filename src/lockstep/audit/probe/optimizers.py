@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.audit.fingerprint import random_states, take
-from lockstep.audit.ledger import Parameter, Step, Track, is_detailed, thin_out
+from lockstep.audit.ledger import Backward, Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
@@ -161,7 +161,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.hyper = [_numbers(group) for group in optimizer.param_groups]
     window = probe.windows.get(optimizer) or probe.recent
     _name_late(probe, watched)
-    step.backwards = list(window.backwards)
+    step.backwards = _concerned(window.backwards, watched.track.key)
     step.collectives = list(window.collectives)
     step.clips = list(window.clips)
     step.bypasses = list(window.bypasses)
@@ -173,6 +173,12 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.scale = probe.scale
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
+
+
+def _concerned(backwards: list[Backward], key: str) -> list[Backward]:
+    """Those that wrote gradients of this optimizer, and not another model's: rank 0's probe."""
+    found = [b for b in backwards if b.kind != "backward" or key in b.touched]
+    return found if any(key in b.touched for b in found) else list(backwards)
 
 
 def _looks_at_all(step: Step) -> bool:
@@ -214,9 +220,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     watched.next_is_detailed = _is_detailed(probe, track.count)
     if step is not None or probe.detailed:
         # Where nothing was written down, nothing has to be forgotten.
-        probe.windows[optimizer] = Window()
-        probe.recent = Window()
-        probe.forget_gathered()
+        _begin_anew(probe, optimizer)
     probe.steps_done = max(probe.steps_done, track.count)
     probe.look(any(w.next_is_detailed for w in probe.optimizers.values()))
     if probe.follows and probe.detailed:
@@ -236,6 +240,25 @@ def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:
             gradients = [p.grad for p in watched.parameters]
             found[watched.track.key] = take(gradients, watched.counts)
     return found
+
+
+def _begin_anew(probe: Probe, optimizer: Optimizer) -> None:
+    """What happens from here on belongs to this optimizer's next step."""
+    for other in probe.optimizers:
+        # One that is made and has not stepped yet: this step is not the end of its window.
+        probe.windows.setdefault(other, probe.recent.copied())
+    probe.windows[optimizer] = Window()
+    probe.recent = Window()
+    probe.forget_gathered()
+
+
+def gradient_versions(probe: Probe) -> dict[str, list[object]]:
+    """By optimizer, what changes when one of its parameters' gradients is written."""
+    grads = {w.track.key: [p.grad for p in w.parameters] for w in probe.optimizers.values()}
+    return {
+        key: [None if g is None else (id(g), g._version) for g in of_one]
+        for key, of_one in grads.items()
+    }
 
 
 def watch_made(probe: Probe) -> None:

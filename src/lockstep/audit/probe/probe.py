@@ -138,6 +138,15 @@ class Window:
         self.frozen: list[tuple[weakref.ref[torch.nn.Module], list[Place]]] = []
 
     LIMIT = 400
+
+    def copied(self) -> Window:
+        """The same, to which other things can happen."""
+        copy = Window()
+        vars(copy).update(
+            {name: list(x) if isinstance(x, list) else x for name, x in vars(self).items()}
+        )
+        return copy
+
     """Of each kind: an unbounded window (no optimizer ever steps) must not fill the memory."""
 
 

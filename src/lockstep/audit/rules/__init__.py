@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lockstep.audit.rules.again import Again
 from lockstep.audit.rules.buffers import Buffers
 from lockstep.audit.rules.clipping import Clipping
 from lockstep.audit.rules.consumed import Consumed
@@ -36,6 +37,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Modes(),
     Weights(),
     Sums(),
+    Again(),
     Consumed(),
     Factors(),
     Gathers(),

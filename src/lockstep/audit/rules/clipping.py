@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, first_of_each, numbers
+from lockstep.audit.rules.clipping_hooks import BEFORE, in_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _Norms = np.ndarray[Any, Any]
 
-BEFORE = Code("LS209", "clipped before the reduction", "warning")
 TWICE = Code("LS210", "the gradients' norm was counted more than once")
 
 _CLOSE = 1e-4
@@ -37,7 +37,12 @@ class Clipping:
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
-    return _before(track, number) or _by_hand(track, number) or _twice(track, number)
+    return (
+        _before(track, number)
+        or _by_hand(track, number)
+        or in_hooks(track, number)
+        or _twice(track, number)
+    )
 
 
 def _before(track: SharedTrack, number: int) -> Finding | None:

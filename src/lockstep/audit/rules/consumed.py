@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, first_found
-from lockstep.audit.rules.scale import TWICE, UNDIVIDED, is_one_mean
+from lockstep.audit.rules.scale import TWICE, UNDIVIDED, is_made_up_for, is_one_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -146,6 +146,8 @@ def _of_different(
 ) -> Finding | None:
     size = len(samples.ranks)
     if samples.are_used(samples.then.sum(axis=0)) and all(map(is_one_mean, steps)):
+        if is_made_up_for(track):
+            return None
         return UNDIVIDED.finding(
             f"step {number + 1}: each rank's loss is a mean over its own batch, and the optimizer "
             f"used the sum of the {size} ranks' gradients: {size} times those of the mean over all "

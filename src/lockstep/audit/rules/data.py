@@ -31,7 +31,7 @@ class Data:
     codes = (SAME, ORDER, EVALUATED, SEEDS)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        if is_model_parallel(world):
+        if is_model_parallel(world) or world.trains_own_models:
             return
         reported: set[tuple[str, str]] = set()
         for loadings in _side_by_side(world):

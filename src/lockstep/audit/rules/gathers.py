@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Backward
+    from lockstep.audit.ledger import Backward, Step
     from lockstep.audit.world import SharedTrack, World
 
 WITHOUT = Code("LS207", "gathered without gradient")
@@ -46,7 +46,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
             if any(len(b.gathered) <= place for b in at_once):
                 continue
             found = (
-                _outside(track, number, fact, at_once)
+                _outside(track, number, fact, at_once, steps)
                 if fact["op"] == "all_reduce"
                 else _gathered(track, number, fact, at_once, steps)
             )
@@ -60,7 +60,7 @@ def _gathered(
     number: int,
     fact: dict[str, Any],
     backwards: tuple[Backward, ...],
-    steps: dict[int, Any],
+    steps: dict[int, Step],
 ) -> Finding | None:
     is_global = _is_global(backwards)
     factor = _factor(backwards[0])
@@ -81,9 +81,9 @@ def _gathered(
             )
         return None
     code, what = (
-        (WRONG, "the gather's backward communicates nothing, it only cuts this rank's rows out")
+        (WRONG, "the gather's backward communicates nothing: what it gives back is this rank's own")
         if fact["differentiable"]
-        else (WITHOUT, "rows that have a gradient were gathered without one and entered the loss")
+        else (WITHOUT, f"rows that have a gradient were {fact['how']} and entered the loss")
     )
     if is_global:
         if _close(factor, float(size)):
@@ -125,13 +125,19 @@ def _factor(backward: Backward) -> float:
 
 
 def _outside(
-    track: SharedTrack, number: int, fact: dict[str, Any], backwards: tuple[Backward, ...]
+    track: SharedTrack,
+    number: int,
+    fact: dict[str, Any],
+    backwards: tuple[Backward, ...],
+    steps: dict[int, Step],
 ) -> Finding | None:
     size = fact["group"]
     weight = fact.get("weight")
     scalar = not fact["rows"] or all(d == 1 for d in fact["rows"])
     if fact.get("differentiable"):
-        return _summed_twice(track, number, fact) if scalar else None
+        if scalar:
+            return _summed_twice(track, number, fact)
+        return _without_adjoint(track, number, fact, steps)
     if scalar:
         if weight is None or not _close(abs(weight) * size, 1.0) or fact["reduction"] != "SUM":
             return None
@@ -155,6 +161,33 @@ def _outside(
         "a tensor that has a gradient was added up over ranks in place, which autograd does not "
         "see, and entered the loss: what other ranks owe to it is missing",
         "use torch.distributed.nn.functional.all_reduce, whose backward adds up as well",
+        {},
+    )
+
+
+def _without_adjoint(
+    track: SharedTrack, number: int, fact: dict[str, Any], steps: dict[int, Step]
+) -> Finding | None:
+    """Added up over ranks that have other samples each, by a Function whose backward is local.
+
+    Ranks that share one sample's work have the same inputs; there this can be right.
+    """
+    fed = {step.fed for step in steps.values()}
+    speaks = any(c.in_backward for step in steps.values() for c in step.collectives)
+    data_parallel = any(p.wrapper for p in track.parameters)
+    if speaks or not fact["of_input"] or not data_parallel or fact["group"] < len(steps):
+        return None
+    if len(fed) < len(steps) or None in fed:
+        return None
+    return _as_finding(
+        WRONG,
+        track,
+        number,
+        fact,
+        "an autograd Function adds a tensor up over ranks in its forward, and its backward "
+        "communicates nothing: what the other ranks' losses owe to this rank's part is missing",
+        "add the gradients up over ranks in its backward as well, or use "
+        "torch.distributed.nn.functional.all_reduce, which does",
         {},
     )
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding, Place
+    from lockstep.audit.ledger import Backward
     from lockstep.audit.world import Difference, SharedTrack, World
 
 BYPASSED = Code("LS101", "gradients passed no reduction")
@@ -104,8 +105,7 @@ def _first_left_over(track: SharedTrack) -> Finding | None:
     for previous, number in itertools.pairwise(track.numbers):
         stale, clear = [], []
         for rank, step in track.steps(number).items():
-            # `autograd.grad` adds to no gradient.
-            adding = [b for b in step.backwards if b.kind == "backward"]
+            adding = [b for b in step.backwards if _adds(b, track.key)]
             before = adding[0].before.get(track.key) if adding else None
             last = track.step(rank, previous)
             if before is None or last is None or last.gradients is None or number != previous + 1:
@@ -126,6 +126,14 @@ def _first_left_over(track: SharedTrack) -> Finding | None:
                 where=_places(track, number),
             )
     return None
+
+
+def _adds(backward: Backward, key: str) -> bool:
+    """Did it change these gradients? `autograd.grad` does not, nor does another model's loss."""
+    before, after = backward.before.get(key), backward.gradients.get(key)
+    if backward.kind != "backward" or before is None or after is None:
+        return False
+    return bool((before.hashes != after.hashes).any())
 
 
 def _first_different(world: World, track: SharedTrack) -> Finding | None:
@@ -157,7 +165,7 @@ def _as_finding(
 ) -> Finding:
     names = names_of(differences)
     reason = reason_of(world, track, number, set(names))
-    code = {"unknown": UNKNOWN, "after": DIFFER}.get(reason.kind, BYPASSED)
+    code = {"unknown": UNKNOWN, "after": DIFFER, "mixed": MIXED}.get(reason.kind, BYPASSED)
     worst = max(differences, key=_apart)
     missing = track.missing("gradients", number)
     message = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 SAME = Code("LS503", "the same samples on several ranks")
 
 _LEAST_BATCHES = 2
+_LEAST_ROWS = 8
+_ALIKE = 0.2
+"""Of so many samples, and more, that are read by two ranks."""
 _NO_CHANCE = 8.0
 """Bits: rows that agree as unlikely as one of 256."""
 
@@ -29,7 +33,7 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
     """One iteration on each rank: did they train on the same samples?"""
     if not all(x.training for x in loadings.values()) or _is_cut(world, loadings):
         return None
-    return _same_batches(loadings) or _overlap(loadings)
+    return _same_batches(loadings) or _overlap(loadings) or _same_rows(loadings)
 
 
 def _is_cut(world: World, loadings: dict[int, Loading]) -> bool:
@@ -90,7 +94,7 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     first = loadings[min(loadings)]
     if any(not x.indices for x in loadings.values()) or first.size is None:
         return None
-    if _take_turns(loadings):
+    if _take_turns(loadings) or any(map(_draws_again, loadings.values())):
         return None
     readers: Counter[int] = Counter()
     for loading in loadings.values():
@@ -131,6 +135,41 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
         },
         where=first.where,
     )
+
+
+def _same_rows(loadings: dict[int, Loading]) -> Finding | None:
+    """Datasets of each rank's own, in which the samples of others are found.
+
+    Only of samples that hardly ever are the same on one rank: then chance would not make them so.
+    """
+    if _take_turns(loadings):
+        return None
+    held = {rank: list(zip(*x.rows, strict=False)) for rank, x in loadings.items()}
+    if min(map(len, held.values())) < _LEAST_ROWS:
+        return None
+    again = max(len(rows) - len(set(rows)) for rows in held.values())
+    for (rank, rows), (other, theirs) in combinations(held.items(), 2):
+        shared = len(set(rows) & set(theirs))
+        least = min(len(rows), len(theirs))
+        if shared <= _ALIKE * least or again * 4 > shared:
+            continue
+        first = loadings[rank]
+        return SAME.finding(
+            f"of the first {least} samples that {first.key} gave to each of ranks {rank} and "
+            f"{other}, {shared} hold the same on both: the ranks' parts of the data overlap",
+            "one split for all ranks: shuffle with a seed that they share before each takes its "
+            "part, or give all the whole dataset and a DistributedSampler",
+            severity="warning",
+            rank=[rank, other],
+            evidence={"shared": shared, "compared": least},
+            where=first.where,
+        )
+    return None
+
+
+def _draws_again(loading: Loading) -> bool:
+    """With replacement: then also another rank may draw the same sample."""
+    return len(set(_samples(loading))) < len(_samples(loading))
 
 
 def _samples(loading: Loading) -> list[int]:

@@ -13,7 +13,7 @@ from lockstep.audit.rules.base import named
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.world import Shared, SharedTrack, World
 
 
 _REDUCING = ("all_reduce", "reduce")
@@ -26,7 +26,7 @@ class Reason:
     name: str
     text: str
     fix: str
-    kind: Literal["bypassed", "unknown", "after"] = "bypassed"
+    kind: Literal["bypassed", "unknown", "after", "mixed"] = "bypassed"
     where: list[Place] = field(default_factory=list)
     evidence: dict[str, Any] = field(default_factory=dict)
 
@@ -235,12 +235,36 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
             "change gradients in the same way on every rank, from the same numbers",
             kind="after",
         )
-    return Reason(
+    return _in_another_order(track) or Reason(
         "unknown",
         "collectives ran between backward and the step, and still they differ",
         "compare what is reduced with what the optimizer holds, at the lines below",
         kind="after",
     )
+
+
+def _in_another_order(track: SharedTrack) -> Reason | None:
+    """A wrapper pairs parameters by their places, and these are at others on some ranks."""
+    wrapped = [p for p in track.parameters if p.wrapper and len(p.index) == len(track.ranks)]
+    orders = [[p.name for p in _as_held_by(rank, wrapped)] for rank in track.ranks]
+    for at_once in zip(*orders, strict=True):
+        names = dict(zip(track.ranks, at_once, strict=True))
+        if len(set(names.values())) > 1:
+            listed = ", ".join(f"`{name}` on rank {rank}" for rank, name in names.items())
+            return Reason(
+                "paired by position",
+                "the ranks hold their parameters in different orders, and the wrapper adds up what "
+                f"is at the same place: {listed}",
+                "build the model in the same order on every rank: sort what its parts are made "
+                "from, such as files and sets",
+                kind="mixed",
+                evidence={"paired": {str(r): n for r, n in names.items()}},
+            )
+    return None
+
+
+def _as_held_by(rank: int, parameters: list[Shared]) -> list[Shared]:
+    return sorted(parameters, key=lambda p: p.index[rank])
 
 
 def _equal_after_backward(track: SharedTrack, number: int) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code, Explained, first_found, first_of_each, named
-from lockstep.audit.rules.words import line_with_factor
+from lockstep.audit.rules.words import divides_rate, line_with_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,7 +45,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     return _twice(track, number) or _undivided(track, number) or _models_undivided(track, number)
 
 
-def _reductions(step: Step) -> list[Collective]:
+def reductions(step: Step) -> list[Collective]:
     return [
         c
         for c in step.collectives
@@ -61,13 +61,13 @@ def _reductions(step: Step) -> list[Collective]:
 def _twice(track: SharedTrack, number: int) -> Finding | None:
     """What is the same everywhere grows by exactly the number of ranks when it is added up."""
     steps = track.steps(number)
-    calls = [_reductions(step) for step in steps.values()]
+    calls = [reductions(step) for step in steps.values()]
     grown = [
         at_once
         for at_once in zip(*calls, strict=False)
-        if all(_is(c.after, len(c.group) * (c.before or 0.0)) for c in at_once)
+        if all(is_near(c.after, len(c.group) * (c.before or 0.0)) for c in at_once)
         and len({c.parameter for c in at_once}) == 1
-        and _is(at_once[0].before, max(c.before or 0.0 for c in at_once))
+        and is_near(at_once[0].before, max(c.before or 0.0 for c in at_once))
     ]
     step = next(iter(steps.values()))
     kept = [at_once for at_once in grown if _was_kept(track, step, at_once[0])]
@@ -88,7 +88,7 @@ def _twice(track: SharedTrack, number: int) -> Finding | None:
     )
 
 
-def _is(value: float | None, wanted: float) -> bool:
+def is_near(value: float | None, wanted: float) -> bool:
     return value is not None and abs(value - wanted) <= _CLOSE * abs(wanted)
 
 
@@ -97,18 +97,18 @@ def _was_kept(track: SharedTrack, step: Step, call: Collective) -> bool:
     for shared in track.parameters:
         if shared.name == call.parameter and step.gradients is not None:
             rank = next(iter(shared.index))
-            return _is(float(step.gradients.norms[shared.index[rank]]), call.after or 0.0)
+            return is_near(float(step.gradients.norms[shared.index[rank]]), call.after or 0.0)
     return False
 
 
 def _undivided(track: SharedTrack, number: int) -> Finding | None:
     """A sum over ranks of gradients of means; a loss that is a sum, or divided before, is fine."""
     steps = track.steps(number)
-    if not all(map(is_one_mean, steps.values())):
+    if not all(map(is_one_mean, steps.values())) or is_made_up_for(track):
         return None
     size = len(steps)
     step = next(iter(steps.values()))
-    calls = _reductions(step)
+    calls = reductions(step)
     if not calls:
         return None
     kept = [c for c in calls if _was_kept(track, step, c) and len(c.group) == size]
@@ -164,9 +164,9 @@ def _was_summed(track: SharedTrack, number: int, name: str, calls: dict[int, Col
         if left is None or found is None or left.norms is None or found.norms is None:
             return False
         index = shared.index[rank]
-        if not _is(float(left.norms[index]), call.before or 0.0):
+        if not is_near(float(left.norms[index]), call.before or 0.0):
             return False  # it was weighed before
-        if not _is(float(found.norms[index]), call.after or 0.0):
+        if not is_near(float(found.norms[index]), call.after or 0.0):
             return False  # it was divided afterwards
     together = sum(call.before or 0.0 for call in calls.values())
     return all((call.after or 0.0) > _ALIGNED * together for call in calls.values())
@@ -182,7 +182,14 @@ def is_one_mean(step: Step) -> bool:
     terms = [b.terms for b in ran]
     if len(terms) != 1 or len(terms[0]) != 1 or terms[0][0].kind != "mean":
         return False
-    return _is(abs(terms[0][0].weight) * terms[0][0].count, 1.0)
+    return is_near(abs(terms[0][0].weight) * terms[0][0].count, 1.0)
+
+
+def is_made_up_for(track: SharedTrack) -> bool:
+    """Is the rate divided by the ranks, in an optimizer for which this is a mean again?"""
+    first = next(iter(track.tracks.values()))
+    decays = any(group.get("weight_decay") for step in first.steps[:1] for group in step.hyper)
+    return first.optimizer == "SGD" and not decays and divides_rate(first.where)
 
 
 class Factors:
@@ -208,7 +215,7 @@ def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
             return None
         total = sum(abs(b.terms[0].weight) * b.terms[0].count for b in backwards)
         reduced = any(f["armed"] for f in backwards[-1].wrappers.values())
-        if not reduced or not (_is(total, size) or _is(total, 1.0 / size)):
+        if not reduced or not (is_near(total, size) or is_near(total, 1.0 / size)):
             return None
         lines = backwards[-1].where
     where = line_with_factor(lines, divides=total < 1.0)

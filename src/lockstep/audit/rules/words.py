@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a program's own text multiplies its loss by the number of ranks, or divides by it."""
+"""Where a program's own text multiplies its loss by the number of ranks, or divides by it.
+
+And whether its learning rate is divided by them, which makes up for a sum.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,7 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
     """
     wanted = ast.Div if divides else ast.Mult
     for place in lines[:3]:
-        try:
-            module = ast.parse("".join(linecache.getlines(place.file)))
-        except (SyntaxError, ValueError):
-            continue
+        module = _parsed(place.file)
         for statement in _about_the_loss(module, place.line):
             number = _factor_in(statement, wanted)
             if number is not None:
@@ -40,12 +40,37 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
     return None
 
 
+def divides_rate(lines: Sequence[Place]) -> bool:
+    """Is the learning rate of the optimizer that is made at `lines` divided by the ranks?"""
+    for place in lines[:1]:
+        nodes = list(ast.walk(_parsed(place.file)))
+        calls = [n for n in nodes if isinstance(n, ast.Call) and _is_at(n, place.line)]
+        rates = [k.value for c in calls for k in c.keywords if k.arg == "lr"]
+        known = {_last_name(rate) for rate in rates} - {""}
+        # `args.batch_size` is not `args.lr`: the last name counts.
+        assigned = [n for n in nodes if known.intersection(map(_last_name, _left_sides(n)))]
+        if any(_factor_in(n, ast.Div) is not None for n in (*rates, *assigned)):
+            return True
+    return False
+
+
+def _parsed(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _is_at(node: ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
 def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
     roots: set[str] = set()
     calls: set[str] = set()
     nodes = list(ast.walk(module))
     for node in nodes:
-        if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or node.lineno):
+        if isinstance(node, ast.Expr) and _is_at(node.value, line):
             roots.update(_names(node))
             calls.update(_called(node))
             yield node
@@ -61,9 +86,17 @@ def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
 
 
 def _targets(node: ast.AST) -> list[str]:
+    return [name for target in _left_sides(node) for name in _names(target)]
+
+
+def _left_sides(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Assign):
-        return [name for target in node.targets for name in _names(target)]
-    return _names(node.target) if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+        return node.targets
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+def _last_name(node: ast.expr) -> str:
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -76,7 +109,7 @@ def _called(node: ast.AST) -> list[str]:
     return [getattr(f, "attr", getattr(f, "id", "")) for f in functions]
 
 
-def _factor_in(statement: ast.stmt, wanted: type[ast.operator]) -> int | None:
+def _factor_in(statement: ast.AST, wanted: type[ast.operator]) -> int | None:
     for node in ast.walk(statement):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, wanted):
             operands = [node.value]
@@ -94,5 +127,4 @@ def _is_number_of_ranks(node: ast.expr) -> bool:
         if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and node.args:
             return _is_number_of_ranks(node.args[0])
         node = node.func
-    name = getattr(node, "attr", getattr(node, "id", ""))
-    return name.lower().replace("_", "") in _RANKS
+    return _last_name(node).lower().replace("_", "") in _RANKS

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over ranks that are added up over ranks once more.
+
+What the ranks have added up is the same on all of them. In a second sum it counts as often as there
+are ranks, whatever it is divided by in the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.audit.rules.base import Code, Explained, first_found, named
+from lockstep.audit.rules.scale import TWICE, is_near, reductions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.world import SharedTrack, World
+
+
+class Again:
+    """Parameters that were reduced more often than others, and sums that backward added to."""
+
+    codes: tuple[Code, ...] = (TWICE,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.compared:
+            if track.key in explained.tracks | explained.sums:
+                continue
+            found = first_found(track, _again)
+            if found is not None:
+                explained.sums.add(track.key)
+                yield found
+
+
+def _again(track: SharedTrack, number: int) -> Finding | None:
+    return _more_often_than_others(track, number) or _each_backward(track, number)
+
+
+def _by_name(step: Step) -> dict[str, list[Collective]]:
+    found: dict[str, list[Collective]] = {}
+    for call in reductions(step):
+        found.setdefault(str(call.parameter), []).append(call)
+    return found
+
+
+def _more_often_than_others(track: SharedTrack, number: int) -> Finding | None:
+    """A tensor with two names, say: reduced once for each, and divided once."""
+    rank, step = next(iter(track.steps(number).items()))
+    calls = _by_name(step)
+    once = {_kept(track, rank, step, c[0]) for c in calls.values() if len(c) == 1}
+    if len(once) != 1 or None in once:
+        return None
+    again = [
+        name
+        for name, (first, *others) in calls.items()
+        if others
+        and all(_adds_up(second, first) for second in others[:1])
+        and {_kept(track, rank, step, others[-1])} == once
+    ]
+    if not again:
+        return None
+    call = calls[again[0]][-1]
+    return TWICE.finding(
+        f"step {number + 1}: {named(again)} went through {len(calls[again[0]])} all_reduces that "
+        "add up, the other gradients through one, and all are divided by the same: "
+        f"{len(call.group)} times too large",
+        "reduce each gradient once: `model.parameters()` names a tensor that is tied once, "
+        "`named_parameters(remove_duplicate=False)` does not",
+        rank=track.ranks,
+        step=number + 1,
+        parameters=again,
+        evidence={"before": call.before, "after": call.after, "ranks": len(call.group)},
+        where=call.where,
+    )
+
+
+def _adds_up(second: Collective, first: Collective) -> bool:
+    """Was what the first left, the same on all ranks, added up by the second?"""
+    left = first.after or 0.0
+    return is_near(second.before, left) and is_near(second.after, len(second.group) * left)
+
+
+def _kept(track: SharedTrack, rank: int, step: Step, call: Collective) -> float | None:
+    """Which part of what `call` left the optimizer used, to three digits."""
+    for shared in track.parameters:
+        if shared.name == call.parameter and step.gradients is not None and call.after:
+            used = float(step.gradients.norms[shared.index[rank]])
+            return float(f"{used / call.after:.3g}")
+    return None
+
+
+def _each_backward(track: SharedTrack, number: int) -> Finding | None:
+    """Sums over ranks to which the next micro-batch's gradients are added, and all added up."""
+    rank, step = next(iter(track.steps(number).items()))
+    backwards = [b for b in step.backwards if b.kind == "backward"]
+    calls = {n: c for n, c in _by_name(step).items() if len(c) == len(backwards) > 1}
+    places = {shared.name: shared.index[rank] for shared in track.parameters}
+    again = [
+        name
+        for name, of_name in calls.items()
+        if name in places
+        and all(
+            track.key in b.before
+            and is_near(float(b.before[track.key].norms[places[name]]), call.after or 0.0)
+            for call, b in zip(of_name, backwards[1:], strict=False)
+        )
+    ]
+    if not again:
+        return None
+    first, last = calls[again[0]][0], calls[again[0]][-1]
+    size = len(last.group)
+    return TWICE.finding(
+        f"step {number + 1}: {named(again)} were added up over {size} ranks after each of "
+        f"{len(backwards)} backwards, and not divided in between: what an earlier micro-batch left "
+        f"is part of each later sum, and counts {size} times as much as the next one's",
+        "reduce once, after the last micro-batch of the step, or use op=ReduceOp.AVG each time",
+        rank=track.ranks,
+        step=number + 1,
+        parameters=again,
+        evidence={"after": first.after, "ranks": size, "backwards": len(backwards)},
+        where=last.where,
+    )
