@@ -136,7 +136,8 @@ def _as_divided(term: Term, divisor: float | None) -> Term:
     """A sum that was divided by how many there were is a mean, written by hand."""
     if divisor is None or divisor < 1.0 or divisor != round(divisor) or term.count < divisor:
         return term
-    return Term("mean", term.weight, divisor, f"{term.op}/{divisor:.0f}")
+    part = f" of {term.count:.0f}" if divisor < term.count else ""
+    return Term("mean", term.weight, divisor, f"{term.op}/{divisor:.0f}{part}")
 
 
 def _elements(node: Any) -> float | None:

@@ -121,12 +121,18 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         return None
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
+    watched.remove()
     step.entry = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if callable(closure):
         step.has_closure = True
         return _with_watched_closure(probe, watched, args, kwargs, closure)
-    _consume(probe, watched, optimizer)
+    if not optimizer._optimizer_step_pre_hooks:
+        _consume(probe, watched, optimizer)
+        return None
+    # Hooks of its own come after those of all: they may reduce what the step is to use.
+    behind = functools.partial(probe.harmlessly, _consume, probe, watched)
+    watched.behind = optimizer.register_step_pre_hook(lambda one, *_: behind(one))
     return None
 
 
@@ -208,6 +214,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     if not probe.is_on or probe.stepping or watched is None:
         return
     track, step = watched.track, watched.step
+    watched.remove()
     if step is not None:
         step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
         if _looks_at_all(step):
@@ -296,6 +303,7 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
         )
         probe.ledger.tracks.append(track)
         fresh = Watched(optimizer, track)
+    probe.patches.keep(fresh)
     probe.optimizers[optimizer] = fresh
     return fresh
 

@@ -22,6 +22,8 @@ from lockstep.audit.probe.patches import Patches
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.utils.hooks import RemovableHandle
+
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.prints import Fingerprint
@@ -113,6 +115,13 @@ class Watched:
         self.counts = [p.samples for p in track.parameters]
         self.step: Step | None = None
         self.next_is_detailed = True
+        self.behind: RemovableHandle | None = None
+
+    def remove(self) -> None:
+        """Take off the hook that looks behind the optimizer's own, if there is one."""
+        if self.behind is not None:
+            self.behind.remove()
+            self.behind = None
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Does the optimizer still hold the same parameters?"""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained, first_found
+from lockstep.audit.rules.base import Code, Explained, first_found, numbers
+from lockstep.audit.rules.clipping_hooks import BEFORE as CLIPPED
 from lockstep.audit.rules.scale import TWICE, UNDIVIDED, is_made_up_for, is_one_mean
 
 if TYPE_CHECKING:
@@ -30,16 +31,25 @@ _CLOSE: Final = {"float16": 5e-3, "bfloat16": 2e-2}
 _CLOSE_OTHERWISE: Final = 1e-4
 _CLOSE_AFTER_A_HOOK: Final = 2e-2
 """Hooks send half precision; a sum of two ranks is twice their mean."""
+_SMALLER: Final = 0.01
+"""Factors of ranks that are further apart than this are no rounding."""
+_ONE_LENGTH: Final = 0.003
 _LEAST: Final = 3
 """So few elements would agree by chance."""
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """`then`: (ranks, S) after the last backward; `used`: (S,) by the optimizers of all ranks."""
+    """`then`: (ranks, S) after the last backward; `used`: (S,) by the optimizers of all ranks.
+
+    `tensors` (S,) tells of which parameter each of the S elements is, and `lengths` (ranks,) how
+    long all of a rank's gradients were together.
+    """
 
     then: np.ndarray[Any, Any]
     used: np.ndarray[Any, Any]
+    tensors: np.ndarray[Any, Any]
+    lengths: np.ndarray[Any, Any]
     ranks: list[int]
     close: float
 
@@ -55,7 +65,7 @@ class _Samples:
 class Consumed:
     """Holds what was used against what each rank had."""
 
-    codes = (TWICE, UNDIVIDED, ONE_RANK)
+    codes = (TWICE, UNDIVIDED, ONE_RANK, CLIPPED)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if world.sync_of_lockstep():
@@ -90,7 +100,8 @@ def _samples(track: SharedTrack, steps: dict[int, Step]) -> _Samples | None:
     then: dict[int, list[float]] = {rank: [] for rank in steps}
     used: dict[int, list[float]] = {rank: [] for rank in steps}
     close = _CLOSE_OTHERWISE
-    for shared in track.parameters:
+    tensors: list[int] = []
+    for place, shared in enumerate(track.parameters):
         if shared.groups != [sorted(steps)]:
             continue
         close = max(close, _CLOSE.get(shared.dtype, 0.0))
@@ -102,13 +113,15 @@ def _samples(track: SharedTrack, steps: dict[int, Step]) -> _Samples | None:
                 close = max(close, _CLOSE_AFTER_A_HOOK)
             then[rank] += track.sampled(last, shared, rank)
             used[rank] += track.sampled(step.gradients, shared, rank)
+        tensors += [place] * (len(next(iter(then.values()))) - len(tensors))
     before, after = np.array(list(then.values())), np.array(list(used.values()))
     whole = np.isfinite(before).all(axis=0) & np.isfinite(after).all(axis=0)
     before, after = before[:, whole], after[:, whole]
     first = after[0]
     if np.count_nonzero(first) < _LEAST or np.abs(before).max(axis=1).min() <= 1e-12:
         return None
-    found = _Samples(before, first, sorted(steps), close)
+    lengths = np.array([_length(step, track.key) for step in steps.values()])
+    found = _Samples(before, first, np.array(tensors)[whole], lengths, sorted(steps), close)
     return found if all(found.are_used(row) for row in after) else None
 
 
@@ -116,6 +129,11 @@ def _left_by_backward(step: Step, key: str) -> Fingerprint | None:
     """This rank's own gradients: as a communication hook was given them, or as backward left."""
     last = step.backwards[-1] if step.backwards else None
     return None if last is None else last.own.get(key) or last.gradients.get(key)
+
+
+def _length(step: Step, key: str) -> float:
+    last = _left_by_backward(step, key)
+    return 0.0 if last is None else float(np.linalg.norm(np.nan_to_num(last.norms)))
 
 
 def _of_equal(track: SharedTrack, number: int, samples: _Samples, step: Step) -> Finding | None:
@@ -173,4 +191,63 @@ def _of_different(
                 evidence={"used": rank},
                 where=steps[0].where,
             )
-    return None
+    return _scaled(track, number, samples, steps[0])
+
+
+def _scaled(track: SharedTrack, number: int, samples: _Samples, step: Step) -> Finding | None:
+    """A mean of gradients that each rank had clipped, or scaled to one length, before."""
+    factors = _factors(samples)
+    if factors is None:
+        return None
+    if _only_smaller(factors, samples.close):
+        what = "and none larger"
+    elif _to_one_length(factors, samples.lengths):
+        what = "so that all have one length"
+    else:
+        return None
+    means = dict(zip(samples.ranks, factors.mean(axis=0).tolist(), strict=True))
+    return CLIPPED.finding(
+        f"step {number + 1}: the optimizer used the average of gradients that each rank had "
+        f"multiplied by factors of its own ({numbers(means)}, on average), {what}: they were "
+        "clipped, or scaled, before the reduction",
+        "clip what the reduction leaves, after it",
+        rank=samples.ranks,
+        step=number + 1,
+        evidence={"factors": {str(r): f for r, f in means.items()}},
+        where=[*(step.backwards[-1].where if step.backwards else ()), *step.where],
+    )
+
+
+def _factors(samples: _Samples) -> np.ndarray[Any, Any] | None:
+    """(tensors, ranks): by what each rank's gradients were multiplied before the average.
+
+    None where what was used is no sum of multiples of them.
+    """
+    size = len(samples.ranks)
+    factors = []
+    for tensor in set(samples.tensors.tolist()):
+        of_tensor = samples.tensors == tensor
+        then, used = samples.then[:, of_tensor], samples.used[of_tensor]
+        if then.shape[1] < size + _LEAST or not used.any():
+            continue
+        found, _, rank, _ = np.linalg.lstsq(then.T, used, rcond=1e-6)
+        if rank < size or np.abs(found @ then - used).max() > samples.close * np.abs(used).max():
+            return None
+        factors.append(size * found)
+    return np.array(factors) if factors else None
+
+
+def _only_smaller(factors: np.ndarray[Any, Any], close: float) -> bool:
+    """A weighted mean, as by counts, makes the gradients of some ranks larger."""
+    apart = bool(np.ptp(factors, axis=1).max() >= _SMALLER)
+    return apart and bool(factors.min() > 0.0 and factors.max() <= 1.0 + 10 * close)
+
+
+def _to_one_length(factors: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bool:
+    """One factor for all tensors of a rank, the larger the shorter its gradient was."""
+    if np.ptp(factors, axis=0).max() > _SMALLER * factors.max() or factors.min() <= 0.0:
+        return False
+    scaled = factors.mean(axis=0) * lengths
+    return bool(
+        np.ptp(lengths) > _SMALLER * lengths.max() and np.ptp(scaled) <= _ONE_LENGTH * scaled.max()
+    )

@@ -112,7 +112,7 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
     if not calls:
         return None
     kept = [c for c in calls if _was_kept(track, step, c) and len(c.group) == size]
-    if len(kept) < len(calls) or any(b.wrappers for b in step.backwards if _ran(b.wrappers)):
+    if len(kept) < len(calls) or (_wrapper_ran(step) and not _were_own(steps)):
         return None
     names = sorted({str(c.parameter) for c in kept})
     return UNDIVIDED.finding(
@@ -125,6 +125,21 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
         parameters=names,
         evidence={"after": kept[0].after, "ranks": size},
         where=kept[0].where,
+    )
+
+
+def _wrapper_ran(step: Step) -> bool:
+    return any(b.wrappers for b in step.backwards if _ran(b.wrappers))
+
+
+def _were_own(steps: dict[int, Step]) -> bool:
+    """Was each rank's own gradient added up inside backward, before the wrapper averaged?"""
+    calls = [[c for c in reductions(step) if c.in_backward] for step in steps.values()]
+    return all(calls) and any(
+        not is_near(other.before, first.before or 0.0)
+        for first, *others in zip(*calls, strict=False)
+        for other in others
+        if other.parameter == first.parameter
     )
 
 
@@ -203,7 +218,15 @@ class Factors:
         yield from first_of_each(world, explained, partial(_times, world))
 
 
+def _is_over_chosen(track: SharedTrack, number: int) -> bool:
+    """Sums over a part of the elements, by one count on all ranks: it may be that of all ranks."""
+    terms = [t for s in track.steps(number).values() for b in s.backwards for t in b.terms]
+    return len({t.count for t in terms}) == 1 and all(" of " in t.op for t in terms)
+
+
 def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
+    if _is_over_chosen(track, number):
+        return None
     lines: list[Place] = []
     size = float(world.size)
     total = 0.0
