@@ -10,6 +10,7 @@ whose rows travel between ranks in backward too, and tensors of no module, as co
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -93,8 +94,11 @@ def _reduced(track: SharedTrack) -> set[str]:
 
 
 def _is_synchronised(track: SharedTrack) -> bool:
+    """By a wrapper, or by sums of gradients, of weights, or of what may be either, flat."""
     wrapped = any(p.wrapper for of_rank in track.tracks.values() for p in of_rank.parameters)
-    return wrapped or bool(_reduced(track))
+    steps = [s for number in track.numbers[:_STEPS] for s in track.steps(number).values()]
+    calls = [c for step in steps for c in step.collectives if c.op in _REDUCING]
+    return wrapped or any(c.parameter or c.weights or math.prod(c.shape) > 1 for c in calls)
 
 
 def _in_modules(track: SharedTrack) -> set[str]:

@@ -262,14 +262,12 @@ class SharedTrack:
                 apart |= differ
         return False
 
-    def is_made_as(self, other: SharedTrack) -> bool:
-        """Is it an optimizer of the same parameters, made at the same line, as once a round?"""
-        return self._made() == other._made()
-
-    def _made(self) -> list[Any]:
+    @property
+    def made_as(self) -> str:
+        """The same for optimizers of the same parameters that one line makes, as once a round."""
         first = self.tracks[self.ranks[0]]
         held = [(p.name, p.shape) for p in first.parameters]
-        return [self.ranks, [p.index for p in self.parameters], held, first.where]
+        return repr([self.ranks, [p.index for p in self.parameters], held, first.where])
 
     def drift(self) -> list[tuple[int, float]]:
         """(step, largest difference between replicas after it), over the sampled elements."""
@@ -315,8 +313,13 @@ class World:
         described = [
             SharedTrack(t.key, t.tracks, self.size, apart_by_design(t, whole)) for t in whole
         ]
+        alike: dict[str, list[SharedTrack]] = {}
         for one in described:
-            one.meets_again = meet_again([t for t in described if one.is_made_as(t)])
+            alike.setdefault(one.made_as, []).append(one)
+        for together in alike.values():
+            if meet_again(together):
+                for one in together:
+                    one.meets_again = True
         return described
 
     @cached_property

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.audit.ledger import Collective
 from lockstep.audit.probe import gathers
-from lockstep.audit.probe.collectives import note_call, ranks_of
+from lockstep.audit.probe.collectives import note_in_windows, ranks_of
 from lockstep.audit.probe.frames import users_lines
 
 if TYPE_CHECKING:
@@ -46,5 +46,6 @@ def _note(probe: Probe, operations: list[Any]) -> None:
     received = [o.tensor for o in operations if o.op.__name__ == "irecv"]
     call = Collective(NAME, users_lines(), ranks_of(operations[0].group if operations else None))
     call.in_backward = probe.in_backward
-    note_call(probe, call)
+    # Not counted among a rank's calls: two ranks exchange, and others do not.
+    note_in_windows(probe, call)
     gathers.note_exchange(probe, call, sent, received)

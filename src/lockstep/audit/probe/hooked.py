@@ -45,7 +45,8 @@ def _hook_in(probe: Probe, record: Backward, undo: list[tuple[dict[int, Any], li
             continue
         for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
             hooks = param._backward_hooks
-            if hooks and described.wrapper and len(undo) < _PARAMETERS:
+            watched_here = hooks and described.wrapper and param.requires_grad
+            if watched_here and len(undo) < _PARAMETERS:
                 undo.append((hooks, _around(probe, record, described.name, param)))
 
 
@@ -54,37 +55,42 @@ def _around(probe: Probe, record: Backward, name: str, param: torch.Tensor) -> l
     given: list[torch.Tensor] = []
 
     def before(gradient: torch.Tensor) -> None:
-        given[:] = [_some(gradient)]
+        given[:] = [probe.harmlessly(_some, gradient)]
 
     def behind(gradient: torch.Tensor) -> None:
         if given:
-            probe.harmlessly(_compare, record, name, given.pop(), _some(gradient))
+            probe.harmlessly(_compare, record, name, given.pop(), gradient)
 
     hooks = param._backward_hooks
     assert hooks is not None
     theirs = dict(hooks)
+    keys = [param.register_hook(before).id, param.register_hook(behind).id]
+    first = hooks.pop(keys[0])
     # Called in the order in which they were put in, which `move_to_end` does not change.
-    hooks.clear()
-    keys = [param.register_hook(before).id]
-    hooks.update(theirs)
-    keys.append(param.register_hook(behind).id)
+    for known in theirs:
+        del hooks[known]
+    last = hooks.pop(keys[1])
+    hooks.update({keys[0]: first, **theirs, keys[1]: last})
     return keys
 
 
-def _some(gradient: torch.Tensor) -> torch.Tensor:
+def _some(gradient: torch.Tensor) -> torch.Tensor | None:
+    if gradient.layout is not torch.strided:
+        return None
     return gradient.detach().reshape(-1)[:_ELEMENTS].clone()
 
 
-def _compare(record: Backward, name: str, given: torch.Tensor, left: torch.Tensor) -> None:
-    if given.shape != left.shape or not torch.isfinite(given).all() or torch.equal(given, left):
+def _compare(
+    record: Backward, name: str, given: torch.Tensor | None, gradient: torch.Tensor
+) -> None:
+    left = _some(gradient)
+    if given is None or left is None or given.shape != left.shape:
+        return
+    if not torch.isfinite(given).all() or not given.any() or not left.any():
         return
     limit = float(left.abs().max())
-    close = _CLOSE * limit
-    if not limit:
-        return
-    if float((given.clamp(-limit, limit) - left).abs().max()) <= close:
-        record.hooked[name] = {"limit": limit}
-        return
     factor = float(left.double() @ given.double()) / float(given.double() @ given.double())
-    if float((factor * given - left).abs().max()) <= close:
+    if float((factor * given - left).abs().max()) <= _CLOSE * limit:
         record.hooked[name] = {"factor": factor}
+    elif float((given.clamp(-limit, limit) - left).abs().max()) <= _CLOSE * limit:
+        record.hooked[name] = {"limit": limit}

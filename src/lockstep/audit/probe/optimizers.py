@@ -121,7 +121,7 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         return None
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
-    watched.remove()
+    watched.look_no_more()
     step.entry = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if callable(closure):
@@ -131,8 +131,7 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         _consume(probe, watched, optimizer)
         return None
     # Hooks of its own come after those of all: they may reduce what the step is to use.
-    behind = functools.partial(probe.harmlessly, _consume, probe, watched)
-    watched.behind = optimizer.register_step_pre_hook(lambda one, *_: behind(one))
+    watched.look_behind_hooks(functools.partial(probe.harmlessly, _consume, probe, watched))
     return None
 
 
@@ -214,7 +213,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     if not probe.is_on or probe.stepping or watched is None:
         return
     track, step = watched.track, watched.step
-    watched.remove()
+    watched.look_no_more()
     if step is not None:
         step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
         if _looks_at_all(step):
@@ -253,7 +252,8 @@ def _begin_anew(probe: Probe, optimizer: Optimizer) -> None:
     """What happens from here on belongs to this optimizer's next step."""
     for other in probe.optimizers:
         # One that is made and has not stepped yet: this step is not the end of its window.
-        probe.windows.setdefault(other, probe.recent.copied())
+        if other not in probe.windows:
+            probe.windows[other] = probe.recent.copied()
     probe.windows[optimizer] = Window()
     probe.recent = Window()
     probe.forget_gathered()
@@ -303,7 +303,6 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
         )
         probe.ledger.tracks.append(track)
         fresh = Watched(optimizer, track)
-    probe.patches.keep(fresh)
     probe.optimizers[optimizer] = fresh
     return fresh
 

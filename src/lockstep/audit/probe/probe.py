@@ -22,8 +22,6 @@ from lockstep.audit.probe.patches import Patches
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.utils.hooks import RemovableHandle
-
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.prints import Fingerprint
@@ -115,13 +113,36 @@ class Watched:
         self.counts = [p.samples for p in track.parameters]
         self.step: Step | None = None
         self.next_is_detailed = True
-        self.behind: RemovableHandle | None = None
+        self._put_back: Callable[[], None] | None = None
 
-    def remove(self) -> None:
-        """Take off the hook that looks behind the optimizer's own, if there is one."""
-        if self.behind is not None:
-            self.behind.remove()
-            self.behind = None
+    def look_behind_hooks(self, look: Callable[[Any], None]) -> None:
+        """Call `look` with the optimizer when the last of its own hooks before a step has run.
+
+        In that hook's place, and not in one more: a hook may take itself off while it runs, which
+        a dictionary bears only where nothing comes after it.
+        """
+        optimizer = self.ref()
+        assert optimizer is not None
+        hooks = optimizer._optimizer_step_pre_hooks
+        key, theirs = list(hooks.items())[-1]
+
+        def with_a_look(one: Any, args: Any, kwargs: Any) -> Any:
+            result = theirs(one, args, kwargs)
+            look(one)
+            return result
+
+        def put_back() -> None:
+            if hooks.get(key) is with_a_look:
+                hooks[key] = theirs
+
+        hooks[key] = with_a_look
+        self._put_back = put_back
+
+    def look_no_more(self) -> None:
+        """Put the optimizer's own hook back, if `look_behind_hooks` has taken its place."""
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Does the optimizer still hold the same parameters?"""
@@ -310,6 +331,8 @@ class Probe:
         """Take everything out, and remember what was seen: `hook_in` goes on."""
         self.is_on = False
         self.forward_hook = None
+        for watched in list(self.optimizers.values()):
+            watched.look_no_more()
         self.patches.undo()
         self.forget_gathered()
 

@@ -86,7 +86,8 @@ def _adds_up(second: Collective, first: Collective) -> bool:
 def _kept(track: SharedTrack, rank: int, step: Step, call: Collective) -> float | None:
     """Which part of what `call` left the optimizer used, to three digits."""
     for shared in track.parameters:
-        if shared.name == call.parameter and step.gradients is not None and call.after:
+        held = shared.name == call.parameter and rank in shared.index
+        if held and step.gradients is not None and call.after:
             used = float(step.gradients.norms[shared.index[rank]])
             return float(f"{used / call.after:.3g}")
     return None
@@ -97,7 +98,9 @@ def _each_backward(track: SharedTrack, number: int) -> Finding | None:
     rank, step = next(iter(track.steps(number).items()))
     backwards = [b for b in step.backwards if b.kind == "backward"]
     calls = {n: c for n, c in _by_name(step).items() if len(c) == len(backwards) > 1}
-    places = {shared.name: shared.index[rank] for shared in track.parameters}
+    places = {
+        shared.name: shared.index[rank] for shared in track.parameters if rank in shared.index
+    }
     again = [
         name
         for name, of_name in calls.items()

@@ -44,11 +44,10 @@ def _cut_off(at_once: tuple[Backward, ...]) -> set[str]:
 
 
 def _scaled_apart(at_once: tuple[Backward, ...]) -> set[str]:
-    """A rank whose gradient was left as it is has a factor of 1."""
-    names = {name for b in at_once for name in b.hooked}
+    """Weights, as by counts, make the gradients of some ranks larger: that is no clipping."""
     found = set()
-    for name in names:
-        factors = [b.hooked.get(name, {}).get("factor", 1.0) for b in at_once]
-        if min(factors) < 1.0 - _APART and max(factors) - min(factors) > _APART:
+    for name in set.intersection(*(set(b.hooked) for b in at_once)):
+        factors = [b.hooked[name].get("factor", 1.0) for b in at_once]
+        if max(factors) <= 1.0 + _APART and max(factors) - min(factors) > _APART:
             found.add(name)
     return found

@@ -94,7 +94,7 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     first = loadings[min(loadings)]
     if any(not x.indices for x in loadings.values()) or first.size is None:
         return None
-    if _take_turns(loadings) or any(map(_draws_again, loadings.values())):
+    if _take_turns(loadings):
         return None
     readers: Counter[int] = Counter()
     for loading in loadings.values():
@@ -103,6 +103,8 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     # Padding makes every rank's part as long as the longest: less than one sample a rank.
     if len(shared) < len(loadings) or len(shared) <= 0.05 * len(readers):
         return None
+    if 4 * max(map(_drawn_again, loadings.values())) > len(shared):
+        return None  # with replacement: then also another rank may draw the same sample
     parts = len({x.part for x in loadings.values()}) > 1
     whole = not parts and all(len(set(x.indices)) >= (x.size or 0) for x in loadings.values())
     shares = shares_out(loadings)
@@ -167,9 +169,8 @@ def _same_rows(loadings: dict[int, Loading]) -> Finding | None:
     return None
 
 
-def _draws_again(loading: Loading) -> bool:
-    """With replacement: then also another rank may draw the same sample."""
-    return len(set(_samples(loading))) < len(_samples(loading))
+def _drawn_again(loading: Loading) -> int:
+    return len(_samples(loading)) - len(set(_samples(loading)))
 
 
 def _samples(loading: Loading) -> list[int]:

@@ -152,8 +152,8 @@ def _holdings(world: World, track: SharedTrack) -> Finding | None:
         rank: {p.name for t in world.ledgers[rank].tracks if t.count for p in t.parameters}
         for rank in held
     }
-    if all(names.difference(*_others(elsewhere, rank)) for rank, names in elsewhere.items()):
-        return None  # each has a part: the optimizer's state is shared out
+    if len(set().union(*held.values())) == sum(map(len, held.values())):
+        return None  # each has a part of its own: the optimizer's state is shared out
     everything = set().union(*held.values())
     missing = {rank: sorted(everything - elsewhere[rank]) for rank in held}
     without = [rank for rank, names in missing.items() if names]
@@ -171,10 +171,6 @@ def _holdings(world: World, track: SharedTrack) -> Finding | None:
         evidence={"having": having, "without": without},
         where=[*(last[0].where if last else ()), *next(iter(track.tracks.values())).where],
     )
-
-
-def _others(sets: dict[int, set[str]], rank: int) -> list[set[str]]:
-    return [names for other, names in sets.items() if other != rank]
 
 
 class States:
