@@ -168,6 +168,7 @@ class Window:
         self.frozen: list[tuple[weakref.ref[torch.nn.Module], list[Place]]] = []
 
     LIMIT = 400
+    """Of each kind: an unbounded window (no optimizer ever steps) must not fill the memory."""
 
     def copied(self) -> Window:
         """The same, to which other things can happen."""
@@ -176,8 +177,6 @@ class Window:
             {name: list(x) if isinstance(x, list) else x for name, x in vars(self).items()}
         )
         return copy
-
-    """Of each kind: an unbounded window (no optimizer ever steps) must not fill the memory."""
 
 
 class Probe:
