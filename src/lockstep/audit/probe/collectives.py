@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.ledger import Collective
-from lockstep.audit.probe import gathers
+from lockstep.audit.probe import gathers, handed_on
 from lockstep.audit.probe.frames import is_called_by, users_lines
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
@@ -107,6 +107,8 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         probe.ledger.stuck_in = None
         if probe.detailed and tensor is not None:
             probe.harmlessly(_after, probe, call, tensor, result, args, kwargs)
+        elif probe.detailed and name == handed_on.OBJECTS:
+            probe.harmlessly(handed_on.note_objects, probe, call, args, kwargs)
         return result
 
     return watched
@@ -165,7 +167,10 @@ def _after(
         call.after = _size(tensor)
     if call.op in ("all_gather", "all_gather_into_tensor"):
         _note_piece(probe, tensor)
-    gathers.note(probe, call, tensor, args, kwargs)
+    if call.op == "broadcast":
+        handed_on.note_broadcast(probe, call, tensor, args, kwargs)
+    else:
+        gathers.note(probe, call, tensor, args, kwargs)
 
 
 def _note_piece(probe: Probe, tensor: torch.Tensor) -> None:

@@ -81,7 +81,7 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
             return
         outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
         parts = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-        _taint(probe, call, tensor, parts, context)
+        taint(probe, call, tensor, parts, context)
     elif call.op == "all_reduce":
         context = _function_context()
         origin = {
@@ -106,12 +106,16 @@ def note_exchange(
     with_gradient = [t for t in sent if t.requires_grad and torch.is_grad_enabled()]
     if call.in_backward or not received or (context is None and not with_gradient):
         return
-    _taint(probe, call, received[0], received, context)
+    taint(probe, call, received[0], received, context)
 
 
-def _taint(
+def taint(
     probe: Probe, call: Collective, rows: torch.Tensor, outputs: list[torch.Tensor], context: Any
 ) -> None:
+    """Remember that `outputs` hold rows of other ranks, which have been sent what `rows` are like.
+
+    `context` is that of the autograd Function that communicates, if it is one.
+    """
     probe.follows = True
     follow(probe)
     origin = {

@@ -222,6 +222,8 @@ class Probe:
         self.own_gradients: dict[int, Fingerprint] = {}
         self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self.gather_nodes: list[tuple[Any, dict[str, Any]]] = []
+        self.received: list[tuple[Collective, torch.Tensor]] = []
+        self.has_sent = False
         self.follows = False
         self.reduced_in_place: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
         self.depth = threading.local()
@@ -305,6 +307,8 @@ class Probe:
         self.following.undo()
         self.tainted.clear()
         self.gather_nodes.clear()
+        self.received.clear()
+        self.has_sent = False
         self.reduced_in_place.clear()
         self.unnamed.clear()
 

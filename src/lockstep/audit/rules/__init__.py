@@ -20,6 +20,7 @@ from lockstep.audit.rules.pieces import Pieces
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
+from lockstep.audit.rules.shares import Shares
 from lockstep.audit.rules.weights import Weights
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Again(),
     Consumed(),
     Factors(),
+    Shares(),
     Gathers(),
     Clipping(),
     Ownership(),

@@ -22,6 +22,9 @@ _Norms = np.ndarray[Any, Any]
 
 TWICE = Code("LS210", "the gradients' norm was counted more than once")
 
+_ADDED_UP = {("all_reduce", "SUM"), ("all_gather_object", None)}
+"""Numbers that are gathered are added up by the program."""
+
 _CLOSE = 1e-4
 _APART = 0.01
 _ONE_FACTOR = 1e-3
@@ -131,6 +134,8 @@ def _given(track: SharedTrack, rank: int, step: Step) -> _Norms | None:
 def _twice(track: SharedTrack, number: int) -> Finding | None:
     """The norm of gradients that all ranks share, added up over ranks, and then clipped by."""
     steps = track.steps(number)
+    if any(clip["is_clipped"] for step in steps.values() for clip in step.clips):
+        return None  # by torch's own norm
     for step in steps.values():
         last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
         if last is None or step.gradients is None:
@@ -155,7 +160,7 @@ def _twice(track: SharedTrack, number: int) -> Finding | None:
 
 def _counted(step: Step, squared: float) -> Collective | None:
     for call in step.collectives:
-        if call.op != "all_reduce" or call.reduction != "SUM" or len(call.group) < 2:
+        if len(call.group) < 2 or (call.op, call.reduction) not in _ADDED_UP:
             continue
         if call.before is None or call.after is None or call.parameter is not None:
             continue

@@ -201,7 +201,7 @@ def _scaled(track: SharedTrack, number: int, samples: _Samples, step: Step) -> F
         return None
     if _only_smaller(factors, samples.close):
         what = "and none larger"
-    elif _to_one_length(factors, samples.lengths):
+    elif _to_one_length(factors, samples.lengths) and _again(track, number):
         what = "so that all have one length"
     else:
         return None
@@ -215,6 +215,16 @@ def _scaled(track: SharedTrack, number: int, samples: _Samples, step: Step) -> F
         step=number + 1,
         evidence={"factors": {str(r): f for r, f in means.items()}},
         where=[*(step.backwards[-1].where if step.backwards else ()), *step.where],
+    )
+
+
+def _again(track: SharedTrack, number: int) -> bool:
+    """In another step, too: once, weights by counts make lengths equal by chance."""
+    others = [_samples(track, track.steps(other)) for other in track.numbers if other != number]
+    known = [(samples, _factors(samples)) for samples in others if samples is not None]
+    return any(
+        factors is not None and _to_one_length(factors, samples.lengths)
+        for samples, factors in known
     )
 
 

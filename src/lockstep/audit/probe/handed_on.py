@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that reach the other ranks by broadcasts in turn, or pickled, and arrive without a graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from lockstep.audit.probe.gathers import taint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lockstep.audit.ledger import Collective
+    from lockstep.audit.probe.probe import Probe
+
+OBJECTS: Final = "all_gather_object"
+_DEPTH: Final = 3
+
+
+def note_broadcast(
+    probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any
+) -> None:
+    """Ranks that send rows with a gradient, and receive those of others: a gather, in turn.
+
+    One that only receives is the second stage of something, which sends gradients back itself.
+    """
+    source = args[1] if len(args) > 1 else kwargs.get("src")
+    if len(call.group) < 2 or call.in_backward or not tensor.is_floating_point() or source is None:
+        return
+    if source != dist.get_rank():
+        probe.received.append((call, tensor))
+    elif tensor.grad_fn is not None:
+        probe.has_sent = True
+    if probe.has_sent:
+        for known, received in probe.received:
+            taint(probe, known, received, [received], None)
+        probe.received.clear()
+
+
+def note_objects(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
+    """What ``all_gather_object`` was given: tensors with a gradient, or a number."""
+    received = args[0] if args else kwargs.get("object_list")
+    sent = args[1] if len(args) > 1 else kwargs.get("obj")
+    if not isinstance(received, list) or len(call.group) < 2 or call.in_backward:
+        return
+    if isinstance(sent, float) and all(isinstance(number, float) for number in received):
+        call.before, call.after = sent, sum(received)
+    if any(tensor.grad_fn is not None for tensor in _tensors_in(sent)):
+        # They arrive as leaves that want a gradient of their own, which nobody reads.
+        arrived = [tensor.detach() for tensor in _tensors_in(received)]
+        if arrived:
+            taint(probe, call, arrived[0], arrived, None)
+
+
+def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, depth - 1)

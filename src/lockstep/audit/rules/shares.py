@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses weighed by a rank's share of all elements, where the wrapper averages as well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.audit.rules.base import Explained, first_of_each, numbers
+from lockstep.audit.rules.scale import TIMES, is_near
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.world import SharedTrack, World
+
+
+class Shares:
+    """A sum over the counted elements of all ranks, of which an average is made."""
+
+    codes = (TIMES,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if not world.sync_of_lockstep():
+            yield from first_of_each(world, explained, _judge_step)
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    if len(steps) < 2 or len(steps) < len(track.ranks):
+        return None
+    calls = {rank: _counted(step) for rank, step in steps.items()}
+    if not all(_uses_what_the_average_left(step, track.key) for step in steps.values()):
+        return None
+    counts = {rank: call.before for rank, call in calls.items() if call and call.before}
+    if len(counts) < len(steps):
+        return None
+    step, size = next(iter(steps.values())), len(steps)
+    call = next(call for call in calls.values() if call)
+    return TIMES.finding(
+        f"step {number + 1}: each rank's loss is its share of a mean over all ranks' "
+        f"{call.after:g} elements ({numbers(counts)} of them are its own), and the wrapper divides "
+        f"by {size} as well: gradients are 1/{size} of those of the mean over all samples",
+        f"multiply the loss by the number of ranks, which the wrapper divides by: {size} here",
+        rank=track.ranks,
+        step=number + 1,
+        evidence={"ratio": 1.0 / size, "counts": {str(r): n for r, n in counts.items()}},
+        where=[*step.backwards[-1].where, *call.where],
+    )
+
+
+def _counted(step: Step) -> Collective | None:
+    """The all_reduce of the number of elements by whose result the loss was divided."""
+    backwards = [b for b in step.backwards if b.kind == "backward"]
+    if len(backwards) != 1 or len(backwards[0].terms) != 1 or backwards[0].gathered:
+        return None
+    term, reducers = backwards[0].terms[0], backwards[0].wrappers
+    if not any(facts["armed"] for facts in reducers.values()) or term.kind not in ("mean", "sum"):
+        return None
+    share = abs(term.weight) * term.count
+    for call in step.collectives:
+        if (call.op, call.reduction) != ("all_reduce", "SUM") or len(call.group) < 2:
+            continue
+        counts = call.before and call.after and is_near(call.before, term.count)
+        if counts and is_near(share, (call.before or 0.0) / (call.after or 1.0)):
+            return call
+    return None
+
+
+def _uses_what_the_average_left(step: Step, key: str) -> bool:
+    """Neither a hook of the wrapper's nor the program has made up for it."""
+    last = step.backwards[-1] if step.backwards else None
+    left = None if last is None else last.gradients.get(key)
+    if last is None or last.own or left is None or step.gradients is None:
+        return False
+    norms, used = np.nan_to_num(left.norms), np.nan_to_num(step.gradients.norms)
+    same = norms.shape == used.shape and np.allclose(norms, used, rtol=1e-3, atol=0.0)
+    return bool(same or step.clips)
