@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -89,6 +91,8 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
     have to run on one machine.
     """
     directory = tempfile.mkdtemp(prefix="lockstep-strikes-")
+    # Not with the class: a trainer sends it to later workers, too, which look there.
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
     class Struck(operator_cls):  # type: ignore[valid-type,misc]
         def setup(self, config: Any) -> None:
