@@ -14,9 +14,9 @@ import math
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.ledger import Step
+    from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.world import SharedTrack, World
 
 _REDUCING: Final = ("all_reduce", "reduce")
@@ -70,6 +70,54 @@ def are_own_models(track: SharedTrack) -> bool:
     return len(settings) == len(track.ranks) and bool(track.differences("entry", track.numbers[0]))
 
 
+def tell_of_own_models(world: World, track: SharedTrack) -> bool:
+    """Do ranks that nothing synchronises send one another what they have, every few steps?
+
+    As in elastic averaging, codistillation, or models that are swapped. What is sent in every step
+    are gradients; plain weights that are added up are to become those of all ranks.
+    """
+    if _reduces_gradients(track):
+        return False
+    sizes = {sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values()}
+    for rank, ledger in world.ledgers.items():
+        sent = [s for s in ledger.facts.get("models_sent", []) if s["size"] in sizes]
+        taken = sum(
+            t.tracks[rank].count
+            for t in world.tracks
+            if rank in t.tracks and t.made_as == track.made_as
+        )
+        if not sent or 2 * len(sent) > taken or all(s["plain"] for s in sent):
+            return False
+    return True
+
+
+def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
+    """Names of parameters that stay each rank's own, where the others' weights are averaged.
+
+    Whole layers, as a client's norms or its head; a layer of which a part is averaged has been
+    forgotten in part.
+
+    Args:
+        tracks: the optimizers of one set of parameters.
+    """
+    if any(map(_reduces_gradients, tracks)):
+        return frozenset()
+    names = {p.name for track in tracks for p in track.parameters}
+    averaged = {
+        call.weights
+        for track in tracks
+        for number in track.numbers
+        for step in track.steps(number).values()
+        for call in step.collectives
+        if call.weights
+    }
+    layers = {name.rpartition(".")[0] for name in averaged}
+    left_out = names - averaged
+    if not averaged or any(name.rpartition(".")[0] in layers for name in left_out):
+        return frozenset()
+    return frozenset(left_out)
+
+
 def is_model_parallel(world: World) -> bool:
     """Ranks that share one sample's work read the same samples on purpose."""
     sharded = not any(world.fact("fsdp")) and any(
@@ -88,17 +136,28 @@ def is_model_parallel(world: World) -> bool:
 
 
 def _reduced(track: SharedTrack) -> set[str]:
-    steps = [s for number in track.numbers[:_STEPS] for s in track.steps(number).values()]
-    calls = [c for s in steps for c in s.collectives if c.op in _REDUCING]
-    return {c.parameter for c in calls if c.parameter}
+    return {c.parameter for c in _reductions(track) if c.parameter}
 
 
 def _is_synchronised(track: SharedTrack) -> bool:
     """By a wrapper, or by sums of gradients, of weights, or of what may be either, flat."""
-    wrapped = any(p.wrapper for of_rank in track.tracks.values() for p in of_rank.parameters)
+    calls = _reductions(track)
+    return _is_wrapped(track) or any(
+        c.parameter or c.weights or math.prod(c.shape) > 1 for c in calls
+    )
+
+
+def _reduces_gradients(track: SharedTrack) -> bool:
+    return _is_wrapped(track) or any(c.parameter for c in _reductions(track))
+
+
+def _is_wrapped(track: SharedTrack) -> bool:
+    return any(p.wrapper for of_rank in track.tracks.values() for p in of_rank.parameters)
+
+
+def _reductions(track: SharedTrack) -> list[Collective]:
     steps = [s for number in track.numbers[:_STEPS] for s in track.steps(number).values()]
-    calls = [c for step in steps for c in step.collectives if c.op in _REDUCING]
-    return wrapped or any(c.parameter or c.weights or math.prod(c.shape) > 1 for c in calls)
+    return [c for step in steps for c in step.collectives if c.op in _REDUCING]
 
 
 def _in_modules(track: SharedTrack) -> set[str]:

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from lockstep.audit.agreement import meet_again
-from lockstep.audit.by_design import apart_by_design, are_own_models
+from lockstep.audit.by_design import (
+    apart_by_design,
+    are_own_models,
+    kept_at_home,
+    tell_of_own_models,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,6 +113,7 @@ class SharedTrack:
         self.tracks = tracks
         self.world_size = world_size
         self.apart = apart
+        self.at_home: frozenset[str] = frozenset()
         self.ranks = sorted(tracks)
         self.meets_again = False
         self._offsets = {
@@ -168,6 +174,12 @@ class SharedTrack:
     def numbers_of(self, rank: int) -> list[int]:
         """The steps that one rank wrote down."""
         return sorted(self._steps[rank])
+
+    def keep_apart(self, names: frozenset[str]) -> None:
+        """These are each rank's own, too; see `kept_at_home`."""
+        self.at_home = names
+        self.apart |= names
+        vars(self).pop("parameters", None)
 
     def step(self, rank: int, number: int) -> Step | None:
         """One rank's record of one step."""
@@ -317,6 +329,9 @@ class World:
         for one in described:
             alike.setdefault(one.made_as, []).append(one)
         for together in alike.values():
+            at_home = kept_at_home(together)
+            for one in together:
+                one.keep_apart(at_home)
             if meet_again(together):
                 for one in together:
                     one.meets_again = True
@@ -326,7 +341,7 @@ class World:
     def compared(self) -> list[SharedTrack]:
         """Those of them that several ranks have as replicas of one model."""
         shared = [track for track in self.tracks if len(track.ranks) > 1]
-        return [track for track in shared if not are_own_models(track)]
+        return [t for t in shared if not are_own_models(t) and not tell_of_own_models(self, t)]
 
     @property
     def trains_own_models(self) -> bool:

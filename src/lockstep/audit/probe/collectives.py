@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.ledger import Collective
-from lockstep.audit.probe import gathers, handed_on
+from lockstep.audit.probe import gathers, handed_on, models_sent
 from lockstep.audit.probe.frames import is_called_by, users_lines
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
@@ -90,6 +90,8 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         if not probe.detailed and probe.mode == "watch":
             return original(*args, **kwargs)  # nobody asks a watch where a rank stands
         tensor = _own_tensor(name, args, kwargs)
+        if tensor is not None and name in models_sent.TELLING and not probe.in_backward:
+            probe.harmlessly(models_sent.note, probe, name, tensor)
         call = Collective(name, users_lines(), ranks_of(kwargs.get("group")))
         call.in_backward = probe.in_backward
         probe.harmlessly(note_call, probe, call)
@@ -199,7 +201,7 @@ def _size(tensor: torch.Tensor) -> float | None:
 
 def _gradient_name(probe: Probe, tensor: torch.Tensor) -> str | None:
     """Which parameter's gradient it is, by its memory."""
-    pointer = tensor.data_ptr()
+    pointer = memory_of(tensor)
     held, name = probe.gradient_names.get(pointer, (None, None))
     if held is None or not _has_gradient_at(held(), pointer):
         # Also where it was another one's: memory of the last step's gradients is used again.
@@ -211,7 +213,7 @@ def _gradient_name(probe: Probe, tensor: torch.Tensor) -> str | None:
 
 def _parameter_name(probe: Probe, tensor: torch.Tensor) -> str | None:
     """Which parameter it is, by its memory."""
-    pointer = tensor.data_ptr()
+    pointer = memory_of(tensor)
     for watched in probe.optimizers.values():
         for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
             if hasattr(param, "to_local"):
@@ -222,8 +224,13 @@ def _parameter_name(probe: Probe, tensor: torch.Tensor) -> str | None:
     return None
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where its elements are; a sparse tensor has several places, and stands for itself."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
 def _has_gradient_at(param: torch.Tensor | None, pointer: int) -> bool:
-    return param is not None and param.grad is not None and param.grad.data_ptr() == pointer
+    return param is not None and param.grad is not None and memory_of(param.grad) == pointer
 
 
 def _name_gradients(probe: Probe) -> None:
@@ -233,4 +240,4 @@ def _name_gradients(probe: Probe) -> None:
         for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
             if param.grad is not None and not hasattr(param, "to_local"):
                 found = (weakref.ref(param), described.name)
-                probe.gradient_names[param.grad.data_ptr()] = found
+                probe.gradient_names[memory_of(param.grad)] = found

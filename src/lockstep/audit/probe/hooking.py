@@ -11,6 +11,7 @@ from lockstep.audit.probe import (
     collectives,
     exchanges,
     loaders,
+    models_sent,
     optimizers,
     wrappers,
 )
@@ -26,7 +27,7 @@ def hook_in(probe: Probe) -> None:
     probe.note_group()
     parts: list[Any] = [backwards, collectives, exchanges, optimizers]
     if probe.run is None or not probe.run.synchronised:
-        parts = [wrappers, *parts, clipping]
+        parts = [wrappers, *parts, clipping, models_sent]
     if probe.run is None or not probe.run.shares_out:
         parts.append(loaders)
     for part in parts:

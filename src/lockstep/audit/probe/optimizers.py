@@ -200,7 +200,8 @@ def _name_late(probe: Probe, watched: Watched) -> None:
     }
     for call, reference in probe.unnamed:
         tensor = reference()
-        if tensor is not None and call.parameter is None:
+        strided = tensor is not None and tensor.layout is torch.strided
+        if tensor is not None and strided and call.parameter is None:
             call.parameter = places.get(tensor.data_ptr())
 
 

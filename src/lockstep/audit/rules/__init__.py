@@ -13,6 +13,7 @@ from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.frozen import Frozen
 from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients
+from lockstep.audit.rules.left_out import LeftOut
 from lockstep.audit.rules.liveness import Liveness
 from lockstep.audit.rules.modes import Modes
 from lockstep.audit.rules.ownership import Ownership, Participation
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 RULES: Final[tuple[Rule, ...]] = (
     Gradients(),
+    LeftOut(),
     Pieces(),
     Replicas(),
     Frozen(),

@@ -31,7 +31,12 @@ class Buffers:
             first = at_once[0]
             if any(e["names"] != first["names"] or e["step"] != first["step"] for e in at_once):
                 continue
-            different = _different(at_once)
+            at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
+            different = [
+                index
+                for index in _different(at_once)
+                if first["names"][index].rpartition(".")[0] not in at_home
+            ]
             if different:
                 names = [first["names"][i] for i in different]
                 yield EVALUATED.finding(

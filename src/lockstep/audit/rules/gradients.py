@@ -140,7 +140,7 @@ def _first_different(world: World, track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         differences = track.differences("gradients", number)
         if differences:
-            if _is_by_design(world, track, differences):
+            if _is_by_design(world, track, differences) or _reduces_in_its_step(track):
                 return None
             return _as_finding(world, track, number, differences)
     return None
@@ -158,6 +158,19 @@ def _is_by_design(world: World, track: SharedTrack, differences: list[Difference
         and len(different) < len(track.parameters)
         and (different <= from_the_start or bool(world.fact("all_to_all")))
     )
+
+
+def _reduces_in_its_step(track: SharedTrack) -> bool:
+    """An optimizer of the program's own: other gradients go in, and the same weights come out."""
+    changed = any(
+        step.entry is not None
+        and step.exit is not None
+        and bool((step.entry.hashes != step.exit.hashes).any())
+        for number in track.numbers
+        for step in track.steps(number).values()
+        if track.differences("gradients", number)
+    )
+    return changed and not any(track.differences("exit", number) for number in track.numbers)
 
 
 def _as_finding(

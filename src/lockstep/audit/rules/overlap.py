@@ -33,7 +33,12 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
     """One iteration on each rank: did they train on the same samples?"""
     if not all(x.training for x in loadings.values()) or _is_cut(world, loadings):
         return None
-    return _same_batches(loadings) or _overlap(loadings) or _same_rows(loadings)
+    return (
+        _same_batches(loadings)
+        or _overlap(loadings)
+        or _same_rows(loadings)
+        or _batches_elsewhere(loadings)
+    )
 
 
 def _is_cut(world: World, loadings: dict[int, Loading]) -> bool:
@@ -162,6 +167,30 @@ def _same_rows(loadings: dict[int, Loading]) -> Finding | None:
             "one split for all ranks: shuffle with a seed that they share before each takes its "
             "part, or give all the whole dataset and a DistributedSampler",
             severity="warning",
+            rank=[rank, other],
+            evidence={"shared": shared, "compared": least},
+            where=first.where,
+        )
+    return None
+
+
+def _batches_elsewhere(loadings: dict[int, Loading]) -> Finding | None:
+    """Whole batches that another rank trains on as well, at another time: parts that overlap."""
+    if _take_turns(loadings):
+        return None
+    held = {rank: [x.batches[place] for place in x.used] for rank, x in loadings.items()}
+    again = max(len(batches) - len(set(batches)) for batches in held.values())
+    for (rank, batches), (other, theirs) in combinations(held.items(), 2):
+        shared = len(set(batches) & set(theirs))
+        least = min(len(batches), len(theirs))
+        if shared < _LEAST_BATCHES or shared <= _ALIKE * least or again * 4 > shared:
+            continue
+        first = loadings[rank]
+        return SAME.finding(
+            f"of the first {least} batches that {first.key} gave to each of ranks {rank} and "
+            f"{other}, {shared} are the same on both: the ranks' parts of the data overlap",
+            "let each worker of each rank read a part of its own: part rank * num_workers + worker "
+            "of world_size * num_workers, or `lockstep.shard_loader(loader)`",
             rank=[rank, other],
             evidence={"shared": shared, "compared": least},
             where=first.where,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,7 +62,10 @@ def _without_wrapper(
     world: World, track: SharedTrack, step: Step, names: list[str], others: bool
 ) -> Reason:
     reduced = {c.parameter for c in step.collectives if c.op in _REDUCING and c.parameter}
-    if others and set(names) - reduced:
+    held = {p.name: math.prod(p.shape) for t in track.tracks.values() for p in t.parameters}
+    if not reduced & set(names) and _went_flat(step, sum(held.values())):
+        return _after(world, track, step.number, step)
+    if (others or reduced - set(held)) and set(names) - reduced:
         return _unknown(names, "passed no reduction, and the others did")
     if reduced & set(names):
         return _after(world, track, step.number, step)
@@ -86,6 +90,11 @@ def _without_wrapper(
         "wrap the model in DistributedDataParallel and call the wrapper, or call "
         "`gradients = lockstep.replicate(model)` once after it is built",
     )
+
+
+def _went_flat(step: Step, size: int) -> bool:
+    """Was a tensor added up that is as large as all of the optimizer's parameters together?"""
+    return any(c.op in _REDUCING and math.prod(c.shape) == size > 1 for c in step.collectives)
 
 
 def _written_since_backward(track: SharedTrack, step: Step) -> bool:

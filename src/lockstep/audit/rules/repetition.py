@@ -2,6 +2,7 @@
 """Ranks that compute the same: with the same random numbers, from the same inputs.
 
 Notices: it can be meant, and a batch that was made by hand says nothing of where it comes from.
+Ranks that also come to the same losses, whose gradients a wrapper averages, have shared nothing.
 """
 
 from __future__ import annotations
@@ -87,12 +88,26 @@ def _same_inputs(track: SharedTrack) -> Finding | None:
             where = where or at_once[0]["where"]
     if len(set(seen)) < _STEPS:
         return None
+    same_losses = _same_losses(track)
     return INPUTS.finding(
-        f"the wrapper was given the same inputs on all ranks, {len(seen)} times: "
-        f"{len(track.ranks)} ranks do the work of one",
+        f"the wrapper was given the same inputs on all ranks, {len(seen)} times"
+        + (", and all ranks computed the same losses" if same_losses else "")
+        + f": {len(track.ranks)} ranks do the work of one",
         "give each rank its own samples: a DistributedSampler, or seed what makes the batches with "
         "the rank",
+        severity="warning" if same_losses else None,
         rank=track.ranks,
         evidence={"forwards": len(seen)},
         where=where,
     )
+
+
+def _same_losses(track: SharedTrack) -> bool:
+    """To the bit, and changing: then what is averaged was the same before."""
+    seen: list[float | None] = []
+    for number in track.numbers[:16]:
+        losses = [[b.loss for b in step.backwards] for step in track.steps(number).values()]
+        if any(of_rank != losses[0] for of_rank in losses) or None in losses[0]:
+            return False
+        seen += losses[0]
+    return len(set(seen)) >= _STEPS

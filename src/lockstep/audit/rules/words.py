@@ -117,9 +117,16 @@ def _factor_in(statement: ast.AST, wanted: type[ast.operator]) -> int | None:
             operands = [node.right] if wanted is ast.Div else [node.left, node.right]
         else:
             continue
-        if any(_is_number_of_ranks(operand) for operand in operands):
+        if any(_is_number_of_ranks(factor) for operand in operands for factor in _factors(operand)):
             return node.lineno
     return None
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    """Of ``steps * world_size``, both."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _factors(node.left) + _factors(node.right)
+    return [node]
 
 
 def _is_number_of_ranks(node: ast.expr) -> bool:
