@@ -23,6 +23,7 @@ from lockstep.audit.ledger import Backward, Parameter, Step, Track, is_detailed,
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
+from lockstep.audit.probe.fully_sharded import note_reductions
 from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Watched, Window
@@ -176,6 +177,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
         step.frozen = prints_of(probe, window.frozen)
     step.random = random_states()
     step.scale = probe.scale
+    probe.harmlessly(note_reductions, probe, watched, window)
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
 
