@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.audit.probe.shards import is_fully_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -26,28 +26,40 @@ def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
     step = watched.step
     if step is None or not window.backwards or not probe.ledger.facts.get("fsdp"):
         return
-    described = zip(watched.parameters, watched.track.parameters, strict=True)
-    names = {id(param): known.name for param, known in described}
-    modules = [module for reference in probe.living if (module := reference()) is not None]
+    known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
     unreduced = []
-    for group in _groups(modules):
-        for held in getattr(group, "fsdp_params", None) or ():
-            piece = getattr(held, "sharded_param", None)
-            name = names.get(id(piece))
-            if name is None:
-                continue
-            if _waits(held) and not step.inside_backward:
-                unreduced.append(name)
-            divided = _chosen_division(group, piece)
-            if divided is not None:
-                step.divided[name] = divided
+    for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+        if id(param) not in known:
+            continue
+        group, held = known[id(param)]
+        if _waits(held) and not step.inside_backward:
+            unreduced.append(described.name)
+        divided = _chosen_division(group, param)
+        if divided is not None:
+            step.divided[described.name] = divided
     if unreduced:
         left = _after_the_last_reduction(window.backwards, watched.track.key)
         where = (left or window.backwards)[-1].where
         step.unreduced = {"names": unreduced, "backwards": len(left), "where": where}
 
 
-def _groups(modules: list[torch.nn.Module]) -> Iterator[Any]:
+def names_of_pieces(modules: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """By ``id``: between forward and backward modules hold whole tensors in their places."""
+    held = _held_in_pieces(modules)
+    names = {piece: getattr(param, "_param_fqn", None) for piece, (_, param) in held.items()}
+    return {piece: name for piece, name in names.items() if isinstance(name, str)}
+
+
+def _held_in_pieces(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[Any, Any]]:
+    """By ``id`` of a piece: its group, and what torch keeps for it."""
+    found = {}
+    for group in _groups(modules):
+        for held in getattr(group, "fsdp_params", None) or ():
+            found[id(getattr(held, "sharded_param", None))] = group, held
+    return found
+
+
+def _groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
     """The groups of parameters that are reduced together."""
     seen: set[int] = set()
     for module in modules:
