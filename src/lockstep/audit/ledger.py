@@ -113,7 +113,10 @@ class Step:
     wrappers' forwards were given (``hash``), and the generators' states then (``random``,
     ``where``); `fed` and `fed_shapes` for what the first module that was called was given, and
     `mode` for which of its parts were in training mode. `frozen` are modules without a trained
-    parameter that were called (``module``, ``names``, ``prints``, ``where``).
+    parameter that were called (``module``, ``names``, ``prints``, ``where``). `unreduced` are the
+    parameters whose gradients ``fully_shard`` still kept back (``names``, the ``backwards`` that
+    left them, ``where``), and `divided` what the program had it divide others by (``factor``) when
+    it adds them up over so many ``ranks``.
     """
 
     number: int
@@ -137,6 +140,8 @@ class Step:
     fed_shapes: list[list[int]] = field(default_factory=list)
     mode: dict[str, Any] = field(default_factory=dict)
     frozen: list[dict[str, Any]] = field(default_factory=list)
+    unreduced: dict[str, Any] = field(default_factory=dict)
+    divided: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from lockstep.audit.ledger import Backward, Parameter, Step, Track, is_detailed,
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
+from lockstep.audit.probe.fully_sharded import names_of_pieces, note_reductions
 from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Watched, Window
@@ -176,6 +177,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
         step.frozen = prints_of(probe, window.frozen)
     step.random = random_states()
     step.scale = probe.scale
+    probe.harmlessly(note_reductions, probe, watched, window)
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
 
@@ -312,7 +314,7 @@ def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
     held = [p for g in optimizer.param_groups for p in g["params"]]
     modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
     probe.living = [weakref.ref(module) for module in modules]
-    names = parameter_names(modules)
+    names = {**names_of_pieces(modules), **parameter_names(modules)}
     pieces = pieces_of_flat_parameters(modules)
     probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
     counts = samples_per_tensor([_local_size(p) for p in held])

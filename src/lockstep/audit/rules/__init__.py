@@ -21,6 +21,7 @@ from lockstep.audit.rules.pieces import Pieces
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
+from lockstep.audit.rules.sharded import Undivided, Unreduced
 from lockstep.audit.rules.shares import Shares
 from lockstep.audit.rules.weights import Weights
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 RULES: Final[tuple[Rule, ...]] = (
     Gradients(),
     LeftOut(),
+    Unreduced(),
     Pieces(),
     Replicas(),
     Frozen(),
@@ -40,6 +42,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Modes(),
     Weights(),
     Sums(),
+    Undivided(),
     Again(),
     Consumed(),
     Factors(),

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``fully_shard`` has in hand when an optimizer steps.
+
+It keeps gradients that it was told not to reduce yet where no optimizer and no ``zero_grad`` sees
+them, and divides by a number that a program may choose. Both are in its own objects, whose names
+are torch's to change: what is not there is not read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.probe.shards import is_fully_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from lockstep.audit.ledger import Backward
+    from lockstep.audit.probe.probe import Probe, Watched, Window
+
+
+def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
+    """Which of an optimizer's gradients are not reduced yet, and what others are divided by."""
+    step = watched.step
+    if step is None or not window.backwards or not probe.ledger.facts.get("fsdp"):
+        return
+    known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
+    unreduced = []
+    for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
+        if id(param) not in known:
+            continue
+        group, held = known[id(param)]
+        if _waits(held) and not step.inside_backward:
+            unreduced.append(described.name)
+        divided = _chosen_division(group, param)
+        if divided is not None:
+            step.divided[described.name] = divided
+    if unreduced:
+        left = _after_the_last_reduction(window.backwards, watched.track.key)
+        where = (left or window.backwards)[-1].where
+        step.unreduced = {"names": unreduced, "backwards": len(left), "where": where}
+
+
+def names_of_pieces(modules: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """By ``id``: between forward and backward modules hold whole tensors in their places."""
+    held = _held_in_pieces(modules)
+    names = {piece: getattr(param, "_param_fqn", None) for piece, (_, param) in held.items()}
+    return {piece: name for piece, name in names.items() if isinstance(name, str)}
+
+
+def _held_in_pieces(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[Any, Any]]:
+    """By ``id`` of a piece: its group, and what torch keeps for it."""
+    found = {}
+    for group in _groups(modules):
+        for held in getattr(group, "fsdp_params", None) or ():
+            found[id(getattr(held, "sharded_param", None))] = group, held
+    return found
+
+
+def _groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    """The groups of parameters that are reduced together."""
+    seen: set[int] = set()
+    for module in modules:
+        state = _state_of(module) if is_fully_sharded(module) else None
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))  # several modules may share one
+            yield from getattr(state, "_fsdp_param_groups", None) or ()
+
+
+def _state_of(module: torch.nn.Module) -> Any:
+    get = getattr(type(module), "_get_fsdp_state", None)
+    try:
+        return None if get is None else get(module)
+    except AssertionError:  # it has none
+        return None
+
+
+def _waits(held: Any) -> bool:
+    """Is a gradient there that was not reduced? In the dtype of reductions it has its own place."""
+    if getattr(held, "unsharded_accumulated_grad", None) is not None:
+        return True
+    return getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
+
+
+def _chosen_division(group: Any, piece: Any) -> dict[str, float] | None:
+    """The program's own divisor, and over how many ranks is added up.
+
+    None where torch chooses it, and where code of the program's own has a hand in the reduction
+    and may divide as well.
+    """
+    factor = getattr(group, "gradient_divide_factor", None)
+    if not isinstance(factor, int | float) or getattr(group, "_all_reduce_hook", None) is not None:
+        return None
+    reduces = type(getattr(group, "_reduce_scatter_comm", None))
+    is_torchs = reduces.__module__.partition(".")[0] in ("torch", "builtins")
+    if not is_torchs or getattr(piece, "_post_accumulate_grad_hooks", None):
+        return None
+    mesh = getattr(group, "mesh_info", None)
+    sizes = [getattr(mesh, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size")]
+    return {"factor": float(factor), "ranks": float(sizes[0] * sizes[1])}
+
+
+def _after_the_last_reduction(backwards: list[Backward], key: str) -> list[Backward]:
+    """A reduction writes the gradients that the optimizer sees; a backward without one does not."""
+    left: list[Backward] = []
+    for backward in backwards:
+        if backward.kind == "backward":
+            left = [] if key in backward.touched else [*left, backward]
+    return left
