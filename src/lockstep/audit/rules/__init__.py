@@ -16,10 +16,12 @@ from lockstep.audit.rules.gradients import Gradients
 from lockstep.audit.rules.liveness import Liveness
 from lockstep.audit.rules.modes import Modes
 from lockstep.audit.rules.ownership import Ownership, Participation
+from lockstep.audit.rules.partial_outputs import PartialOutputs
 from lockstep.audit.rules.pieces import Pieces
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
+from lockstep.audit.rules.scattered import Scattered
 from lockstep.audit.rules.shares import Shares
 from lockstep.audit.rules.weights import Weights
 
@@ -40,9 +42,11 @@ RULES: Final[tuple[Rule, ...]] = (
     Sums(),
     Again(),
     Consumed(),
+    Scattered(),
     Factors(),
     Shares(),
     Gathers(),
+    PartialOutputs(),
     Clipping(),
     Ownership(),
     Participation(),

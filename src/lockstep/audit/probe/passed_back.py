@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Function that adds up over ranks is given in backward, and what it gives back.
+
+Hooks on its node tell, and not the collective that it calls: what it multiplies or divides by,
+before or after that, is seen as well. They are there for one backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from lockstep.audit.probe.probe import Probe
+
+
+def watch(probe: Probe, result: torch.Tensor, node: Any, fact: dict[str, Any]) -> None:
+    """Let `fact` know the norms of what `node`, whose forward made `result`, is given and gives."""
+    if not fact["differentiable"] or result.numel() < 2 or result._backward_hooks:
+        return  # what a hook on the result divides by would not be seen
+
+    def before(gradients: Any) -> None:
+        probe.harmlessly(_note, fact, "given", gradients)
+
+    def behind(gradients: Any, _: Any) -> None:
+        probe.harmlessly(_note, fact, "given_back", gradients)
+
+    probe.passing_back += [node.register_prehook(before), node.register_hook(behind)]
+
+
+def forget(probe: Probe) -> None:
+    """Backward is over."""
+    for handle in probe.passing_back:
+        handle.remove()
+    probe.passing_back.clear()
+
+
+def _note(fact: dict[str, Any], what: str, gradients: Any) -> None:
+    held = [g for g in gradients if isinstance(g, torch.Tensor)]
+    if len(held) == 1 and held[0].layout is torch.strided:
+        fact[what] = float(held[0].detach().double().norm())
