@@ -166,11 +166,13 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
     if not probe.tainted and not probe.reduced_in_place:
         return
     nodes = _graph(root.grad_fn)
+    scaled = passed_back.before_functions(nodes) if probe.reduced_in_place else set()
     for result, node, origin in probe.reduced_in_place:
         if node in nodes:
             fact = {**origin, "weight": weight_at(root, node, weight)}
             record.gathered.append(fact)
-            probe.harmlessly(passed_back.watch, probe, result, node, fact)
+            if node not in scaled:
+                probe.harmlessly(passed_back.watch, probe, result, node, fact)
     # A stage of a pipeline gives what it was sent a gradient, and sends it back.
     pointers = {
         t.untyped_storage().data_ptr(): origin

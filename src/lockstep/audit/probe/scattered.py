@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.audit.probe.names import outermost
+from lockstep.audit.probe.passed_back import has_hooks
 
 if TYPE_CHECKING:
     from lockstep.audit.ledger import Backward, Collective
@@ -43,6 +44,10 @@ def note_left(probe: Probe, record: Backward) -> None:
         return
     modules = [m for r in probe.living if (m := r()) is not None]
     lengths: dict[int, float] = {}
+    if any(
+        has_hooks(p) for module in modules for p in module._parameters.values() if p is not None
+    ):
+        return  # they may have divided already
     for root in outermost(modules):
         of_root = {id(p): p.grad for p in root.parameters() if _is_plain(p.grad)}
         fresh = {known: grad for known, grad in of_root.items() if known not in lengths}
