@@ -70,7 +70,8 @@ class Backward:
     when it returned, and `own` this rank's, as they went into a communication hook. `hooked` tells
     what hooks of the program's own made of the gradient of a parameter, by its name: it was
     multiplied by ``factor``, or cut off at ``limit``. `touched` are the optimizers some of whose
-    gradients it wrote.
+    gradients it wrote. `left` are the norms of all gradients of each model, and of all together,
+    when it returned; only in programs that scatter sums of gradients.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class Backward:
     own: dict[str, Fingerprint] = field(default_factory=dict)
     hooked: dict[str, dict[str, float]] = field(default_factory=dict)
     touched: list[str] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch._C._functorch import maybe_current_level
 
 from lockstep.audit.ledger import Backward
-from lockstep.audit.probe import gathers
+from lockstep.audit.probe import gathers, passed_back, scattered
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.hooked import watched_hooks
 from lockstep.audit.probe.loss_graph import terms_of
@@ -61,6 +61,7 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
             finally:
                 probe.backward, probe.in_backward = None, False
                 probe.following.undo()
+                probe.harmlessly(passed_back.forget, probe)
                 probe.harmlessly(_note_reducers, probe, record, before)
                 probe.harmlessly(_remember, probe, record, written)
 
@@ -110,6 +111,7 @@ def _remember(probe: Probe, record: Backward, written: dict[str, list[object]]) 
     record.touched = [key for key, versions in now.items() if versions != written.get(key)]
     record.gradients = fingerprint_gradients(probe)
     record.own = own_gradients(probe)
+    probe.harmlessly(scattered.note_left, probe, record)
     for window in probe.each_window():
         if len(window.backwards) < Window.LIMIT:
             window.backwards.append(record)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.ledger import Collective
-from lockstep.audit.probe import gathers, handed_on, models_sent
+from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, users_lines
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
@@ -42,12 +42,18 @@ NAMES: Final = (
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",
     "send",
 )
-_SECOND: Final = {"all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"}
+_SECOND: Final = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+}
 """Those whose own tensor is the second argument."""
 
 _KEPT: Final = 64
@@ -118,7 +124,9 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
 
 def _own_tensor(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
     place = 1 if name in _SECOND else 0
-    tensor = args[place] if len(args) > place else kwargs.get("tensor", kwargs.get("input_tensor"))
+    names = ("input", "output") if name in scattered.NAMES else ("tensor", "input_tensor")
+    named = next((kwargs[known] for known in names if known in kwargs), None)
+    tensor = args[place] if len(args) > place else named
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
@@ -160,12 +168,17 @@ def _before(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwa
         if call.parameter is None and len(probe.unnamed) < Window.LIMIT:
             probe.unnamed.append((call, weakref.ref(tensor)))
         call.before = _size(tensor)
+    elif call.op in scattered.NAMES:
+        call.reduction = _reduction_name(kwargs.get("op", args[2] if len(args) > 2 else None))
+        scattered.note_given(probe, call, args, kwargs)
 
 
 def _after(
     probe: Probe, call: Collective, tensor: torch.Tensor, result: Any, args: Any, kwargs: Any
 ) -> None:
-    if call.before is not None and result is None:
+    if call.op in scattered.NAMES:
+        scattered.note_received(call, result, args, kwargs)
+    elif call.before is not None and result is None:
         call.after = _size(tensor)
     if call.op in ("all_gather", "all_gather_into_tensor"):
         _note_piece(probe, tensor)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.audit.probe import passed_back
 from lockstep.audit.probe.loss_graph import weight_at
 
 if TYPE_CHECKING:
@@ -165,9 +166,13 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
     if not probe.tainted and not probe.reduced_in_place:
         return
     nodes = _graph(root.grad_fn)
-    for _, node, origin in probe.reduced_in_place:
+    scaled = passed_back.before_functions(nodes) if probe.reduced_in_place else set()
+    for result, node, origin in probe.reduced_in_place:
         if node in nodes:
-            record.gathered.append({**origin, "weight": weight_at(root, node, weight)})
+            fact = {**origin, "weight": weight_at(root, node, weight)}
+            record.gathered.append(fact)
+            if node not in scaled:
+                probe.harmlessly(passed_back.watch, probe, result, node, fact)
     # A stage of a pipeline gives what it was sent a gradient, and sends it back.
     pointers = {
         t.untyped_storage().data_ptr(): origin

@@ -24,11 +24,15 @@ def living_modules() -> list[torch.nn.Module]:
     return found
 
 
+def outermost(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those of them that are no other's child."""
+    inside = {id(child) for module in modules for child in module._modules.values() if child}
+    return [module for module in modules if id(module) not in inside]
+
+
 def parameter_names(modules: Iterable[torch.nn.Module]) -> dict[int, str]:
     """By ``id(parameter)``: its name in the outermost module, wrappers left out."""
-    modules = list(modules)
-    inside = {id(child) for module in modules for child in module._modules.values() if child}
-    roots = [module for module in modules if id(module) not in inside]
+    roots = outermost(list(modules))
     names: dict[int, str] = {}
     roots.sort(key=lambda root: -sum(1 for _ in root.modules()))
     for root in roots:

@@ -226,6 +226,8 @@ class Probe:
         self.has_sent = False
         self.follows = False
         self.reduced_in_place: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
+        self.passing_back: list[Any] = []
+        self.scatters = False
         self.depth = threading.local()
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
         self.made: list[weakref.ref[Any]] = []

@@ -17,10 +17,12 @@ from lockstep.audit.rules.left_out import LeftOut
 from lockstep.audit.rules.liveness import Liveness
 from lockstep.audit.rules.modes import Modes
 from lockstep.audit.rules.ownership import Ownership, Participation
+from lockstep.audit.rules.partial_outputs import PartialOutputs
 from lockstep.audit.rules.pieces import Pieces
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
+from lockstep.audit.rules.scattered import Scattered
 from lockstep.audit.rules.sharded import Undivided, Unreduced
 from lockstep.audit.rules.shares import Shares
 from lockstep.audit.rules.weights import Weights
@@ -45,9 +47,11 @@ RULES: Final[tuple[Rule, ...]] = (
     Undivided(),
     Again(),
     Consumed(),
+    Scattered(),
     Factors(),
     Shares(),
     Gathers(),
+    PartialOutputs(),
     Clipping(),
     Ownership(),
     Participation(),

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Function that adds up over ranks is given in backward, and what it gives back.
+
+Hooks on its node tell, and not the collective that it calls: what it multiplies or divides by,
+before or after that, is seen as well. They are there for one backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+if TYPE_CHECKING:
+    from lockstep.audit.probe.probe import Probe
+
+
+def watch(probe: Probe, result: torch.Tensor, node: Any, fact: dict[str, Any]) -> None:
+    """Let `fact` know the norms of what `node`, whose forward made `result`, is given and gives."""
+    if not fact["differentiable"] or result.numel() < 2:
+        return
+    if has_hooks(result) or any(
+        has_hooks(p) for w in probe.optimizers.values() for p in w.parameters
+    ):
+        return  # what they divide by would not be seen
+
+    def before(gradients: Any) -> None:
+        probe.harmlessly(_note, fact, "given", gradients)
+
+    def behind(gradients: Any, _: Any) -> None:
+        probe.harmlessly(_note, fact, "given_back", gradients)
+
+    probe.passing_back += [node.register_prehook(before), node.register_hook(behind)]
+
+
+def before_functions(nodes: set[Any]) -> set[Any]:
+    """Those of a graph's nodes whose result goes into a Function next, as one that scales it."""
+    functions = [n for n in nodes if isinstance(n, BackwardCFunction)]
+    return {before for function in functions for before, _ in function.next_functions}
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Of the program's own, that see or change its gradient?"""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def forget(probe: Probe) -> None:
+    """Backward is over."""
+    for handle in probe.passing_back:
+        handle.remove()
+    probe.passing_back.clear()
+
+
+def _note(fact: dict[str, Any], what: str, gradients: Any) -> None:
+    held = [g for g in gradients if isinstance(g, torch.Tensor)]
+    if len(held) == 1 and held[0].layout is torch.strided:
+        fact[what] = float(held[0].detach().double().norm())

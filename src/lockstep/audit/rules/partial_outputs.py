@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism by hand: partial outputs whose sum is summed again in backward.
+
+Where ranks share the work on one sample, they all compute the same loss from the sum. The gradient
+that reaches it is the same on all of them already, and each rank's part needs just that one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lockstep.audit.rules.base import Code, Explained, first_of_each
+from lockstep.audit.rules.gathers import WRONG
+from lockstep.audit.rules.scale import is_made_up_for, is_one_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Backward, Step
+    from lockstep.audit.world import SharedTrack, World
+
+_EQUAL: Final = 1e-6
+_KEPT: Final = 1e-3
+
+
+class PartialOutputs:
+    """Judges sums with a gradient in models of which each rank holds its own pieces."""
+
+    codes: tuple[Code, ...] = (WRONG,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if not world.sync_of_lockstep():
+            yield from first_of_each(world, explained, _judge_step)
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    if not _share_one_loss(track, steps) or is_made_up_for(track):
+        return None
+    backwards = [step.backwards[-1] for step in steps.values()]
+    size = len(steps)
+    for facts in zip(*(b.gathered for b in backwards), strict=False):
+        if _grew(facts, size):
+            return _as_finding(track, number, facts[0], backwards[0])
+    return None
+
+
+def _share_one_loss(track: SharedTrack, steps: dict[int, Step]) -> bool:
+    """One mean of the same inputs on all ranks, whose gradients are used as they came."""
+    fed = {step.fed for step in steps.values()}
+    if not track.apart or len(steps) < track.world_size or len(fed) != 1 or None in fed:
+        return False
+    if not all(is_one_mean(s) and len(s.backwards) == 1 for s in steps.values()):
+        return False
+    losses = [step.backwards[-1].loss for step in steps.values()]
+    return _are_equal(losses) and all(_uses_what_was_left(s, track.key) for s in steps.values())
+
+
+def _are_equal(values: list[float | None]) -> bool:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return False
+    return max(known) - min(known) <= _EQUAL * max(map(abs, known))
+
+
+def _uses_what_was_left(step: Step, key: str) -> bool:
+    """Nobody has divided some of them since; a norm that is clipped makes all alike smaller."""
+    last = step.backwards[-1]
+    left = last.gradients.get(key)
+    if last.wrappers or last.own or last.hooked or left is None or step.gradients is None:
+        return False
+    norms, used = np.nan_to_num(left.norms), np.nan_to_num(step.gradients.norms)
+    if norms.shape != used.shape or not norms.any():
+        return False
+    there = norms > 0.0
+    ratios = used[there] / norms[there]
+    whole = 1.0 if not any(clip["is_clipped"] for clip in step.clips) else float(ratios[0])
+    return bool(np.allclose(ratios, whole, rtol=_KEPT, atol=0.0))
+
+
+def _grew(facts: tuple[dict[str, Any], ...], size: int) -> bool:
+    """Did each rank give the same gradient in, and get back all of them together?"""
+    if any(f["op"] != "all_reduce" or f.get("reduction") != "SUM" for f in facts):
+        return False
+    if any(f["group"] != size or f["rows"] != facts[0]["rows"] for f in facts):
+        return False
+    given = [f.get("given") for f in facts]
+    whole = [f.get("given_back", 0.0) / size for f in facts]
+    return bool(given[0]) and _are_equal([*given, *whole])
+
+
+def _as_finding(
+    track: SharedTrack, number: int, fact: dict[str, Any], backward: Backward
+) -> Finding:
+    size = fact["group"]
+    return WRONG.finding(
+        f"step {number + 1}: an all_reduce adds up the ranks' parts of an output, and its backward "
+        f"adds up as well; all {size} ranks compute the same loss from the sum, so that its "
+        f"gradient was the same on all of them already: what comes before the sum gets {size} "
+        "times its gradient",
+        "give the gradient back as it is: an autograd Function that all-reduces in its forward and "
+        "returns `grad` in its backward",
+        rank=track.ranks,
+        step=number + 1,
+        evidence={
+            "rows": fact["rows"],
+            "ranks": size,
+            "given": fact["given"],
+            "given_back": fact["given_back"],
+        },
+        where=[*fact["where"], *backward.where],
+    )

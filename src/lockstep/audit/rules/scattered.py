@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO by hand: gradients that are added up and scattered, and that nobody divides.
+
+Each rank's optimizer steps over its own part of all weights. What its parts are matters not: how
+long the gradients were that backward left, that went in, that came out and that were used tells.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from lockstep.audit.probe.scattered import NAMES
+from lockstep.audit.rules.base import Code, Explained, first_found
+from lockstep.audit.rules.scale import UNDIVIDED, is_made_up_for, is_near, is_one_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.world import SharedTrack, World
+
+_ONE_LOSS: Final = 1e-6
+
+
+class Scattered:
+    """Judges steps of optimizers that use what a reduce-scatter left."""
+
+    codes: tuple[Code, ...] = (UNDIVIDED,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if world.sync_of_lockstep():
+            return
+        for track in world.compared:
+            if track.key in explained.tracks | explained.sums or is_made_up_for(track):
+                continue
+            found = first_found(track, _judge_step)
+            if found is not None:
+                yield found
+
+
+def _judge_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    size = len(steps)
+    if size < track.world_size or not all(_is_own_mean(step) for step in steps.values()):
+        return None
+    if _compute_one_loss(steps) or not all(_used_the_sum(s, size) for s in steps.values()):
+        return None
+    step = next(iter(steps.values()))
+    call = _scatters(step)[0]
+    return UNDIVIDED.finding(
+        f"step {number + 1}: each rank's loss is a mean over its own batch, `{call.op}` added the "
+        f"gradients up over {size} ranks, and the optimizer used its part of the sum undivided: "
+        f"{size} times that of the mean over all samples",
+        "use op=ReduceOp.AVG, or divide by the world size before the reduce-scatter or after it",
+        rank=sorted(steps),
+        step=number + 1,
+        evidence={"before": call.before, "after": call.after, "ranks": size},
+        where=[*call.where, *step.where],
+    )
+
+
+def _scatters(step: Step) -> list[Collective]:
+    return [c for c in step.collectives if c.op in NAMES and not c.in_backward]
+
+
+def _is_own_mean(step: Step) -> bool:
+    """And nothing came from other ranks, was clipped, scaled or averaged by a wrapper."""
+    changed = step.clips or step.scale is not None or step.has_closure
+    apart = not any(b.gathered or b.wrappers or b.own or b.hooked for b in step.backwards)
+    return not changed and apart and is_one_mean(step)
+
+
+def _compute_one_loss(steps: dict[int, Step]) -> bool:
+    """Ranks that share one loss have a part of its gradient each: the sum is the whole."""
+    losses = [b.loss or 0.0 for step in steps.values() for b in step.backwards]
+    return max(losses) - min(losses) <= _ONE_LOSS * max(map(abs, losses))
+
+
+def _used_the_sum(step: Step, size: int) -> bool:
+    calls = _scatters(step)
+    if not calls or step.gradients is None:
+        return False
+    if any(c.reduction != "SUM" or len(c.group) != size or not c.after for c in calls):
+        return False
+    given = _together([c.before or 0.0 for c in calls])
+    received = _together([c.after or 0.0 for c in calls])
+    used = _together(np.nan_to_num(step.gradients.norms).tolist())
+    left = step.backwards[-1].left
+    return is_near(used, received) and any(is_near(given, length) for length in left)
+
+
+def _together(lengths: list[float]) -> float:
+    return float(np.linalg.norm(lengths))
