@@ -9,15 +9,19 @@ equal hashes, whatever the layout, at half a percent of a training step. A *norm
 from __future__ import annotations
 
 import zlib
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from lockstep.audit.packed import Packed, packed
 from lockstep.audit.prints import ABSENT, Fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def take(
@@ -35,16 +39,21 @@ def take(
     """
     with torch.no_grad():
         plain = [None if t is None else _dense(t) for t in tensors]
-        present = [t for t in plain if t is not None]
         hashes = np.full(len(plain), ABSENT, dtype=np.int64)
         lengths = np.full(len(plain), np.nan)
         samples = np.full(sum(counts), np.nan)
-        if present:
-            where = [place for place, t in enumerate(plain) if t is not None]
-            hashes[where] = _stacked([_lane_sum(t) for t in present]).numpy()
-            if norms:
-                lengths[where] = _norms(present)
-            _fill_samples(samples, plain, counts)
+        groups = packed(plain)
+        for group in groups:
+            hashes[group.places] = group.lane_sums()
+            _fill_packed_samples(samples, group, counts)
+        small = {place for group in groups for place in group.places}
+        large = {p: t for p, t in enumerate(plain) if t is not None and p not in small}
+        if large:
+            hashes[list(large)] = _stacked([_lane_sum(t) for t in large.values()]).numpy()
+            _fill_samples(samples, large, counts)
+        present = [t for t in plain if t is not None]
+        if norms and present:
+            lengths[[place for place, t in enumerate(plain) if t is not None]] = _norms(present)
     return Fingerprint(hashes, lengths, samples)
 
 
@@ -60,6 +69,8 @@ def random_states() -> dict[str, int]:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Its own numbers as an ordinary tensor: a shard's, a sparse tensor's values."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_floating_point():
+        return tensor.detach() if tensor.device.type != "meta" else torch.zeros(0)
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):  # DTensor
         tensor = tensor.to_local()
@@ -88,7 +99,9 @@ def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def _norms(tensors: list[torch.Tensor]) -> np.ndarray[Any, Any]:
     floats = [t if t.is_floating_point() else t.double() for t in tensors]
-    norms = torch._foreach_norm(floats)
+    norms = list(torch._foreach_norm(floats))
+    if all(n.dtype is norms[0].dtype for n in norms):
+        return _stacked(norms).double().numpy()
     return _stacked([n.double() for n in norms]).numpy()
 
 
@@ -100,18 +113,34 @@ def _stacked(scalars: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _fill_samples(
-    samples: np.ndarray[Any, Any], tensors: list[torch.Tensor | None], counts: Sequence[int]
+    samples: np.ndarray[Any, Any], tensors: dict[int, torch.Tensor], counts: Sequence[int]
 ) -> None:
     picked: list[torch.Tensor] = []
     slots: list[int] = []
-    end = 0
-    for tensor, count in zip(tensors, counts, strict=True):
-        end += count
-        if tensor is None or not count or not tensor.numel():
+    ends = list(accumulate(counts))
+    for place, tensor in tensors.items():
+        count = counts[place]
+        if not count or not tensor.numel():
             continue
         flat = tensor.reshape(-1)
         taken = flat[:: max(1, flat.numel() // count)][:count]
         picked.append(taken)
-        slots.extend(range(end - count, end - count + taken.numel()))
+        slots.extend(range(ends[place] - count, ends[place] - count + taken.numel()))
     if picked:
         samples[slots] = torch.cat([p.double().cpu() for p in picked]).numpy()
+
+
+def _fill_packed_samples(
+    samples: np.ndarray[Any, Any], group: Packed, counts: Sequence[int]
+) -> None:
+    ends = list(accumulate(counts))
+    wanted: list[int] = []
+    slots: list[int] = []
+    for place, start, size in zip(group.places, group.starts, group.sizes, strict=True):
+        count = counts[place]
+        if count:
+            taken = range(start, start + size, max(1, size // count))[:count]
+            wanted.extend(taken)
+            slots.extend(range(ends[place] - count, ends[place] - count + len(taken)))
+    if wanted:
+        samples[slots] = group.elements(wanted)

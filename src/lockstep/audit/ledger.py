@@ -30,12 +30,13 @@ def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:
 
     Args:
         first: so many are, one after the other.
-        rarest: at least every `rarest`-th is; None: they become rarer for ever.
+        rarest: at least every `rarest`-th is, soon no others; None: they become rarer for ever.
     """
     if step < first:
         return True
-    stride: int = 1 << (step // first).bit_length()
-    return step % (stride if rarest is None else min(stride, rarest)) == 0
+    doublings: int = (step // first).bit_length()
+    # Twice as fast: a run that is watched to its end pays for each of them.
+    return step % (1 << doublings if rarest is None else min(1 << 2 * doublings, rarest)) == 0
 
 
 def thin_out(steps: list[Step], keep: int) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from lockstep.audit.rules.base import Code, Explained, first_of_each
 from lockstep.audit.rules.gathers import WRONG
+from lockstep.audit.rules.left_by_backward import uses_what_backward_left
 from lockstep.audit.rules.scale import is_made_up_for, is_one_mean
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from lockstep.audit.world import SharedTrack, World
 
 _EQUAL: Final = 1e-6
-_KEPT: Final = 1e-3
 
 
 class PartialOutputs:
@@ -56,7 +54,7 @@ def _share_one_loss(track: SharedTrack, steps: dict[int, Step]) -> bool:
     if not all(is_one_mean(s) and len(s.backwards) == 1 for s in steps.values()):
         return False
     losses = [step.backwards[-1].loss for step in steps.values()]
-    return _are_equal(losses) and all(_uses_what_was_left(s, track.key) for s in steps.values())
+    return _are_equal(losses) and all(_is_left_alone(s, track.key) for s in steps.values())
 
 
 def _are_equal(values: list[float | None]) -> bool:
@@ -66,19 +64,10 @@ def _are_equal(values: list[float | None]) -> bool:
     return max(known) - min(known) <= _EQUAL * max(map(abs, known))
 
 
-def _uses_what_was_left(step: Step, key: str) -> bool:
-    """Nobody has divided some of them since; a norm that is clipped makes all alike smaller."""
+def _is_left_alone(step: Step, key: str) -> bool:
     last = step.backwards[-1]
-    left = last.gradients.get(key)
-    if last.wrappers or last.own or last.hooked or left is None or step.gradients is None:
-        return False
-    norms, used = np.nan_to_num(left.norms), np.nan_to_num(step.gradients.norms)
-    if norms.shape != used.shape or not norms.any():
-        return False
-    there = norms > 0.0
-    ratios = used[there] / norms[there]
-    whole = 1.0 if not any(clip["is_clipped"] for clip in step.clips) else float(ratios[0])
-    return bool(np.allclose(ratios, whole, rtol=_KEPT, atol=0.0))
+    handled = last.wrappers or last.own or last.hooked
+    return not handled and uses_what_backward_left(step, key)
 
 
 def _grew(facts: tuple[dict[str, Any], ...], size: int) -> bool:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lockstep.audit.rules.base import Explained, first_found, first_of_each, named
 from lockstep.audit.rules.gradients import BYPASSED
-from lockstep.audit.rules.scale import UNDIVIDED, is_made_up_for, is_near, is_one_mean
+from lockstep.audit.rules.left_by_backward import uses_what_backward_left
+from lockstep.audit.rules.scale import UNDIVIDED, is_made_up_for, is_one_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +77,7 @@ def _undivided(world: World, track: SharedTrack, number: int) -> Finding | None:
     if len(added_up) < len(track.tracks[track.ranks[0]].parameters) and world.fact("all_to_all"):
         return None  # experts: what tokens of other ranks' losses give is weighed elsewhere
     if not all(
-        _is_torchs_mean(s) and _uses_what_backward_left(s, track.key) for s in steps.values()
+        _is_torchs_mean(s) and uses_what_backward_left(s, track.key) for s in steps.values()
     ):
         return None
     ranks = int(step.divided[added_up[0]]["ranks"])
@@ -101,11 +100,3 @@ def _is_torchs_mean(step: Step) -> bool:
     terms = [term for b in step.backwards for term in b.terms]
     gathers = any(b.gathered or b.hooked for b in step.backwards)
     return is_one_mean(step) and not gathers and all("/" not in term.op for term in terms)
-
-
-def _uses_what_backward_left(step: Step, key: str) -> bool:
-    left = step.backwards[-1].gradients.get(key)
-    if left is None or step.gradients is None or len(left.norms) != len(step.gradients.norms):
-        return False
-    pairs = zip(np.nan_to_num(left.norms), np.nan_to_num(step.gradients.norms), strict=True)
-    return all(is_near(float(used), float(then)) for then, used in pairs)

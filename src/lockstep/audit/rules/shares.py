@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lockstep.audit.rules.base import Explained, first_of_each, numbers
+from lockstep.audit.rules.left_by_backward import uses_what_backward_left
 from lockstep.audit.rules.scale import TIMES, is_near
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     if len(steps) < 2 or len(steps) < len(track.ranks):
         return None
     calls = {rank: _counted(step) for rank, step in steps.items()}
-    if not all(_uses_what_the_average_left(step, track.key) for step in steps.values()):
+    if not all(_uses_the_average(step, track.key) for step in steps.values()):
         return None
     counts = {rank: call.before for rank, call in calls.items() if call and call.before}
     if len(counts) < len(steps):
@@ -70,12 +69,7 @@ def _counted(step: Step) -> Collective | None:
     return None
 
 
-def _uses_what_the_average_left(step: Step, key: str) -> bool:
+def _uses_the_average(step: Step, key: str) -> bool:
     """Neither a hook of the wrapper's nor the program has made up for it."""
-    last = step.backwards[-1] if step.backwards else None
-    left = None if last is None else last.gradients.get(key)
-    if last is None or last.own or left is None or step.gradients is None:
-        return False
-    norms, used = np.nan_to_num(left.norms), np.nan_to_num(step.gradients.norms)
-    same = norms.shape == used.shape and np.allclose(norms, used, rtol=1e-3, atol=0.0)
-    return bool(same or step.clips)
+    hooked = step.backwards and step.backwards[-1].own
+    return not hooked and uses_what_backward_left(step, key)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Did the optimizer use the gradients that backward had left?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lockstep.audit.ledger import Step
+
+_KEPT: Final = 1e-3
+
+
+def uses_what_backward_left(step: Step, key: str) -> bool:
+    """Nobody has divided some of them since; a norm that is clipped makes all alike smaller."""
+    left = step.backwards[-1].gradients.get(key) if step.backwards else None
+    if left is None or step.gradients is None:
+        return False
+    norms, used = np.nan_to_num(left.norms), np.nan_to_num(step.gradients.norms)
+    if norms.shape != used.shape or not norms.any():
+        return False
+    there = norms > 0.0
+    ratios = used[there] / norms[there]
+    whole = float(ratios[0]) if any(clip["is_clipped"] for clip in step.clips) else 1.0
+    return bool(np.allclose(ratios, whole, rtol=_KEPT, atol=0.0))
