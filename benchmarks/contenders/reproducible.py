@@ -11,7 +11,7 @@ from reporting import report
 from training import EPOCH_STEPS
 
 NUM_WORKERS = 2
-PAIRS = 5
+PAIRS = 10
 
 
 def _trainer(name: str, num_samples: int, *, reproducible: bool) -> TorchTrainer:

@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=10)
     options = parser.parse_args()
     models = options.models or list(WORKLOADS)
     report(**{name: _measure(name, options.workers, options.pairs) for name in models})
