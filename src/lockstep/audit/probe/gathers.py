@@ -182,6 +182,9 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
     found: dict[int, dict[str, Any]] = {
         id(origin): origin for context, origin in probe.gather_nodes if context in nodes
     }
+    for context, origin in probe.gather_nodes:
+        if context in nodes and origin["op"] == "all_gather":
+            probe.harmlessly(passed_back.watch_gather, probe, context, origin)
     # Put together with rows that have a gradient, they are part of the graph themselves.
     found |= {id(origin): origin for t, origin in probe.tainted if t.grad_fn in nodes}
     for node in nodes:

@@ -141,12 +141,23 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
             if tensors:
                 loading.shapes = loading.shapes or [list(t.shape) for t in tensors]
                 held = take(tensors, [0] * len(tensors))
-                loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)))
+                in_order = functools.reduce(_read_on, tensors, 0)
+                loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)) ^ in_order)
                 probe.harmlessly(_note_rows, loading, tensors)
             probe.delivered = loading
         return batch
 
     return watched
+
+
+def _read_on(before: int, tensor: torch.Tensor) -> int:
+    """Some elements in their order: a few small integers have the same sum in many batches."""
+    if tensor.layout is not torch.strided:
+        return before
+    flat = tensor.detach().reshape(-1)
+    few = flat[:: max(1, len(flat) // _ELEMENTS)].cpu()
+    numbers = few if few.dtype is torch.int64 else few.double()
+    return zlib.crc32(numbers.numpy().tobytes(), before)
 
 
 def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:

@@ -46,7 +46,7 @@ CLOSELY: Final = 8
 state, and norms of parameters."""
 
 _WHOLE_EVERY: Final = 64
-"""Of the steps after them, those for which the optimizer's state is looked at again."""
+"""Of the steps after them in a trainer's run, those in which its state is looked at again."""
 
 KEPT_STEPS: Final = 96
 """Of a run of a trainer's, which has no end that is known."""
@@ -173,7 +173,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
     step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode
-    if _looks_at_all(step):
+    if _looks_at_all(probe, step):
         step.frozen = prints_of(probe, window.frozen)
     step.random = random_states()
     step.scale = probe.scale
@@ -188,9 +188,10 @@ def _concerned(backwards: list[Backward], key: str) -> list[Backward]:
     return found if any(key in b.touched for b in found) else list(backwards)
 
 
-def _looks_at_all(step: Step) -> bool:
+def _looks_at_all(probe: Probe, step: Step) -> bool:
     """Also at what may be as large as the model again: the optimizer's state, frozen modules."""
-    return step.number < CLOSELY or step.number % _WHOLE_EVERY == 0
+    every = _WHOLE_EVERY if probe.run is not None else CLOSELY
+    return step.number < CLOSELY or step.number % every == 0
 
 
 def _name_late(probe: Probe, watched: Watched) -> None:
@@ -219,7 +220,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     watched.look_no_more()
     if step is not None:
         step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
-        if _looks_at_all(step):
+        if _looks_at_all(probe, step):
             step.state = _state(optimizer, watched)
         track.steps.append(step)
         watched.step = None

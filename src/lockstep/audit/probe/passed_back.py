@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
@@ -27,6 +28,21 @@ def watch(probe: Probe, result: torch.Tensor, node: Any, fact: dict[str, Any]) -
 
     def before(gradients: Any) -> None:
         probe.harmlessly(_note, fact, "given", gradients)
+
+    def behind(gradients: Any, _: Any) -> None:
+        probe.harmlessly(_note, fact, "given_back", gradients)
+
+    probe.passing_back += [node.register_prehook(before), node.register_hook(behind)]
+
+
+def watch_gather(probe: Probe, node: Any, fact: dict[str, Any]) -> None:
+    """The same of a gather: of the gradients that it is given, the one of this rank's own rows."""
+    if any(has_hooks(p) for w in probe.optimizers.values() for p in w.parameters):
+        return
+
+    def before(gradients: Any) -> None:
+        if len(gradients) == fact["group"] == dist.get_world_size():
+            probe.harmlessly(_note, fact, "given", [gradients[dist.get_rank()]])
 
     def behind(gradients: Any, _: Any) -> None:
         probe.harmlessly(_note, fact, "given_back", gradients)

@@ -16,6 +16,7 @@ from lockstep.audit.rules.gradients import Gradients
 from lockstep.audit.rules.left_out import LeftOut
 from lockstep.audit.rules.liveness import Liveness
 from lockstep.audit.rules.modes import Modes
+from lockstep.audit.rules.one_rank import OneRank
 from lockstep.audit.rules.ownership import Ownership, Participation
 from lockstep.audit.rules.partial_outputs import PartialOutputs
 from lockstep.audit.rules.pieces import Pieces
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 RULES: Final[tuple[Rule, ...]] = (
     Gradients(),
     LeftOut(),
+    OneRank(),
     Unreduced(),
     Pieces(),
     Replicas(),

@@ -45,6 +45,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
         or _by_hand(track, number)
         or in_hooks(track, number)
         or _twice(track, number)
+        or _replicas_counted(track, number)
     )
 
 
@@ -158,13 +159,68 @@ def _twice(track: SharedTrack, number: int) -> Finding | None:
     return None
 
 
-def _counted(step: Step, squared: float) -> Collective | None:
+def _replicas_counted(track: SharedTrack, number: int) -> Finding | None:
+    """A norm over pieces, to which every rank has added what all of them have whole."""
+    steps = track.steps(number)
+    whole = {shared.name for shared in track.parameters}
+    whole -= {d.name for d in track.differences("gradients", number)}
+    if not track.apart or not whole or len(steps) < len(track.ranks):
+        return None
+    squares = {rank: _squares(track, rank, step) for rank, step in steps.items()}
+    calls = [_added_up(step, sum(squares[rank].values())) for rank, step in steps.items()]
+    call = calls[0]
+    if call is None or any(other is None for other in calls):
+        return None
+    total = sum(sum(of_rank.values()) for of_rank in squares.values())
+    again = sum(square for name, square in squares[track.ranks[0]].items() if name in whole)
+    smaller = all(_was_made_smaller(track, rank, step) for rank, step in steps.items())
+    if abs((call.after or 0.0) - total) > _CLOSE * total or again < _APART * total or not smaller:
+        return None
+    return TWICE.finding(
+        f"step {number + 1}: the squared norms of all ranks' gradients were added up, of pieces "
+        f"and of {len(whole)} parameters that every rank has whole: these counted {len(steps)} "
+        "times, and the gradients were made smaller by it",
+        "add up the squares of each rank's own pieces, and those of what all have whole once",
+        rank=sorted(steps),
+        step=number + 1,
+        parameters=sorted(whole),
+        evidence={"reduced": call.after, "whole": again, "ranks": len(steps)},
+        where=call.where,
+    )
+
+
+def _squares(track: SharedTrack, rank: int, step: Step) -> dict[str, float]:
+    last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
+    if last is None:
+        return {}
+    names = [p.name for p in track.tracks[rank].parameters]
+    norms = np.nan_to_num(last.norms)
+    return {name: float(norm) ** 2 for name, norm in zip(names, norms, strict=True)}
+
+
+def _was_made_smaller(track: SharedTrack, rank: int, step: Step) -> bool:
+    used = step.gradients
+    before = sum(_squares(track, rank, step).values())
+    return used is not None and float((np.nan_to_num(used.norms) ** 2).sum()) < before * (
+        1.0 - _CLOSE
+    )
+
+
+def _added_up(step: Step, squared: float) -> Collective | None:
+    """The call that was given this number, and gave back what all ranks gave together."""
     for call in step.collectives:
-        if len(call.group) < 2 or (call.op, call.reduction) not in _ADDED_UP:
+        if (call.op, call.reduction) not in _ADDED_UP or len(call.group) < 2:
             continue
         if call.before is None or call.after is None or call.parameter is not None:
             continue
-        was_squared = abs(call.before - squared) <= _CLOSE * squared
-        if was_squared and abs(call.after - len(call.group) * squared) <= _CLOSE * call.after:
+        if abs(call.before - squared) <= _CLOSE * squared:
             return call
     return None
+
+
+def _counted(step: Step, squared: float) -> Collective | None:
+    call = _added_up(step, squared)
+    if call is None or call.after is None:
+        return None
+    size = len(call.group)
+    return call if abs(call.after - size * squared) <= _CLOSE * call.after else None

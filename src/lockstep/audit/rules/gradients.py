@@ -148,8 +148,8 @@ def _first_different(world: World, track: SharedTrack) -> Finding | None:
 
 def _is_by_design(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
     """Experts: never the same, never reduced, while tokens travel between ranks."""
-    if not world.fact("all_to_all"):
-        return False
+    if not world.fact("all_to_all") or track.apart:
+        return False  # where experts are known, these are others
     different = {d.name for d in differences}
     from_the_start = {d.name for d in track.differences("entry", track.numbers[0])}
     unreduced = not any(p.wrapper for p in track.parameters if p.name in different)

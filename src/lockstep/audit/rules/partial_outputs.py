@@ -72,9 +72,11 @@ def _is_left_alone(step: Step, key: str) -> bool:
 
 def _grew(facts: tuple[dict[str, Any], ...], size: int) -> bool:
     """Did each rank give the same gradient in, and get back all of them together?"""
-    if any(f["op"] != "all_reduce" or f.get("reduction") != "SUM" for f in facts):
-        return False
     if any(f["group"] != size or f["rows"] != facts[0]["rows"] for f in facts):
+        return False
+    if all(f["op"] == "all_gather" and f.get("given") for f in facts):
+        return all(_are_equal([f["given"], f.get("given_back", 0.0) / size]) for f in facts)
+    if any(f["op"] != "all_reduce" or f.get("reduction") != "SUM" for f in facts):
         return False
     given = [f.get("given") for f in facts]
     whole = [f.get("given_back", 0.0) / size for f in facts]
@@ -86,12 +88,12 @@ def _as_finding(
 ) -> Finding:
     size = fact["group"]
     return WRONG.finding(
-        f"step {number + 1}: an all_reduce adds up the ranks' parts of an output, and its backward "
-        f"adds up as well; all {size} ranks compute the same loss from the sum, so that its "
-        f"gradient was the same on all of them already: what comes before the sum gets {size} "
+        f"step {number + 1}: an {fact['op']} puts the ranks' parts of an output together, and its "
+        f"backward adds up over ranks; all {size} ranks compute the same loss from the whole, so "
+        f"that its gradient was the same on all of them already: what comes before it gets {size} "
         "times its gradient",
-        "give the gradient back as it is: an autograd Function that all-reduces in its forward and "
-        "returns `grad` in its backward",
+        "give the gradient back as it is: an autograd Function that communicates in its forward "
+        "and returns `grad` in its backward, after a gather this rank's part of it",
         rank=track.ranks,
         step=number + 1,
         evidence={

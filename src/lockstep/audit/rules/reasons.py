@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lockstep.audit.rules.base import named
+from lockstep.audit.world import names_of
 
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
@@ -219,6 +220,9 @@ def _unfinished(
 
 def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
     """A reduction ran; were they equal when backward had returned?"""
+    handed_back = _handed_back(track, number)
+    if handed_back:
+        return _unknown(handed_back, "came back from the wrapper's communication hook as they were")
     scales = {r: s.scale for r, s in track.steps(number).items() if s.scale is not None}
     if len(set(scales.values())) > 1:
         return Reason(
@@ -250,6 +254,22 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
         "compare what is reduced with what the optimizer holds, at the lines below",
         kind="after",
     )
+
+
+def _handed_back(track: SharedTrack, number: int) -> list[str]:
+    """Gradients that differ, and that a hook of the wrapper's was given and did not change."""
+    names = set(names_of(track.differences("gradients", number)))
+    steps = track.steps(number)
+    owns = {r: s.backwards[-1].own.get(track.key) for r, s in steps.items() if s.backwards}
+    found = []
+    for shared in track.parameters:
+        pairs = [(own, steps[r].gradients, shared.index[r]) for r, own in owns.items()]
+        if shared.name in names and all(
+            own is not None and used is not None and own.hashes[place] == used.hashes[place]
+            for own, used, place in pairs
+        ):
+            found.append(shared.name)
+    return found if owns and len(found) == len(names) else []
 
 
 def _in_another_order(track: SharedTrack) -> Reason | None:

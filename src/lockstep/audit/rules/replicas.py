@@ -63,7 +63,8 @@ def _drift(world: World, track: SharedTrack) -> Finding | None:
 def _are_experts(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
     names = {d.name for d in differences}
     unreduced = not any(p.wrapper for p in track.parameters if p.name in names)
-    return bool(world.fact("all_to_all")) and unreduced and len(names) < len(track.parameters)
+    known = track.apart or not world.fact("all_to_all")
+    return not known and unreduced and len(names) < len(track.parameters)
 
 
 def _details(track: SharedTrack, number: int, differences: list[Difference]) -> dict[str, Any]:

@@ -224,6 +224,12 @@ def _is_over_chosen(track: SharedTrack, number: int) -> bool:
     return len({t.count for t in terms}) == 1 and all(" of " in t.op for t in terms)
 
 
+def _is_count_of_all(step: Step, count: float) -> bool:
+    """Has the program added up over ranks what it divides by?"""
+    sums = [c for c in step.collectives if (c.op, c.reduction) == ("all_reduce", "SUM")]
+    return any(is_near(c.after, count) and not is_near(c.before, count) for c in sums)
+
+
 def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
     if _is_over_chosen(track, number):
         return None
@@ -235,6 +241,8 @@ def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
         if not backwards or any(
             len(b.terms) != 1 or b.gathered or b.terms[0].kind != "mean" for b in backwards
         ):
+            return None
+        if _is_count_of_all(step, backwards[0].terms[0].count):
             return None
         total = sum(abs(b.terms[0].weight) * b.terms[0].count for b in backwards)
         reduced = any(f["armed"] for f in backwards[-1].wrappers.values())

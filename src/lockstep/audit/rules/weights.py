@@ -41,8 +41,8 @@ class Weights:
         if world.sync_of_lockstep():
             return
         for track in world.tracks:
-            if track.key in explained.tracks:
-                continue
+            if track.key in explained.tracks or track.returns_to_agreement:
+                continue  # models that are averaged after a round take steps of their own
             found = (
                 _between_ranks(track) or _between_micro_batches(track) or _between_windows(track)
             )
@@ -55,7 +55,7 @@ def _between_ranks(track: SharedTrack) -> Finding | None:
     if len(track.ranks) < 2:
         return None
     for number in track.numbers:
-        windows = {r: _with_terms(s.backwards) for r, s in track.steps(number).items()}
+        windows = {r: _with_terms(s.backwards, track.key) for r, s in track.steps(number).items()}
         # The same backward of the window, on all ranks.
         for at_once in zip(*windows.values(), strict=False):
             for terms in zip(*(b.terms for b in at_once), strict=False):
@@ -70,7 +70,7 @@ def _between_ranks(track: SharedTrack) -> Finding | None:
 def _between_micro_batches(track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         for rank, step in track.steps(number).items():
-            backwards = _with_terms(step.backwards)
+            backwards = _with_terms(step.backwards, track.key)
             # Micro-batches are one line that runs again; other losses have lines of their own.
             same = [b for b in backwards if b.where[:1] == backwards[0].where[:1]]
             if len(same) < 2 or any(len(b.terms) != 1 for b in same):
@@ -87,7 +87,7 @@ def _between_micro_batches(track: SharedTrack) -> Finding | None:
 def _between_windows(track: SharedTrack) -> Finding | None:
     """All micro-batches of a step together, where ranks have different numbers of them."""
     for number in track.numbers:
-        windows = {r: _with_terms(s.backwards) for r, s in track.steps(number).items()}
+        windows = {r: _with_terms(s.backwards, track.key) for r, s in track.steps(number).items()}
         lengths = {len(backwards) for backwards in windows.values()}
         lines = {(p.file, p.line) for w in windows.values() for b in w for p in b.where[:1]}
         single = all(len(b.terms) == 1 for backwards in windows.values() for b in backwards)
@@ -107,8 +107,10 @@ def _together(terms: Sequence[Term]) -> Term:
     return Term(kinds.pop() if len(kinds) == 1 else "mixed", weight, count, terms[0].op)
 
 
-def _with_terms(backwards: Sequence[Backward]) -> list[Backward]:
-    return [b for b in backwards if b.kind == "backward" and b.terms]
+def _with_terms(backwards: Sequence[Backward], key: str) -> list[Backward]:
+    """Not those of other optimizers alone, as in a client's training before the server's step."""
+    concerned = [b for b in backwards if key in b.touched or not b.touched]
+    return [b for b in concerned if b.kind == "backward" and b.terms]
 
 
 def _is_uneven(terms: Sequence[Term]) -> bool:
