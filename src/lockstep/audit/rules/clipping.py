@@ -162,9 +162,11 @@ def _twice(track: SharedTrack, number: int) -> Finding | None:
 def _replicas_counted(track: SharedTrack, number: int) -> Finding | None:
     """A norm over pieces, to which every rank has added what all of them have whole."""
     steps = track.steps(number)
+    if not track.apart or len(steps) < len(track.ranks):
+        return None
     whole = {shared.name for shared in track.parameters}
     whole -= {d.name for d in track.differences("gradients", number)}
-    if not track.apart or not whole or len(steps) < len(track.ranks):
+    if not whole:
         return None
     squares = {rank: _squares(track, rank, step) for rank, step in steps.items()}
     calls = [_added_up(step, sum(squares[rank].values())) for rank, step in steps.items()]
