@@ -39,6 +39,19 @@ def test_every_dtype_and_size_has_a_fingerprint(dtype, size):
     assert held.norms[0] == pytest.approx(float(x.double().norm()), rel=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_small_tensors_side_by_side_have_the_fingerprints_that_each_has_alone(dtype):
+    sizes = (1, 2, 3, 5, 7, 8, 63, 1000)
+    tensors = [-1.0 - torch.rand(size).to(dtype) for size in sizes]
+    tensors.append(torch.rand(6, 5).to(dtype).t())
+    counts = [min(t.numel(), 4) for t in tensors]
+    together = take(tensors, counts)
+    alone = [take([t], [count]) for t, count in zip(tensors, counts, strict=True)]
+    assert together.hashes.tolist() == [int(each.hashes[0]) for each in alone]
+    assert together.norms.tolist() == [float(each.norms[0]) for each in alone]
+    assert together.samples.tolist() == [float(x) for each in alone for x in each.samples]
+
+
 def test_small_models_are_sampled_whole_and_large_ones_thinly():
     assert samples_per_tensor([4, 8]) == [4, 8]
     assert sum(samples_per_tensor([10_000] * 3)) <= 256

@@ -92,8 +92,10 @@ def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:
         flat = flat.clone()
     total = flat[:lanes].view(torch.int64).sum()
     if lanes < flat.numel():
-        narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[flat.element_size()]
-        total = total + flat[lanes:].view(narrow).sum(dtype=torch.int64)
+        # A lane of its own, filled up with zeros, as where small tensors lie side by side.
+        last = flat.new_zeros(8 // flat.element_size())
+        last[: flat.numel() - lanes] = flat[lanes:]
+        total = total + last.view(torch.int64).sum()
     return total
 
 
