@@ -4,5 +4,6 @@
 import os
 import sys
 
-print(sys.argv, __name__, __file__, os.getcwd(), sys.path[0])
+# In one piece: where output is not buffered, two ranks' lines would be mixed up.
+sys.stdout.write(f"{sys.argv} {__name__} {__file__} {os.getcwd()} {sys.path[0]}\n")
 sys.exit(7)
