@@ -2,6 +2,8 @@
 """What a rank writes down: fingerprints, the weights in a loss, and the ledger as bytes."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -72,6 +74,15 @@ def test_a_ledger_survives_as_bytes():
     assert np.array_equal(kept.gradients.hashes, held.hashes)
     assert np.array_equal(kept.gradients.norms, held.norms, equal_nan=True)
     assert kept.backwards[0].terms == step.backwards[0].terms
+
+
+def test_who_judges_ledgers_need_not_import_torch():
+    # `lockstep audit` itself only waits and judges: torch would be seconds of its start.
+    program = "import sys, lockstep.audit.rules; print('torch' in sys.modules)"
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert told.stdout.strip() == "False"
 
 
 def test_fewer_and_fewer_steps_are_kept_and_the_same_ones_by_everyone():

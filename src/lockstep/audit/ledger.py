@@ -24,6 +24,9 @@ FIRST_STEPS: Final = 64
 
 FIRST_STEPS_WATCH: Final = 8
 
+SCATTERING: Final = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
+"""Collectives that leave each rank a part of the sum."""
+
 
 def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:
     """Is step `step`, from 0, one that is written down in detail?

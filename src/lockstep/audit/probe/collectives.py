@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.ledger import Collective
+from lockstep.audit.ledger import SCATTERING, Collective
 from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, users_lines
 from lockstep.audit.probe.optimizers import watch_made
@@ -124,7 +124,7 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
 
 def _own_tensor(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
     place = 1 if name in _SECOND else 0
-    names = ("input", "output") if name in scattered.NAMES else ("tensor", "input_tensor")
+    names = ("input", "output") if name in SCATTERING else ("tensor", "input_tensor")
     named = next((kwargs[known] for known in names if known in kwargs), None)
     tensor = args[place] if len(args) > place else named
     return tensor if isinstance(tensor, torch.Tensor) else None
@@ -168,7 +168,7 @@ def _before(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwa
         if call.parameter is None and len(probe.unnamed) < Window.LIMIT:
             probe.unnamed.append((call, weakref.ref(tensor)))
         call.before = _size(tensor)
-    elif call.op in scattered.NAMES:
+    elif call.op in SCATTERING:
         call.reduction = _reduction_name(kwargs.get("op", args[2] if len(args) > 2 else None))
         scattered.note_given(probe, call, args, kwargs)
 
@@ -176,7 +176,7 @@ def _before(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwa
 def _after(
     probe: Probe, call: Collective, tensor: torch.Tensor, result: Any, args: Any, kwargs: Any
 ) -> None:
-    if call.op in scattered.NAMES:
+    if call.op in SCATTERING:
         scattered.note_received(call, result, args, kwargs)
     elif call.before is not None and result is None:
         call.after = _size(tensor)

@@ -7,7 +7,7 @@ first such call on: it costs as much as a norm for clipping.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,6 @@ from lockstep.audit.probe.passed_back import has_hooks
 if TYPE_CHECKING:
     from lockstep.audit.ledger import Backward, Collective
     from lockstep.audit.probe.probe import Probe
-
-NAMES: Final = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 
 
 def note_given(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:

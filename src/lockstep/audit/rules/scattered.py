@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.probe.scattered import NAMES
+from lockstep.audit.ledger import SCATTERING
 from lockstep.audit.rules.base import Code, Explained, first_found
 from lockstep.audit.rules.scale import UNDIVIDED, is_made_up_for, is_near, is_one_mean
 
@@ -63,7 +63,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
 
 
 def _scatters(step: Step) -> list[Collective]:
-    return [c for c in step.collectives if c.op in NAMES and not c.in_backward]
+    return [c for c in step.collectives if c.op in SCATTERING and not c.in_backward]
 
 
 def _is_own_mean(step: Step) -> bool:
