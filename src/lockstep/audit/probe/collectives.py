@@ -31,6 +31,7 @@ NAMES: Final = (
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_single",
     "all_to_all",
     "all_to_all_single",
     "barrier",
@@ -51,6 +52,7 @@ NAMES: Final = (
 _SECOND: Final = {
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 }
@@ -180,7 +182,7 @@ def _after(
         scattered.note_received(call, result, args, kwargs)
     elif call.before is not None and result is None:
         call.after = _size(tensor)
-    if call.op in ("all_gather", "all_gather_into_tensor"):
+    if call.op in gathers.GATHERS:
         _note_piece(probe, tensor)
     if call.op == "broadcast":
         handed_on.note_broadcast(probe, call, tensor, args, kwargs)

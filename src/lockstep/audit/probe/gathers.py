@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.audit.ledger import Backward, Collective
     from lockstep.audit.probe.probe import Probe
 
-_GATHERS: Final = {"all_gather", "all_gather_into_tensor"}
+GATHERS: Final = {"all_gather", "all_gather_into_tensor", "all_gather_single"}
 _PASSING_ON: Final = (
     (torch, "cat"),
     (torch, "concat"),
@@ -49,40 +49,59 @@ def follow(probe: Probe) -> None:
 def _follower(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if probe.tainted and isinstance(result, torch.Tensor):
+        if isinstance(result, torch.Tensor):
             given = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
             parts = given if isinstance(given, list | tuple) else [given]
-            for part in parts:
-                origin = _origin(probe, part)
-                if origin is not None:
-                    probe.tainted.append((result, origin))
-                    break
+            origin = _origin_of(probe, parts)
+            if origin is not None:
+                probe.tainted.append((result, origin))
         return result
 
     return watched
 
 
-def _origin(probe: Probe, tensor: Any) -> dict[str, Any] | None:
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+def _origin_of(probe: Probe, parts: list[Any] | tuple[Any, ...]) -> dict[str, Any] | None:
+    held = [part for part in parts if isinstance(part, torch.Tensor)]
+    for part in held:
+        for known, origin in probe.tainted:
+            if _memory(known) == _memory(part):
+                return origin
+    own = [part for part in held if part.requires_grad]
+    if len(own) != 1:
         return None
-    pointer = tensor.untyped_storage().data_ptr()
-    for known, origin in probe.tainted:
-        if known.untyped_storage().data_ptr() == pointer:
+    for received, origin in probe.detached:
+        # A rank's own rows, which have a gradient, take the place of what was sent of them.
+        others = {_memory(t) for t in received}
+        of_all = len(held) == origin["group"] and origin["rows"] == list(own[0].shape)
+        if of_all and all(part is own[0] or _memory(part) in others for part in held):
             return origin
     return None
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Where its elements are; of one that waits for another, where that one's are."""
+    held = getattr(tensor, "elem", tensor)
+    if held.layout is not torch.strided or held.is_meta:
+        return None
+    try:
+        return held.untyped_storage().data_ptr() or None
+    except RuntimeError:  # it stands for pieces elsewhere
+        return None
 
 
 def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
     """A collective has ended: remember what it sent or changed, if it had a gradient."""
     if len(call.group) < 2 or call.in_backward or not tensor.is_floating_point():
         return
-    if call.op in _GATHERS:
+    if call.op in GATHERS:
         context = _function_context()
-        if context is None and not tensor.requires_grad:
-            return
         outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
         parts = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-        taint(probe, call, tensor, parts, context)
+        if context is not None or tensor.requires_grad:
+            taint(probe, call, tensor, parts, context)
+        elif tensor.dim() > 1:
+            follow(probe)
+            probe.detached.append((parts, _origin(call, tensor, None)))
     elif call.op == "all_reduce":
         context = _function_context()
         origin = {
@@ -111,25 +130,35 @@ def note_exchange(
 
 
 def taint(
-    probe: Probe, call: Collective, rows: torch.Tensor, outputs: list[torch.Tensor], context: Any
+    probe: Probe,
+    call: Collective,
+    rows: torch.Tensor,
+    outputs: list[torch.Tensor],
+    context: Any,
+    adjoint: bool = False,
 ) -> None:
     """Remember that `outputs` hold rows of other ranks, which have been sent what `rows` are like.
 
-    `context` is that of the autograd Function that communicates, if it is one.
+    `context` is that of the autograd Function that communicates, if it is one; with `adjoint` it is
+    torch's own, whose backward is known to add up.
     """
     probe.follows = True
     follow(probe)
-    origin = {
+    origin = {**_origin(call, rows, context), "adjoint": adjoint}
+    probe.tainted += [(output, origin) for output in outputs]
+    if context is not None:
+        probe.gather_nodes.append((context, origin))
+
+
+def _origin(call: Collective, rows: torch.Tensor, context: Any) -> dict[str, Any]:
+    return {
         "op": call.op,
         "where": call.where,
         "differentiable": context is not None,
         "group": len(call.group),
         "rows": list(rows.shape),
-        "how": "gathered without one" if call.op in _GATHERS else "sent to other ranks without it",
+        "how": "gathered without one" if "gather" in call.op else "sent to other ranks without it",
     }
-    probe.tainted += [(output, origin) for output in outputs]
-    if context is not None:
-        probe.gather_nodes.append((context, origin))
 
 
 def _shapes_given(context: Any) -> list[list[int]]:
@@ -163,7 +192,7 @@ def _function_context() -> Any:
 
 def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) -> None:
     """Write down which of what was communicated is in the graph of `root`."""
-    if not probe.tainted and not probe.reduced_in_place:
+    if not probe.tainted and not probe.reduced_in_place and not probe.detached:
         return
     nodes = _graph(root.grad_fn)
     scaled = passed_back.before_functions(nodes) if probe.reduced_in_place else set()
@@ -173,24 +202,31 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
             record.gathered.append(fact)
             if node not in scaled:
                 probe.harmlessly(passed_back.watch, probe, result, node, fact)
-    # A stage of a pipeline gives what it was sent a gradient, and sends it back.
-    pointers = {
-        t.untyped_storage().data_ptr(): origin
-        for t, origin in probe.tainted
-        if not (t.is_leaf and t.requires_grad)
-    }
-    found: dict[int, dict[str, Any]] = {
-        id(origin): origin for context, origin in probe.gather_nodes if context in nodes
-    }
     for context, origin in probe.gather_nodes:
         if context in nodes and origin["op"] == "all_gather":
             probe.harmlessly(passed_back.watch_gather, probe, context, origin)
+    record.gathered.extend(_gathered_in(probe, nodes))
+
+
+def _gathered_in(probe: Probe, nodes: set[Any]) -> list[dict[str, Any]]:
+    """Whose rows the graph holds: as a node of its own, as part of it, or as what a node saved."""
+    found: dict[int, dict[str, Any]] = {
+        id(origin): origin for context, origin in probe.gather_nodes if context in nodes
+    }
     # Put together with rows that have a gradient, they are part of the graph themselves.
     found |= {id(origin): origin for t, origin in probe.tainted if t.grad_fn in nodes}
+    for received, origin in probe.detached:
+        if any(t.grad_fn in nodes for t in received):
+            found[id(origin)] = origin
+    # A stage of a pipeline gives what it was sent a gradient, and sends it back.
+    pointers = {
+        _memory(t): origin for t, origin in probe.tainted if not (t.is_leaf and t.requires_grad)
+    }
+    pointers.pop(None, None)
     for node in nodes:
         for origin in _saved_from(node, pointers):
             found[id(origin)] = origin
-    record.gathered.extend(found.values())
+    return list(found.values())
 
 
 def _graph(node: Any) -> set[Any]:
@@ -205,15 +241,14 @@ def _graph(node: Any) -> set[Any]:
     return seen
 
 
-def _saved_from(node: Any, pointers: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+def _saved_from(node: Any, pointers: dict[int | None, dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name in dir(node):
         if not name.startswith("_saved_"):
             continue
         saved = getattr(node, name, None)
         for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                origin = pointers.get(tensor.untyped_storage().data_ptr())
-                if origin is not None:
-                    found.append(origin)
+            origin = pointers.get(_memory(tensor)) if isinstance(tensor, torch.Tensor) else None
+            if origin is not None:
+                found.append(origin)
     return found

@@ -10,6 +10,7 @@ from lockstep.audit.probe import (
     clipping,
     collectives,
     exchanges,
+    functional,
     loaders,
     models_sent,
     optimizers,
@@ -25,7 +26,7 @@ def hook_in(probe: Probe) -> None:
     assert not probe.is_on
     probe.is_on = True
     probe.note_group()
-    parts: list[Any] = [backwards, collectives, exchanges, optimizers]
+    parts: list[Any] = [backwards, collectives, exchanges, functional, optimizers]
     if probe.run is None or not probe.run.synchronised:
         parts = [wrappers, *parts, clipping, models_sent]
     if probe.run is None or not probe.run.shares_out:

@@ -221,6 +221,7 @@ class Probe:
         self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.own_gradients: dict[int, Fingerprint] = {}
         self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self.detached: list[tuple[list[torch.Tensor], dict[str, Any]]] = []
         self.gather_nodes: list[tuple[Any, dict[str, Any]]] = []
         self.received: list[tuple[Collective, torch.Tensor]] = []
         self.has_sent = False
@@ -308,6 +309,7 @@ class Probe:
         """A step was taken: what was gathered for it is no longer of interest."""
         self.following.undo()
         self.tainted.clear()
+        self.detached.clear()
         self.gather_nodes.clear()
         self.received.clear()
         self.has_sent = False

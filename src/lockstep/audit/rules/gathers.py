@@ -65,8 +65,8 @@ def _gathered(
     is_global = _is_global(backwards)
     factor = _factor(backwards[0])
     size = fact["group"]
-    communicates = any(c.in_backward for s in steps.values() for c in s.collectives)
-    if fact["differentiable"] and communicates:
+    speaks = any(c.in_backward for s in steps.values() for c in s.collectives)
+    if fact["differentiable"] and (speaks or fact.get("adjoint")):
         if is_global and _close(factor, float(size)):
             return _as_finding(
                 WRONG,

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch's functional collectives, whose backward communicates in C++ and calls nothing of Python's.
+
+Only what has a gradient is looked at: sharded tensors communicate through them as well, below
+autograd. None of them is counted among a rank's calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed._functional_collectives as functional
+
+from lockstep.audit.ledger import Collective
+from lockstep.audit.probe.collectives import note_in_windows, ranks_of
+from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.gathers import taint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.audit.probe.probe import Probe
+
+_GATHERS: Final = "all_gather_single"
+"""Its older names call it, and warn of the line that called them, which is to be the program's."""
+
+_REDUCES: Final = "all_reduce"
+
+
+def install(probe: Probe) -> None:
+    """Watch those that gather or add up what has a gradient."""
+    for name in (_GATHERS, _REDUCES):
+        probe.patches.wrap(functional, name, functools.partial(_watcher, probe, name))
+
+
+def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs.get("self")
+        looks = probe.is_on and probe.detailed and not probe.in_backward
+        has_gradient = isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        if not looks or not has_gradient or probe.inside("collective") or probe.is_elsewhere():
+            return original(*args, **kwargs)
+        probe.enter("collective")
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            probe.enter("collective", -1)
+        probe.harmlessly(_note, probe, name, tensor, result, args, kwargs)
+        return result
+
+    return watched
+
+
+def _note(
+    probe: Probe, name: str, tensor: torch.Tensor, result: torch.Tensor, args: Any, kwargs: Any
+) -> None:
+    group = args[2] if len(args) > 2 else kwargs.get("group")
+    if hasattr(group, "get_group"):
+        group = group.get_group()  # a mesh of one dimension
+    call = Collective(name, users_lines(), group if isinstance(group, list) else ranks_of(group))
+    if len(call.group) < 2:
+        return
+    call.shape = list(tensor.shape)
+    node = result.grad_fn
+    if name == _GATHERS:
+        note_in_windows(probe, call)
+        # Below the tensor that waits for it is the one whose memory is written to.
+        received = getattr(result, "elem", result)
+        taint(probe, call, tensor, [received], node, adjoint=node is not None)
+    elif node is not None:
+        reduction = args[1] if len(args) > 1 else kwargs.get("reduceOp", "")
+        call.reduction = str(reduction).upper()
+        note_in_windows(probe, call)
+        origin = {
+            "op": name,
+            "where": call.where,
+            "reduction": call.reduction,
+            "differentiable": True,
+            "adjoint": True,
+            "group": len(call.group),
+            "rows": call.shape,
+            "of_input": False,
+        }
+        probe.reduced_in_place.append((result, node, origin))
