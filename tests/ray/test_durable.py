@@ -139,7 +139,7 @@ def test_sigterm_saves_before_a_handler_of_ones_own(tmp_path, own_handler):
         trainer.train(num_steps=12)
         assert trainer.status()["step"] == 12
     (step,) = steps_in(tmp_path)
-    assert 3 < step <= 12
+    assert 3 <= step <= 12  # rank 0 may hear of it before it begins the step that rank 1 is in
     assert own_handler == [1]
 
 
@@ -158,7 +158,7 @@ def test_sigterm_saves_at_the_next_step_and_ends(tmp_path, use_local):
     assert caught.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     (step,) = steps_in(tmp_path)
-    assert step > 3
+    assert step >= 3  # rank 0 may hear of it before it begins the step that rank 1 is in
     if step < STEPS:
         assert go_on(tmp_path) == (step, expected)
 
