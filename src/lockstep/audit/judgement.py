@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lockstep.audit.finding import SEVERITIES, Finding
 from lockstep.audit.rules import RULES
 from lockstep.audit.rules.base import Explained
+from lockstep.audit.rules.causes import with_causes
 from lockstep.audit.world import World
 
 if TYPE_CHECKING:
@@ -37,4 +38,4 @@ def judge(
         for f in found
         if (not only or f.code.startswith(tuple(only))) and not f.code.startswith(tuple(ignore))
     ]
-    return sorted(kept, key=lambda f: (-SEVERITIES.index(f.severity), f.code))
+    return sorted(map(with_causes, kept), key=lambda f: (-SEVERITIES.index(f.severity), f.code))

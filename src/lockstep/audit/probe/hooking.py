@@ -14,6 +14,7 @@ from lockstep.audit.probe import (
     loaders,
     models_sent,
     optimizers,
+    schedules,
     wrappers,
 )
 
@@ -28,7 +29,7 @@ def hook_in(probe: Probe) -> None:
     probe.note_group()
     parts: list[Any] = [backwards, collectives, exchanges, functional, optimizers]
     if probe.run is None or not probe.run.synchronised:
-        parts = [wrappers, *parts, clipping, models_sent]
+        parts = [wrappers, *parts, clipping, models_sent, schedules]
     if probe.run is None or not probe.run.shares_out:
         parts.append(loaders)
     for part in parts:

@@ -24,6 +24,7 @@ from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
 from lockstep.audit.rules.scattered import Scattered
+from lockstep.audit.rules.schedules import Schedules
 from lockstep.audit.rules.sharded import Undivided, Unreduced
 from lockstep.audit.rules.shares import Shares
 from lockstep.audit.rules.weights import Weights
@@ -52,6 +53,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Scattered(),
     Factors(),
     Shares(),
+    Schedules(),
     Gathers(),
     PartialOutputs(),
     Clipping(),

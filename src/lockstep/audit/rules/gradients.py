@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -215,8 +216,13 @@ def _how_many(names: list[str], track: SharedTrack) -> str:
 
 
 def _places(track: SharedTrack, number: int) -> list[Place]:
-    """backward's lines, then the optimizer step's."""
+    """backward's lines, those of a reduction by hand, then the optimizer step's."""
     for step in track.steps(number).values():
         backwards = [b.where for b in step.backwards[-2:]]
-        return [place for places in (*backwards, step.where) for place in places]
+        by_hand = [
+            call.where[:2]
+            for call in step.collectives
+            if call.op == "all_reduce" and math.prod(call.shape) > 1 and not call.in_backward
+        ]
+        return [p for places in (*backwards, *by_hand[-1:], step.where) for p in places]
     return []

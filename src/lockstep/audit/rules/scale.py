@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TWICE = Code("LS204", "gradients were reduced twice")
 UNDIVIDED = Code("LS205", "what the ranks added up was not divided")
-TIMES = Code("LS206", "the loss is multiplied or divided by the number of ranks", "warning")
+TIMES = Code("LS206", "the loss or its schedule is scaled by the number of ranks", "warning")
 
 _CLOSE = 1e-4
 

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of the program's own text that lead to the line where something was measured.
+
+What is measured stands at a step or a backward. What has to be changed is often some lines away:
+where the loss is put together, where the loader is made, under which condition the step is taken.
+These lines are read in the text around the measured one. They explain no finding and make none.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lockstep.audit.finding import Place, with_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lockstep.audit.finding import Finding
+
+_SHOWN: Final = 2
+"""Of such lines, beside one that was measured."""
+
+_FSDP_FACTORS: Final = frozenset(
+    {
+        "set_gradient_divide_factor",
+        "set_reduce_scatter_divide_factor",
+        "set_force_sum_reduction_for_comms",
+    }
+)
+_SENDING: Final = frozenset({"broadcast", "broadcast_object_list", "scatter", "send"})
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def with_causes(finding: Finding) -> Finding:
+    """The same finding, with the lines that lead to its first one behind that."""
+    look = _LOOKS.get(finding.code)
+    if look is None or not finding.where:
+        return finding
+    first, *others = finding.where
+    found = [place for place in look(finding) if place.line != first.line][:_SHOWN]
+    return replace(finding, where=with_text([first, *found, *others]))
+
+
+def _of_the_loss(finding: Finding) -> Iterator[Place]:
+    """The last assignment to what backward is called on."""
+    for place in finding.where[:2]:
+        scope, names = _names_at(place)
+        told = [name for name in names if "loss" in name.lower()] or names
+        assigned = list(_assigned_before(scope, told, place.line))
+        if assigned:
+            yield _as_place(place, assigned[-1], scope)
+            return
+
+
+def _of_the_model(finding: Finding) -> Iterator[Place]:
+    """Where the modules are made whose parameters an optimizer in that function is given."""
+    place = finding.where[0]
+    scope, _ = _names_at(place)
+    given = {
+        node.func.value.id
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("parameters", "named_parameters")
+        and isinstance(node.func.value, ast.Name)
+    }
+    for node in _assigned_before(scope, sorted(given), place.line):
+        yield _as_place(place, node, scope)
+
+
+def _of_the_loader(finding: Finding) -> Iterator[Place]:
+    """Where the loader that a loop reads is made, and the sampler that it is given."""
+    for place in finding.where[:2]:
+        scope, names = _names_at(place)
+        lines: list[ast.AST] = list(_assigned_before(scope, names, place.line))
+        given = [n for node in lines for n in _names_in(node) if "sampler" in n.lower()]
+        lines += _assigned_before(scope, given, place.line)
+        makers = {name for node in lines for name in _called_in(node)}
+        for function in _functions(place.file):
+            if function.name in makers:
+                lines += [node for node in ast.walk(function) if _makes_a_loader(node)]
+        chosen = [node for node in lines if _makes_a_loader(node)]
+        if chosen:
+            # The sampler says which samples a rank gets, and comes first.
+            chosen.sort(key=lambda node: not any("Sampler" in n for n in _called_in(node)))
+            yield from (_as_place(place, node, scope) for node in chosen)
+            return
+
+
+def _makes_a_loader(node: ast.AST) -> bool:
+    told = ("Loader", "Sampler")
+    return isinstance(node, ast.Assign | ast.Return) and any(
+        word in name for name in _called_in(node) for word in told
+    )
+
+
+def _condition(finding: Finding) -> Iterator[Place]:
+    """The innermost ``if`` that the line stands in."""
+    place = finding.where[0]
+    scope = _function_at(place)
+    holding = [
+        node
+        for node in ast.walk(scope)
+        if isinstance(node, ast.If) and _spans(node, place.line) and node.lineno < place.line
+    ]
+    if holding:
+        yield _as_place(place, max(holding, key=lambda node: node.lineno), scope)
+
+
+def _setting(finding: Finding) -> Iterator[Place]:
+    """Where a setting that differs is written by the program itself, or its schedule steps."""
+    for file in dict.fromkeys(place.file for place in finding.where):
+        for function in _functions(file):
+            for node in ast.walk(function):
+                if _writes_to(node, finding.evidence) or _steps_a_schedule(node):
+                    yield Place(file, getattr(node, "lineno", 0), function.name, "")
+
+
+def _writes_to(node: ast.AST, settings: dict[str, object]) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AugAssign):
+        targets = [node.target]
+    keys = [t.slice for t in targets if isinstance(t, ast.Subscript)]
+    return any(isinstance(key, ast.Constant) and key.value in settings for key in keys)
+
+
+def _steps_a_schedule(node: ast.AST) -> bool:
+    """With an argument, as one that follows a loss."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+        return False
+    names = " ".join(_names_in(node.func.value)).lower()
+    return node.func.attr == "step" and ("sched" in names or "plateau" in names)
+
+
+def _calls_of(*attributes: str) -> Callable[[Finding], Iterator[Place]]:
+    def look(finding: Finding) -> Iterator[Place]:
+        for file in dict.fromkeys(place.file for place in finding.where):
+            for function in _functions(file):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Call) and set(_called_in(node)) & set(attributes):
+                        yield Place(file, node.lineno, function.name, "")
+
+    return look
+
+
+def _own_backward(finding: Finding) -> Iterator[Place]:
+    """What the backward of the Function returns whose forward communicates."""
+    for place in finding.where:
+        for node in ast.walk(_parsed(place.file)):
+            if not isinstance(node, ast.ClassDef) or not _spans(node, place.line):
+                continue
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and function.name == "backward":
+                    for returned in ast.walk(function):
+                        if isinstance(returned, ast.Return):
+                            yield Place(place.file, returned.lineno, "backward", "")
+
+
+_LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
+    "LS107": _calls_of(*_SENDING),
+    "LS203": _of_the_loss,
+    "LS205": _calls_of(*_FSDP_FACTORS),
+    "LS206": _of_the_loss,
+    "LS208": _own_backward,
+    "LS302": _of_the_model,
+    "LS305": _setting,
+    "LS308": _condition,
+    "LS311": _calls_of("eval"),
+    "LS503": _of_the_loader,
+    "LS504": _of_the_loader,
+    "LS505": _of_the_loader,
+    "LS506": _of_the_loader,
+    "LS508": _of_the_loader,
+}
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _functions(file: str) -> list[_Function]:
+    return [node for node in ast.walk(_parsed(file)) if isinstance(node, _Function)]
+
+
+def _function_at(place: Place) -> _Function | ast.Module:
+    """The innermost function that the line stands in, or the module."""
+    holding = [f for f in _functions(place.file) if _spans(f, place.line)]
+    return max(holding, key=lambda f: f.lineno) if holding else _parsed(place.file)
+
+
+def _spans(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _names_at(place: Place) -> tuple[_Function | ast.Module, list[str]]:
+    """The function that the line stands in, and the names that the line's own code uses."""
+    scope = _function_at(place)
+    used = [
+        node
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Name | ast.Attribute) and node.lineno == place.line
+    ]
+    return scope, list(dict.fromkeys(name for node in used for name in _names_in(node)))
+
+
+def _names_in(node: ast.AST) -> list[str]:
+    found = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return found + [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+
+
+def _called_in(node: ast.AST) -> list[str]:
+    functions = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return [str(getattr(f, "attr", getattr(f, "id", ""))) for f in functions]
+
+
+def _assigned_before(scope: ast.AST, names: Sequence[str], line: int) -> Iterator[ast.stmt]:
+    """Assignments of what a call gives to one of `names`, as the text has them."""
+    wanted = set(names)
+    found = [
+        node
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        and node.lineno < line
+        and wanted.intersection(_names_in_targets(node))
+    ]
+    yield from sorted(found, key=lambda node: node.lineno)
+
+
+def _names_in_targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [name for target in targets for name in _names_in(target)]
+
+
+def _as_place(near: Place, node: ast.AST, scope: _Function | ast.Module) -> Place:
+    function = scope.name if isinstance(scope, _Function) else "<module>"
+    return Place(near.file, getattr(node, "lineno", near.line), function, "")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule that steps once for each rank, and has come to its end long before training has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lockstep.audit.rules.scale import TIMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.rules.base import Explained
+    from lockstep.audit.world import SharedTrack, World
+
+_IDLE: Final = 0.25
+"""Of all steps, at least so many were taken with a rate of 0."""
+
+
+class Schedules:
+    """Steps of a schedule against those of its optimizer, and the rate that came of it."""
+
+    codes = (TIMES,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if world.size < 2 or world.has_failed:
+            return
+        for track in world.compared:
+            found = _judge(world, track)
+            if found is not None:
+                yield found
+
+
+def _judge(world: World, track: SharedTrack) -> Finding | None:
+    noted = [facts[track.key] for facts in world.fact("schedules") if track.key in facts]
+    counts = {of_rank.count for of_rank in track.tracks.values()}
+    if len(noted) < world.size or len(counts) > 1:
+        return None
+    taken = counts.pop()
+    # The last step's may be missing: of the schedule, or of the optimizer.
+    times = {round(each["count"] / taken) for each in noted}
+    exact = all(abs(each["count"] - world.size * taken) <= world.size for each in noted)
+    if times != {world.size} or not exact or any(len(each["schedules"]) > 1 for each in noted):
+        return None
+    since = _idle_since(track)
+    if since is None or taken - since < _IDLE * taken:
+        return None
+    return TIMES.finding(
+        f"the schedule stepped {world.size} times, the number of ranks, for each optimizer step, "
+        f"and has set the learning rate to 0 by step {since + 1} of {taken}: nothing was learnt "
+        "after that",
+        "count the schedule's length in steps of one rank: the loader's length before it is "
+        "prepared, or that of the prepared one times the number of ranks; or do not prepare the "
+        "schedule",
+        rank=track.ranks,
+        step=since + 1,
+        evidence={"schedule": noted[0]["count"], "optimizer": taken, "idle": taken - since},
+        where=noted[0]["where"],
+    )
+
+
+def _idle_since(track: SharedTrack) -> int | None:
+    """The first step from which on the rate of all groups is 0, after one in which it was not."""
+    first: int | None = None
+    was_at_work = False
+    for step in next(iter(track.tracks.values())).steps:
+        at_work = any(group.get("lr", 1.0) > 0.0 for group in step.hyper)
+        was_at_work |= at_work
+        if at_work:
+            first = None
+        elif first is None and was_at_work:
+            first = step.number
+    return first

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beside the line that was measured stands the one that leads to it."""
+
+import pytest
+
+from lockstep.audit.finding import Finding, Place
+from lockstep.audit.rules.causes import with_causes
+
+PROGRAM = """
+class Share(Function):
+    @staticmethod
+    def forward(ctx, rows):
+        dist.all_gather(out, rows)  # measured LS208
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[0]  # leads LS208
+
+
+def reader(rank):
+    sampler = OwnSampler(data, seed=rank)  # leads LS503
+    return DataLoader(data, sampler=sampler)
+
+
+def adapt(optimizer, loss):
+    for group in optimizer.param_groups:
+        group["lr"] = 1 / loss  # leads LS305
+
+
+def main():
+    model = Net()  # leads LS302
+    wrapped = DDP(model)
+    wrapped.eval()  # leads LS311
+    optimizer = SGD(model.parameters())
+    loader = reader(rank)
+    for x, y in loader:  # measured LS503
+        out = wrapped(x)  # measured LS311
+        loss = criterion(out, y)
+        loss = loss / len(x)  # leads LS203
+        if y.sum() > 0:
+            loss.backward()  # measured LS203
+        if loss < 3:  # leads LS308
+            adapt(optimizer, loss)
+            optimizer.step()  # measured LS302 LS305 LS308
+"""
+
+
+def _line(word, code):
+    lines = PROGRAM.splitlines()
+    return next(n for n, text in enumerate(lines, 1) if f"# {word}" in text and code in text)
+
+
+@pytest.mark.parametrize("code", ["LS203", "LS208", "LS302", "LS305", "LS308", "LS311", "LS503"])
+def test_the_line_that_leads_there_comes_next(tmp_path, code):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    measured = Place(str(program), _line("measured", code), "main", "")
+    outer = Place(str(program), 1, "<module>", "")
+    found = with_causes(
+        Finding(code, "", "error", "", "", evidence={"lr": {}}, where=[measured, outer])
+    )
+    lines = [place.line for place in found.where]
+    assert lines[0] == measured.line
+    assert _line("leads", code) in lines[1:3]
+    assert lines[-1] == 1
+    assert all(place.text for place in found.where[:-1])
+
+
+@pytest.mark.parametrize("text", ["", "def broken(:\n    x.step()\n"])
+def test_a_file_that_cannot_be_read_leads_nowhere(tmp_path, text):
+    program = tmp_path / "train.py"
+    program.write_text(text)
+    places = [Place(str(program), 2, "main", ""), Place(str(tmp_path / "gone.py"), 1, "f", "")]
+    found = with_causes(Finding("LS308", "", "error", "", "", where=places))
+    assert [place.line for place in found.where] == [2, 1]
