@@ -103,7 +103,7 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         call = Collective(name, users_lines(), ranks_of(kwargs.get("group")))
         call.in_backward = probe.in_backward
         probe.harmlessly(note_call, probe, call)
-        if name.startswith("all_to_all") and not probe.in_backward:
+        if name in handed_on.SWAPS and not probe.in_backward:
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
             probe.harmlessly(_before, probe, call, tensor, args, kwargs)
@@ -119,6 +119,8 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
             probe.harmlessly(_after, probe, call, tensor, result, args, kwargs)
         elif probe.detailed and name == handed_on.OBJECTS:
             probe.harmlessly(handed_on.note_objects, probe, call, args, kwargs)
+        elif probe.detailed and name in handed_on.SWAPS:
+            probe.harmlessly(handed_on.note_swap, probe, call, args, kwargs)
         return result
 
     return watched
@@ -186,6 +188,8 @@ def _after(
         _note_piece(probe, tensor)
     if call.op == "broadcast":
         handed_on.note_broadcast(probe, call, tensor, args, kwargs)
+    elif call.op in handed_on.SWAPS:
+        handed_on.note_swap(probe, call, args, kwargs)
     else:
         gathers.note(probe, call, tensor, args, kwargs)
 

@@ -8,85 +8,22 @@ they were sent, and whether backward communicates.
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep.audit.probe import passed_back
+from lockstep.audit.probe.followed import follow, storage_of
 from lockstep.audit.probe.loss_graph import weight_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lockstep.audit.ledger import Backward, Collective
     from lockstep.audit.probe.probe import Probe
 
 GATHERS: Final = {"all_gather", "all_gather_into_tensor", "all_gather_single"}
-_PASSING_ON: Final = (
-    (torch, "cat"),
-    (torch, "concat"),
-    (torch, "stack"),
-    (torch, "vstack"),
-    (torch.nn.functional, "normalize"),
-)
 _NODES: Final = 5000
 _FRAMES: Final = 12
-
-
-def follow(probe: Probe) -> None:
-    """Follow gathered rows through the operations that usually come next, until backward.
-
-    Only then: TorchScript knows these functions by their identity.
-    """
-    if not probe.following.is_empty:
-        return
-    for owner, name in _PASSING_ON:
-        probe.following.wrap(owner, name, functools.partial(_follower, probe))
-
-
-def _follower(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if isinstance(result, torch.Tensor):
-            given = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
-            parts = given if isinstance(given, list | tuple) else [given]
-            origin = _origin_of(probe, parts)
-            if origin is not None:
-                probe.tainted.append((result, origin))
-        return result
-
-    return watched
-
-
-def _origin_of(probe: Probe, parts: list[Any] | tuple[Any, ...]) -> dict[str, Any] | None:
-    held = [part for part in parts if isinstance(part, torch.Tensor)]
-    for part in held:
-        for known, origin in probe.tainted:
-            if _memory(known) == _memory(part):
-                return origin
-    own = [part for part in held if part.requires_grad]
-    if len(own) != 1:
-        return None
-    for received, origin in probe.detached:
-        # A rank's own rows, which have a gradient, take the place of what was sent of them.
-        others = {_memory(t) for t in received}
-        of_all = len(held) == origin["group"] and origin["rows"] == list(own[0].shape)
-        if of_all and all(part is own[0] or _memory(part) in others for part in held):
-            return origin
-    return None
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    """Where its elements are; of one that waits for another, where that one's are."""
-    held = getattr(tensor, "elem", tensor)
-    if held.layout is not torch.strided or held.is_meta:
-        return None
-    try:
-        return held.untyped_storage().data_ptr() or None
-    except RuntimeError:  # it stands for pieces elsewhere
-        return None
 
 
 def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
@@ -220,7 +157,7 @@ def _gathered_in(probe: Probe, nodes: set[Any]) -> list[dict[str, Any]]:
             found[id(origin)] = origin
     # A stage of a pipeline gives what it was sent a gradient, and sends it back.
     pointers = {
-        _memory(t): origin for t, origin in probe.tainted if not (t.is_leaf and t.requires_grad)
+        storage_of(t): origin for t, origin in probe.tainted if not (t.is_leaf and t.requires_grad)
     }
     pointers.pop(None, None)
     for node in nodes:
@@ -248,7 +185,7 @@ def _saved_from(node: Any, pointers: dict[int | None, dict[str, Any]]) -> list[d
             continue
         saved = getattr(node, name, None)
         for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-            origin = pointers.get(_memory(tensor)) if isinstance(tensor, torch.Tensor) else None
+            origin = pointers.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None
             if origin is not None:
                 found.append(origin)
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that reach the other ranks by broadcasts in turn, or pickled, and arrive without a graph."""
+"""Rows that reach other ranks by broadcasts in turn, swapped, or pickled: without a graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.probe.gathers import taint
+from lockstep.audit.probe.gathers import note_exchange, taint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 OBJECTS: Final = "all_gather_object"
+SWAPS: Final = ("all_to_all", "all_to_all_single")
 _DEPTH: Final = 3
 
 
@@ -38,6 +39,18 @@ def note_broadcast(
         for known, received in probe.received:
             taint(probe, known, received, [received], None)
         probe.received.clear()
+
+
+def note_swap(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
+    """Each rank sent others some of its rows, and received some of theirs."""
+    received = args[0] if args else kwargs.get("output", kwargs.get("output_tensor_list"))
+    sent = args[1] if len(args) > 1 else kwargs.get("input", kwargs.get("input_tensor_list"))
+    if len(call.group) > 1:
+        note_exchange(probe, call, _numbers_in(sent), _numbers_in(received))
+
+
+def _numbers_in(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in _tensors_in(value) if tensor.is_floating_point()]
 
 
 def note_objects(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:

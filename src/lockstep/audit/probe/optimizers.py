@@ -21,10 +21,10 @@ from torch.optim.optimizer import (
 from lockstep.audit.fingerprint import random_states, take
 from lockstep.audit.ledger import Backward, Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
+from lockstep.audit.probe.followed import follow
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
 from lockstep.audit.probe.fully_sharded import names_of_pieces, note_reductions
-from lockstep.audit.probe.gathers import follow
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import (
