@@ -50,6 +50,17 @@ def is_called_by(name: str) -> bool:
     return False
 
 
+def users_frames(count: int) -> list[FrameType]:
+    """The innermost `count` frames that are neither torch's nor ours."""
+    found: list[FrameType] = []
+    walked: FrameType | None = sys._getframe(1)
+    while walked is not None and len(found) < count:
+        if _distance(walked.f_code.co_filename) < 2:
+            found.append(walked)
+        walked = walked.f_back
+    return found
+
+
 def users_lines(frame: FrameType | None = None) -> list[Place]:
     """The innermost lines of the user's own files; of a library's if there are none.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.audit.probe import passed_back
+from lockstep.audit.probe import aliases, passed_back
 from lockstep.audit.probe.followed import follow, storage_of
 from lockstep.audit.probe.loss_graph import weight_at
 
@@ -53,6 +53,18 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
         node = tensor.grad_fn if context is None else context
         if node is not None:
             probe.reduced_in_place.append((tensor, node, origin))
+        elif call.after is not None and not (call.parameter or call.weights):
+            _note_alias(probe, tensor, call.after, origin)
+
+
+def _note_alias(probe: Probe, tensor: torch.Tensor, left: float, origin: dict[str, Any]) -> None:
+    """The same through ``.data``, which autograd does not see either."""
+    changed = aliases.with_gradient(tensor)
+    if changed is not None:
+        since = aliases.number_of_next_node()
+        probe.reduced_in_place.append(
+            (changed, changed.grad_fn, {**origin, "alias": {"left": left, "since": since}})
+        )
 
 
 def note_exchange(
@@ -136,6 +148,10 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
     for result, node, origin in probe.reduced_in_place:
         if node in nodes:
             fact = {**origin, "weight": weight_at(root, node, weight)}
+            if "alias" in origin:
+                fact["alias"] = aliases.facts_of(result, node, nodes, **origin["alias"])
+                if fact["alias"] is None:
+                    continue
             record.gathered.append(fact)
             if node not in scaled:
                 probe.harmlessly(passed_back.watch, probe, result, node, fact)

@@ -91,7 +91,7 @@ def _operands(
     if name in ("MulBackward0", "MulBackward1"):
         return _product(node, inputs, factor, divisor)
     if name in ("DivBackward0", "DivBackward1"):
-        by = _number(getattr(node, "_saved_other", None))
+        by = constant_of(getattr(node, "_saved_other", None))
         if by is not None and by != 0.0 and (len(inputs) < 2 or inputs[1] is None):
             return [(inputs[0], factor / by, by)]
     return []
@@ -103,9 +103,9 @@ def _product(
     if len(inputs) > 1 and inputs[1] is not None:
         if inputs[0] is not None:
             return []  # of two things that both have a gradient: not a weight
-        by = _number(getattr(node, "_saved_self", None))
+        by = constant_of(getattr(node, "_saved_self", None))
         return [] if by is None else [(inputs[1], factor * by, divisor)]
-    other = _number(getattr(node, "_saved_other", None))
+    other = constant_of(getattr(node, "_saved_other", None))
     return [] if other is None else [(inputs[0], factor * other, divisor)]
 
 
@@ -152,7 +152,8 @@ def _elements(node: Any) -> float | None:
     return None if held is None else float(held.numel())
 
 
-def _number(value: Any) -> float | None:
+def constant_of(value: Any) -> float | None:
+    """A number that an operation of the graph kept, or a tensor of one."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None

@@ -20,6 +20,7 @@ from lockstep.audit.rules.one_rank import OneRank
 from lockstep.audit.rules.ownership import Ownership, Participation
 from lockstep.audit.rules.partial_outputs import PartialOutputs
 from lockstep.audit.rules.pieces import Pieces
+from lockstep.audit.rules.pseudo_gradients import PseudoGradients
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.scale import Factors, Sums
@@ -47,6 +48,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Modes(),
     Weights(),
     Sums(),
+    PseudoGradients(),
     Undivided(),
     Again(),
     Consumed(),

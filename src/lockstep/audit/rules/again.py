@@ -7,7 +7,10 @@ are ranks, whatever it is divided by in the end.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, first_found, named
 from lockstep.audit.rules.scale import TWICE, is_near, reductions
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.ledger import Backward, Collective, Step
+    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.world import SharedTrack, World
 
 
@@ -97,7 +101,35 @@ def _each_backward(track: SharedTrack, number: int) -> Finding | None:
     """Sums over ranks to which the next micro-batch's gradients are added, and all added up."""
     rank, step = next(iter(track.steps(number).items()))
     backwards = [b for b in step.backwards if b.kind == "backward"]
-    calls = {n: c for n, c in _by_name(step).items() if len(c) == len(backwards) > 1}
+    if len(backwards) < 2 or any(
+        track.key not in b.before or track.key not in b.gradients for b in backwards
+    ):
+        return None
+    again, calls = _each_parameter(track, rank, step, backwards)
+    what = named(again)
+    if not again:
+        calls = _all_together(track, rank, step, backwards)
+        what = "all gradients together"
+    if not calls:
+        return None
+    size = len(calls[-1].group)
+    return TWICE.finding(
+        f"step {number + 1}: {what} were added up over {size} ranks after each of "
+        f"{len(backwards)} backwards, and not divided in between: what an earlier micro-batch left "
+        f"is part of each later sum, and counts {size} times as much as the next one's",
+        "reduce once, after the last micro-batch of the step, or use op=ReduceOp.AVG each time",
+        rank=track.ranks,
+        step=number + 1,
+        parameters=again,
+        evidence={"after": calls[0].after, "ranks": size, "backwards": len(backwards)},
+        where=calls[-1].where,
+    )
+
+
+def _each_parameter(
+    track: SharedTrack, rank: int, step: Step, backwards: list[Backward]
+) -> tuple[list[str], list[Collective]]:
+    calls = {n: c for n, c in _by_name(step).items() if len(c) == len(backwards)}
     places = {
         shared.name: shared.index[rank] for shared in track.parameters if rank in shared.index
     }
@@ -105,24 +137,57 @@ def _each_backward(track: SharedTrack, number: int) -> Finding | None:
         name
         for name, of_name in calls.items()
         if name in places
-        and all(
-            track.key in b.before
-            and is_near(float(b.before[track.key].norms[places[name]]), call.after or 0.0)
-            for call, b in zip(of_name, backwards[1:], strict=False)
+        and _went_on_with_sums(
+            [c.before or 0.0 for c in of_name],
+            [c.after or 0.0 for c in of_name],
+            [float(b.gradients[track.key].norms[places[name]]) for b in backwards],
+            [float(b.before[track.key].norms[places[name]]) for b in backwards],
         )
     ]
-    if not again:
-        return None
-    first, last = calls[again[0]][0], calls[again[0]][-1]
-    size = len(last.group)
-    return TWICE.finding(
-        f"step {number + 1}: {named(again)} were added up over {size} ranks after each of "
-        f"{len(backwards)} backwards, and not divided in between: what an earlier micro-batch left "
-        f"is part of each later sum, and counts {size} times as much as the next one's",
-        "reduce once, after the last micro-batch of the step, or use op=ReduceOp.AVG each time",
-        rank=track.ranks,
-        step=number + 1,
-        parameters=again,
-        evidence={"after": first.after, "ranks": size, "backwards": len(backwards)},
-        where=last.where,
+    return again, calls[again[0]] if again else []
+
+
+def _went_on_with_sums(
+    given: list[float], summed: list[float], left: list[float], found: list[float]
+) -> bool:
+    """Did each backward but the first begin with the sum of what the one before had left?
+
+    By norms: what the reductions were given and made of it, what backwards left, and found.
+    Gradients that are divided before they are added up stay what they are in the next sum.
+    """
+    return all(map(is_near, given, left)) and all(map(is_near, found[1:], summed))
+
+
+def _all_together(
+    track: SharedTrack, rank: int, step: Step, backwards: list[Backward]
+) -> list[Collective]:
+    """The same of copies, as one flat tensor or several: as many elements as all gradients have."""
+    given = backwards[-1].gradients[track.key]
+    sizes = [
+        math.prod(p.shape)
+        for place, p in enumerate(track.tracks[rank].parameters)
+        if not given.is_absent(place)
+    ]
+    calls = [
+        c
+        for c in step.collectives
+        if (c.op, c.reduction) == ("all_reduce", "SUM")
+        and not (c.parameter or c.weights or c.in_backward)
+        and math.prod(c.shape) > 1
+        and len(c.group) > 1
+    ]
+    each, rest = divmod(len(calls), len(backwards))
+    parts = [calls[i * each : (i + 1) * each] for i in range(len(backwards))]
+    if rest or any(sum(math.prod(c.shape) for c in part) != sum(sizes) for part in parts):
+        return []
+    went_on = _went_on_with_sums(
+        [math.hypot(*(c.before or 0.0 for c in part)) for part in parts],
+        [math.hypot(*(c.after or 0.0 for c in part)) for part in parts],
+        [_length(b.gradients[track.key]) for b in backwards],
+        [_length(b.before[track.key]) for b in backwards],
     )
+    return calls if went_on else []
+
+
+def _length(of_all: Fingerprint) -> float:
+    return float(np.sqrt(np.nansum(np.square(of_all.norms))))

@@ -138,7 +138,10 @@ def _outside(
         if scalar:
             return _summed_twice(track, number, fact)
         return _without_adjoint(track, number, fact, steps)
-    if scalar:
+    alias = fact.get("alias")
+    if alias is not None and not _tells(alias, fact, backwards, steps):
+        return None
+    if scalar and (alias is None or not alias["bends"]):
         if weight is None or not _close(abs(weight) * size, 1.0) or fact["reduction"] != "SUM":
             return None
         return _as_finding(
@@ -163,6 +166,31 @@ def _outside(
         "use torch.distributed.nn.functional.all_reduce, whose backward adds up as well",
         {},
     )
+
+
+def _tells(
+    alias: dict[str, Any],
+    fact: dict[str, Any],
+    backwards: tuple[Backward, ...],
+    steps: dict[int, Step],
+) -> bool:
+    """Is a sum that was made behind autograd's back certainly one whose gradient is too small?
+
+    A mean over ranks made so is right where all compute one loss from it and a wrapper averages,
+    and so is a sum where the loss is multiplied by their number. A sum from which the loss is
+    computed by sums and products with numbers changes no gradient.
+    """
+    size = fact["group"]
+    fed = {step.fed for step in steps.values()}
+    averaged = all(any(f["armed"] for f in b.wrappers.values()) for b in backwards)
+    if fact["reduction"] != "SUM" or size < len(steps) or not averaged:
+        return False
+    if len(fed) < len(steps) or None in fed:
+        return False  # they may share the work on the same samples
+    if alias["bends"]:
+        return not any(_close(f / size, max(1.0, round(f / size))) for f in alias["factors"])
+    once = all(len(step.backwards) == 1 for step in steps.values())  # else 1/W may be their number
+    return once and _close(abs(fact.get("weight") or 0.0) * size, 1.0)
 
 
 def _without_adjoint(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding, Place
-    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.ledger import Collective, Step, Term
     from lockstep.audit.world import SharedTrack, World
 
 TWICE = Code("LS204", "gradients were reduced twice")
@@ -224,6 +224,18 @@ def _is_over_chosen(track: SharedTrack, number: int) -> bool:
     return len({t.count for t in terms}) == 1 and all(" of " in t.op for t in terms)
 
 
+def _own_count(terms: list[Term]) -> float | None:
+    """Of how many elements of its own a rank takes the mean, in one backward or in all of them.
+
+    A loss knows how many there were; what was only added up may hold masked ones as well.
+    """
+    if all(t.kind == "mean" for t in terms):
+        return terms[0].count
+    if all(t.kind == "sum" and t.op != "sum" for t in terms):
+        return sum(t.count for t in terms)
+    return None
+
+
 def _is_count_of_all(step: Step, count: float) -> bool:
     """Has the program added up over ranks what it divides by?"""
     sums = [c for c in step.collectives if (c.op, c.reduction) == ("all_reduce", "SUM")]
@@ -238,11 +250,10 @@ def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
     total = 0.0
     for step in track.steps(number).values():
         backwards = [b for b in step.backwards if b.kind == "backward"]
-        if not backwards or any(
-            len(b.terms) != 1 or b.gathered or b.terms[0].kind != "mean" for b in backwards
-        ):
+        if not backwards or any(len(b.terms) != 1 or b.gathered for b in backwards):
             return None
-        if _is_count_of_all(step, backwards[0].terms[0].count):
+        divisor = _own_count([b.terms[0] for b in backwards])
+        if divisor is None or _is_count_of_all(step, divisor):
             return None
         total = sum(abs(b.terms[0].weight) * b.terms[0].count for b in backwards)
         reduced = any(f["armed"] for f in backwards[-1].wrappers.values())

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors with a gradient whose values a collective changes through ``.data`` or ``.detach()``.
+
+What is communicated has no graph then, and shares its memory with a tensor that has one, which the
+calling functions hold. What counts is what is computed from that tensor afterwards: whether the
+sum is still there when backward begins, and whether gradients depend on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.audit.probe.frames import users_frames
+from lockstep.audit.probe.loss_graph import constant_of, weight_at
+from lockstep.audit.probe.passed_back import has_hooks
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_CLOSE: Final = 1e-4
+_FRAMES: Final = 2
+_HELD_BY_FRAME: Final = 3
+"""References to a frame's dictionary of locals: the frame's, and two while one looks."""
+
+_LINEAR: Final = {
+    f"{name}Backward0"
+    for name in (
+        *("Add", "Sub", "Neg", "Mean", "Sum", "View", "ReshapeAlias", "UnsafeView", "Unsqueeze"),
+        *("Squeeze", "Clone", "ToCopy", "Alias", "Select", "Slice", "Index", "Permute", "T"),
+        *("Transpose", "Expand", "Cat", "Stack", "Diagonal"),
+    )
+} | {"MeanBackward1", "SumBackward1", "SqueezeBackward1"}
+
+
+def with_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """One of the callers' local variables that is computed by autograd and lies where it lies."""
+    if tensor.requires_grad or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    for frame in users_frames(_FRAMES):
+        for value in _values(frame):
+            if isinstance(value, torch.Tensor) and _lies_where(value, tensor):
+                return value
+    return None
+
+
+def _values(frame: FrameType) -> list[Any]:
+    names = frame.f_locals
+    values = list(names.values())
+    in_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if in_function and type(names) is dict and sys.getrefcount(names) <= _HELD_BY_FRAME:
+        names.clear()  # a copy, which would keep tensors alive for as long as the function runs
+    return values
+
+
+def _lies_where(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if value.grad_fn is None or value.layout is not torch.strided:
+        return False
+    return (
+        value.numel() == tensor.numel()
+        and value.device == tensor.device
+        and not value.is_meta
+        and value.data_ptr() == tensor.data_ptr()
+    )
+
+
+def number_of_next_node() -> int:
+    """Operations that autograd sees from here on have numbers that are not smaller."""
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).clone().grad_fn
+    return sys.maxsize if node is None else int(node._sequence_nr())
+
+
+def facts_of(
+    tensor: torch.Tensor, node: Any, nodes: set[Any], left: float, since: int
+) -> dict[str, Any] | None:
+    """How `tensor`, in which there was a sum over ranks, is used in the loss that is sent back.
+
+    None if it is not used after that, was changed behind autograd's back, or has hooks.
+
+    Args:
+        tensor: what autograd had computed.
+        node: by this operation, before the sum.
+        nodes: those of the loss's graph.
+        left: the tensor's norm when the sum was there; of one number, the number.
+        since: the number of the operations that came after.
+    """
+    later = {n for n in nodes if _is_given(n, node) and n._sequence_nr() >= since}
+    if not later or has_hooks(tensor):
+        return None
+    held = tensor.detach().double()
+    now = float(held) if held.numel() == 1 else float(held.norm())
+    by_autograd = weight_at(tensor, node)  # as `t /= n` does, after `all_reduce(t.data)`
+    if by_autograd is None or not math.isclose(abs(now), abs(left * by_autograd), rel_tol=_CLOSE):
+        return None
+    above = _above(nodes, later)
+    factors = {abs(f) for n in above if (f := _factor(n)) is not None}
+    return {"bends": any(not _is_linear(n) for n in above), "factors": sorted(factors)}
+
+
+def _is_given(node: Any, target: Any) -> bool:
+    return any(fn is target or fn == target for fn, _ in node.next_functions)
+
+
+def _above(nodes: set[Any], begin: set[Any]) -> set[Any]:
+    """The nodes that `begin` are, and those to which their results go."""
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for given, _ in node.next_functions:
+            if given is not None:
+                users.setdefault(given, []).append(node)
+    found: set[Any] = set()
+    waiting = list(begin)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += users.get(node, [])
+    return found
+
+
+def _is_linear(node: Any) -> bool:
+    inputs = [fn for fn, _ in node.next_functions]
+    name = node.name()
+    if name in ("MulBackward0", "MulBackward1"):
+        return sum(fn is not None for fn in inputs) == 1
+    if name in ("DivBackward0", "DivBackward1"):
+        return len(inputs) < 2 or inputs[1] is None
+    return name in _LINEAR
+
+
+def _factor(node: Any) -> float | None:
+    """The number that it multiplies by."""
+    if not _is_linear(node):
+        return None
+    name = node.name()
+    if name.startswith("Mul"):
+        saved = "_saved_other" if node.next_functions[0][0] is not None else "_saved_self"
+        return constant_of(getattr(node, saved, None))
+    if name.startswith("Div"):
+        by = constant_of(getattr(node, "_saved_other", None))
+        return 1.0 / by if by else None
+    return None
