@@ -70,6 +70,7 @@ class Term:
 class Backward:
     """One ``backward()`` or ``autograd.grad()``.
 
+    `factor` is what the whole loss was multiplied by in the end, and `terms` what it consists of.
     By optimizer: `before` and `gradients` are what its parameters' gradients were when it began and
     when it returned, and `own` this rank's, as they went into a communication hook. `hooked` tells
     what hooks of the program's own made of the gradient of a parameter, by its name: it was
@@ -82,6 +83,7 @@ class Backward:
     where: list[Place]
     loss: float | None = None
     terms: list[Term] = field(default_factory=list)
+    factor: float | None = None
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     gathered: list[dict[str, Any]] = field(default_factory=list)
     before: dict[str, Fingerprint] = field(default_factory=dict)
