@@ -192,7 +192,9 @@ class Loading:
     dataset that it was taken from. `rows` tells, for each tensor of a batch, what the samples of
     the first `indices` held, and `shapes` are those of the first batch. What a sampler says of
     itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
-    `used` are the places of the batches that a backward followed.
+    `used` are the places of the batches that a backward followed. `drawn` tells of each worker what
+    its ``worker_init_fn``, at `seeded_at`, left the generators at; see
+    `lockstep.audit.probe.worker_draws`.
     """
 
     key: str
@@ -214,6 +216,8 @@ class Loading:
     step: int = 0
     worker_seed: int | None = None
     workers: int = 0
+    drawn: list[dict[str, Any]] = field(default_factory=list)
+    seeded_at: list[Place] = field(default_factory=list)
 
 
 @dataclass

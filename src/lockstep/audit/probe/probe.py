@@ -242,6 +242,7 @@ class Probe:
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.loader_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
+        self.draws: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None
         self.stepping: list[int] = []
         self.steps_done = 0
