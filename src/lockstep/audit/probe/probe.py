@@ -163,6 +163,8 @@ class Window:
         self.inputs: list[dict[str, Any]] = []
         self.fed: int | None = None
         self.fed_shapes: list[list[int]] = []
+        self.fed_arguments: list[dict[str, Any]] = []
+        self.fed_where: list[Place] = []
         self.acting: tuple[weakref.ref[torch.nn.Module], list[Place]] | None = None
         self.mode: dict[str, Any] = {}
         self.frozen: list[tuple[weakref.ref[torch.nn.Module], list[Place]]] = []
