@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that prepare workers: seeds by the rank, by each index, for nothing, or for a size."""
+"""Functions that prepare workers: seeds by rank or index, for nothing, for a size, to evaluate."""
 
 import random
 
@@ -76,4 +76,9 @@ for seed, (draws, prepare, collate) in enumerate(
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+with torch.no_grad():
+    data = Samples(of_numpy)
+    sampler = DistributedSampler(data, seed=9)
+    for x, _ in DataLoader(data, 6, sampler=sampler, num_workers=1, worker_init_fn=by_number):
+        model.module(x)
 dist.destroy_process_group()

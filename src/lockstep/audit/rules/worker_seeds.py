@@ -62,7 +62,8 @@ def _differ_by_function(loadings: dict[int, Loading]) -> bool:
 
 def _by_function(loadings: dict[int, Loading]) -> Finding | None:
     first = loadings[min(loadings)]
-    if not _read_different_samples(loadings):
+    # What is evaluated may be seeded alike on purpose, so that its numbers are those of any run.
+    if not _read_different_samples(loadings) or not any(x.training for x in loadings.values()):
         return None
     drawn, differs = _drawn(_side_by_side(loadings))
     if not drawn:
