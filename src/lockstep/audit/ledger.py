@@ -70,6 +70,8 @@ class Term:
 class Backward:
     """One ``backward()`` or ``autograd.grad()``.
 
+    `factor` is what the whole loss was multiplied by in the end, and `terms` what it consists of;
+    `targets` stand for what it compares with.
     By optimizer: `before` and `gradients` are what its parameters' gradients were when it began and
     when it returned, and `own` this rank's, as they went into a communication hook. `hooked` tells
     what hooks of the program's own made of the gradient of a parameter, by its name: it was
@@ -82,6 +84,8 @@ class Backward:
     where: list[Place]
     loss: float | None = None
     terms: list[Term] = field(default_factory=list)
+    factor: float | None = None
+    targets: list[dict[str, Any]] = field(default_factory=list)
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     gathered: list[dict[str, Any]] = field(default_factory=list)
     before: dict[str, Fingerprint] = field(default_factory=dict)
@@ -116,8 +120,9 @@ class Step:
     """One optimizer step.
 
     `random` stands for the states of torch's and numpy's default generators; `inputs` for what the
-    wrappers' forwards were given (``hash``), and the generators' states then (``random``,
-    ``where``); `fed` and `fed_shapes` for what the first module that was called was given, and
+    wrappers' forwards were given (``hash``, and tensor by tensor ``arguments``), and the
+    generators' states then (``random``, ``where``); `fed`, `fed_shapes` and `fed_arguments` for
+    what the first module that was called was given, at `fed_where`, and
     `mode` for which of its parts were in training mode. `frozen` are modules without a trained
     parameter that were called (``module``, ``names``, ``prints``, ``where``). `unreduced` are the
     parameters whose gradients ``fully_shard`` still kept back (``names``, the ``backwards`` that
@@ -144,6 +149,8 @@ class Step:
     inputs: list[dict[str, Any]] = field(default_factory=list)
     fed: int | None = None
     fed_shapes: list[list[int]] = field(default_factory=list)
+    fed_arguments: list[dict[str, Any]] = field(default_factory=list)
+    fed_where: list[Place] = field(default_factory=list)
     mode: dict[str, Any] = field(default_factory=dict)
     frozen: list[dict[str, Any]] = field(default_factory=list)
     unreduced: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +197,9 @@ class Loading:
     dataset that it was taken from. `rows` tells, for each tensor of a batch, what the samples of
     the first `indices` held, and `shapes` are those of the first batch. What a sampler says of
     itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
-    `used` are the places of the batches that a backward followed.
+    `used` are the places of the batches that a backward followed. `drawn` tells of each worker what
+    its ``worker_init_fn``, at `seeded_at`, left the generators at; see
+    `lockstep.audit.probe.worker_draws`.
     """
 
     key: str
@@ -212,6 +221,8 @@ class Loading:
     step: int = 0
     worker_seed: int | None = None
     workers: int = 0
+    drawn: list[dict[str, Any]] = field(default_factory=list)
+    seeded_at: list[Place] = field(default_factory=list)
 
 
 @dataclass

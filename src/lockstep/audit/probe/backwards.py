@@ -10,9 +10,10 @@ from torch._C._functorch import maybe_current_level
 
 from lockstep.audit.ledger import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
+from lockstep.audit.probe.arguments import targets_of
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.hooked import watched_hooks
-from lockstep.audit.probe.loss_graph import terms_of
+from lockstep.audit.probe.loss_graph import factor_of, terms_of
 from lockstep.audit.probe.modes import note_mode
 from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions
 from lockstep.audit.probe.own_gradients import own_gradients
@@ -88,7 +89,9 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
         weight = 1.0  # what the batch counts for, which the reduction divides by
     try:
         record.loss = float(root.detach())
+        record.factor = factor_of(root, weight)
         record.terms = terms_of(root, weight)
+        record.targets = probe.harmlessly(targets_of, probe, root) or []
         gathers.describe(probe, record, root, weight)
     except RuntimeError:  # saved tensors are gone: a second backward through the same graph
         record.terms = []

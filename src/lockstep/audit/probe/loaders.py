@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import dataloader as module
 from lockstep.audit.fingerprint import take
 from lockstep.audit.ledger import Loading
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,9 +32,11 @@ _ELEMENTS: Final = 256
 
 
 def install(probe: Probe) -> None:
-    """Watch iterations over ``DataLoader`` in this process; its workers are left alone."""
+    """Watch iterations over ``DataLoader``; of its workers, only those that a function seeds."""
     iterator = module._BaseDataLoaderIter
     probe.patches.wrap(iterator, "__init__", functools.partial(_beginner, probe))
+    with_workers = module._MultiProcessingDataLoaderIter
+    probe.patches.wrap(with_workers, "__init__", functools.partial(_starter, probe))
     probe.patches.wrap(iterator, "_next_index", functools.partial(_indexer, probe))
     probe.patches.wrap(iterator, "__next__", functools.partial(_deliverer, probe))
 
@@ -64,6 +68,36 @@ def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
         probe.loading[self] = loading
 
     return watched
+
+
+def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Without a ``worker_init_fn`` the loader's own seed says it all."""
+
+    def watched(self: Any, loader: DataLoader[Any]) -> None:
+        theirs: Any = vars(loader).get("worker_init_fn")
+        memory = probe.harmlessly(_shared, probe, loader) if theirs is not None else None
+        if memory is None:
+            original(self, loader)
+            return
+        stand_in = SeenInit(theirs, memory)
+        loader.worker_init_fn = stand_in
+        try:
+            original(self, loader)
+        finally:
+            loader.worker_init_fn = theirs
+            if getattr(self, "_worker_init_fn", None) is stand_in:
+                self._worker_init_fn = theirs
+        loading = probe.loading.get(self)
+        if loading is not None:
+            loading.seeded_at = probe.harmlessly(places_of, theirs) or []
+            probe.draws[self] = memory
+
+    return watched
+
+
+def _shared(probe: Probe, loader: DataLoader[Any]) -> Any:
+    is_wanted = probe.is_on and len(probe.ledger.loadings) < _LOADINGS
+    return RawArray("q", room_for(loader.num_workers)) if is_wanted else None
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
@@ -145,6 +179,8 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
                 loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)) ^ in_order)
                 probe.harmlessly(_note_rows, loading, tensors)
             probe.delivered = loading
+            if self in probe.draws:
+                loading.drawn = drawn_by_workers(probe.draws[self])
         return batch
 
     return watched

@@ -42,6 +42,14 @@ _TRANSPARENT: Final = {
     "UnsafeViewBackward0",
 }
 
+_FACTORS: Final = {
+    "NegBackward0",
+    "MulBackward0",
+    "MulBackward1",
+    "DivBackward0",
+    "DivBackward1",
+}
+
 
 def terms_of(loss: torch.Tensor, weight: float = 1.0) -> list[Term]:
     """The reductions that `loss` ends with, each with the weight of one element.
@@ -70,6 +78,27 @@ def terms_of(loss: torch.Tensor, weight: float = 1.0) -> list[Term]:
         else:
             waiting.extend(_operands(node, factor, divisor))
     return terms
+
+
+def factor_of(loss: torch.Tensor, weight: float = 1.0) -> float:
+    """What `loss` was multiplied by, as a whole, in the last lines that made it.
+
+    Args:
+        loss: a scalar with a graph.
+        weight: of the loss itself, e.g. backward's ``gradient=``.
+
+    Gradient:
+        None: it reads the graph.
+    """
+    node, factor = loss.grad_fn, weight
+    for _ in range(_NODES):
+        if node is None or node.name() not in _TRANSPARENT | _FACTORS:
+            break
+        operands = _operands(node, factor, None)
+        if len(operands) != 1:
+            break
+        node, factor, _ = operands[0]
+    return factor
 
 
 def _operands(

@@ -173,6 +173,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
     step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode
+    step.fed_arguments, step.fed_where = window.fed_arguments, window.fed_where
     if _looks_at_all(probe, step):
         step.frozen = prints_of(probe, window.frozen)
     step.random = random_states()

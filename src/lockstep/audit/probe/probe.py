@@ -163,6 +163,8 @@ class Window:
         self.inputs: list[dict[str, Any]] = []
         self.fed: int | None = None
         self.fed_shapes: list[list[int]] = []
+        self.fed_arguments: list[dict[str, Any]] = []
+        self.fed_where: list[Place] = []
         self.acting: tuple[weakref.ref[torch.nn.Module], list[Place]] | None = None
         self.mode: dict[str, Any] = {}
         self.frozen: list[tuple[weakref.ref[torch.nn.Module], list[Place]]] = []
@@ -242,6 +244,7 @@ class Probe:
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.loader_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
+        self.draws: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None
         self.stepping: list[int] = []
         self.steps_done = 0

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.audit.fingerprint import random_states, take
 from lockstep.audit.prints import samples_per_tensor
+from lockstep.audit.probe.arguments import arguments_of
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.loaders import tensors_in
@@ -157,10 +158,12 @@ def _note_fed(probe: Probe, args: Any) -> None:
     tensors = tensors_in(args, 4)
     if tensors:
         held = take(tensors, [0] * len(tensors), norms=False)
+        arguments, lines = arguments_of(probe, args), users_lines()
         for window in probe.each_window():
             if window.fed is None:
                 window.fed = int(np.bitwise_xor.reduce(held.hashes))
                 window.fed_shapes = [list(t.shape) for t in tensors]
+                window.fed_arguments, window.fed_where = arguments, lines
 
 
 def _note_inputs(probe: Probe, args: Any) -> None:
@@ -170,6 +173,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     held = take(tensors, [0] * len(tensors), norms=False)
     noted = {
         "hash": int(np.bitwise_xor.reduce(held.hashes)),
+        "arguments": arguments_of(probe, args),
         "random": random_states(),
         "where": users_lines(),
     }

@@ -15,6 +15,7 @@ from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients
 from lockstep.audit.rules.left_out import LeftOut
 from lockstep.audit.rules.liveness import Liveness
+from lockstep.audit.rules.loss_scales import LossScales
 from lockstep.audit.rules.modes import Modes
 from lockstep.audit.rules.one_rank import OneRank
 from lockstep.audit.rules.ownership import Ownership, Participation
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lockstep.audit.rules.base import Code, Rule
 
 RULES: Final[tuple[Rule, ...]] = (
+    LossScales(),
     Gradients(),
     LeftOut(),
     OneRank(),

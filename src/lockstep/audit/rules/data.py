@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.base import Code, Explained
 from lockstep.audit.rules.overlap import SAME, same_samples, shares_out
+from lockstep.audit.rules.worker_seeds import SEEDS, equal_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 ORDER = Code("LS504", "the same order in every epoch", "warning")
 EVALUATED = Code("LS505", "samples read more than once in evaluation", "warning")
-SEEDS = Code("LS506", "equal worker seeds on all ranks", "notice")
 
 _PADDING: Final = ("DistributedSampler", "BatchSamplerShard")
 """Torch's and Accelerate's: both give every rank as many samples, some of them twice."""
@@ -35,7 +35,11 @@ class Data:
             return
         reported: set[tuple[str, str]] = set()
         for loadings in _side_by_side(world):
-            for found in (same_samples(world, loadings), _twice(world, loadings), _seeds(loadings)):
+            for found in (
+                same_samples(world, loadings),
+                _twice(world, loadings),
+                equal_seeds(loadings),
+            ):
                 known = (found.code, loadings[min(loadings)].key) if found else None
                 if found is not None and known not in reported:
                     explained.same_samples |= found.code == SAME.code
@@ -98,22 +102,6 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
 
 def _gathers(world: World) -> bool:
     return any("gather" in call.op for led in world.ledgers.values() for call in led.calls)
-
-
-def _seeds(loadings: dict[int, Loading]) -> Finding | None:
-    seeds = {rank: x.worker_seed for rank, x in loadings.items() if x.worker_seed is not None}
-    if len(seeds) < 2 or len(set(seeds.values())) > 1:
-        return None
-    first = loadings[min(loadings)]
-    return SEEDS.finding(
-        f"the loader workers of {first.key} have the same seeds on ranks {sorted(seeds)}: random "
-        "augmentation repeats from rank to rank",
-        "DataLoader(..., generator=torch.Generator().manual_seed(seed + rank)), if the dataset "
-        "draws random numbers",
-        rank=sorted(seeds),
-        evidence={"base_seed": next(iter(seeds.values()))},
-        where=first.where,
-    )
 
 
 def _order(rank: int, loadings: list[Loading]) -> Finding | None:

@@ -35,7 +35,7 @@ class Gradients:
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         for track in world.compared:
-            if track.returns_to_agreement:
+            if track.key in explained.tracks or track.returns_to_agreement:
                 continue
             found = (
                 _first_mixed(track)

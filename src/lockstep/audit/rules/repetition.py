@@ -11,6 +11,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from lockstep.audit.by_design import is_model_parallel
+from lockstep.audit.rules.arguments import drawn_alike
 from lockstep.audit.rules.base import Code, Explained
 
 if TYPE_CHECKING:
@@ -37,10 +38,31 @@ class Repetition:
         for track in world.compared:
             if track.key in explained.tracks:
                 continue
-            found = [f for f in (_same_random(track), _same_inputs(track)) if f is not None]
+            found = [f for f in (_same_noise(track), _same_inputs(track)) if f is not None]
             yield from found
             if found:
                 return
+
+
+def _same_noise(track: SharedTrack) -> Finding | None:
+    return _same_random(track) or _same_arguments(track)
+
+
+def _same_arguments(track: SharedTrack) -> Finding | None:
+    alike = drawn_alike(track)
+    if alike is None:
+        return None
+    return RANDOM.finding(
+        f"{alike.same}, {alike.size} numbers in no order and new in each step, was the same on all "
+        f"ranks in steps {alike.steps[0] + 1} to {alike.steps[-1] + 1}, while {alike.other} was "
+        "not: noise repeats from rank to rank if it was drawn",
+        "seed the generator that it is drawn from with the rank: "
+        "`torch.Generator().manual_seed(seed + rank)`, if the draws are meant to differ",
+        rank=track.ranks,
+        step=alike.steps[0] + 1,
+        evidence={"same": alike.same, "different": alike.other, "steps": len(alike.steps)},
+        where=alike.where,
+    )
 
 
 def _same_random(track: SharedTrack) -> Finding | None:
