@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.prints import Fingerprint
+    from lockstep.audit.probe.frozen import Known
 
 
 _kept: list[Any] = []
@@ -217,7 +218,7 @@ class Probe:
         self.owned: dict[int, weakref.ref[Any]] = {}
         self.windows: weakref.WeakKeyDictionary[Any, Window] = weakref.WeakKeyDictionary()
         self.recent = Window()
-        self.is_frozen: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self.is_frozen: dict[int, Known] = {}
         self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.own_gradients: dict[int, Fingerprint] = {}
         self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []
