@@ -53,11 +53,14 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
 def are_own_models(track: SharedTrack) -> bool:
     """Does each rank train a model of its own, as one trial of a search?
 
-    Their shapes say so, or their settings where they never were the same: a replica that nobody
-    synchronises is built and trained as the others are.
+    Their names or shapes say so, or their settings where they never were the same: a replica that
+    nobody synchronises is built and trained as the others are.
     """
     if len(track.ranks) < 2 or not track.numbers or _is_synchronised(track):
         return False
+    held = [{p.name for p in t.parameters if p.in_module} for t in track.tracks.values()]
+    if all(held) and len(set().union(*held)) == sum(map(len, held)):
+        return True
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for of_rank in track.tracks.values():
         for param in of_rank.parameters:
