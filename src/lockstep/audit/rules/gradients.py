@@ -140,7 +140,7 @@ def _first_different(world: World, track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         differences = track.differences("gradients", number)
         if differences:
-            if _is_by_design(world, track, differences) or _reduces_in_its_step(track):
+            if _is_by_design(world, track, differences) or reduces_in_its_step(track):
                 return None
             return _as_finding(world, track, number, differences)
     return None
@@ -160,7 +160,7 @@ def _is_by_design(world: World, track: SharedTrack, differences: list[Difference
     )
 
 
-def _reduces_in_its_step(track: SharedTrack) -> bool:
+def reduces_in_its_step(track: SharedTrack) -> bool:
     """An optimizer of the program's own: other gradients go in, and the same weights come out."""
     changed = any(
         step.entry is not None
