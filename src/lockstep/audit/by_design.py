@@ -10,8 +10,9 @@ whose rows travel between ranks in backward too, and tensors of no module, as co
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,10 +75,11 @@ def are_own_models(track: SharedTrack) -> bool:
 
 
 def tell_of_own_models(world: World, track: SharedTrack) -> bool:
-    """Do ranks that nothing synchronises send one another what they have, every few steps?
+    """Do ranks that nothing synchronises send one another what they have?
 
-    As in elastic averaging, codistillation, or models that are swapped. What is sent in every step
-    are gradients; plain weights that are added up are to become those of all ranks.
+    As in elastic averaging, codistillation, or models that are swapped every few steps, or gossip
+    after each. Other than weights, what is sent in every step are gradients; plain weights that are
+    added up are to become those of all ranks.
     """
     if _reduces_gradients(track):
         return False
@@ -89,9 +91,27 @@ def tell_of_own_models(world: World, track: SharedTrack) -> bool:
             for t in world.tracks
             if rank in t.tracks and t.made_as == track.made_as
         )
-        if not sent or 2 * len(sent) > taken or all(s["plain"] for s in sent):
+        if not sent or all(s["weights"] and s["op"] in _REDUCING for s in sent):
+            return False
+        if 2 * len(sent) > taken and not _mixes_in_weights(track, rank, sent):
             return False
     return True
+
+
+def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[dict[str, Any]]) -> bool:
+    """Are they weights, to a peer or to all, and do a rank's change between its steps?
+
+    Weights that are gathered and change nothing may be looked at only.
+    """
+    told = {s["op"] for s in sent if s["weights"]} - set(_REDUCING)
+    if not told or rank not in track.tracks:
+        return False
+    steps = track.tracks[rank].steps
+    return any(
+        a.exit is not None and b.entry is not None and bool((a.exit.hashes != b.entry.hashes).any())
+        for a, b in itertools.pairwise(steps)
+        if b.number == a.number + 1
+    )
 
 
 def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:

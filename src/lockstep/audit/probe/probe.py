@@ -112,6 +112,7 @@ class Watched:
         self.track = track
         self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self.counts = [p.samples for p in track.parameters]
+        self.parts_sent: set[int] = set()
         self.step: Step | None = None
         self.next_is_detailed = True
         self._put_back: Callable[[], None] | None = None
