@@ -17,11 +17,19 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.ledger import Collective, Loading, Step
     from lockstep.audit.world import SharedTrack, World
 
 _REDUCING: Final = ("all_reduce", "reduce")
 _STEPS: Final = 3
+_WITHOUT_NUMBERS: Final = (
+    "all_gather_object",
+    "barrier",
+    "broadcast_object_list",
+    "gather_object",
+    "monitored_barrier",
+    "scatter_object_list",
+)
 
 
 def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozenset[str]:
@@ -96,6 +104,31 @@ def tell_of_own_models(world: World, track: SharedTrack) -> bool:
         if 2 * len(sent) > taken and not _mixes_in_weights(track, rank, sent):
             return False
     return True
+
+
+def exchange_nothing(world: World, track: SharedTrack) -> bool:
+    """Do ranks train models that never were the same, and nothing says that they should be?
+
+    As the folds of a cross-validation: no wrapper, no numbers that passed between ranks from the
+    first step to the last one, and no samples that were dealt out by rank.
+    """
+    if len(track.ranks) < 2 or not track.numbers or world.sync_of_lockstep():
+        return False
+    for ledger in world.ledgers.values():
+        steps = [step for t in ledger.tracks for step in t.steps]
+        if any(p.wrapper or p.sharded for t in ledger.tracks for p in t.parameters):
+            return False
+        if any(b.wrappers for step in steps for b in step.backwards):
+            return False
+        if any(c.op not in _WITHOUT_NUMBERS for step in steps for c in step.collectives):
+            return False
+        if ledger.facts.get("models_sent") or any(map(_is_dealt_out, ledger.loadings)):
+            return False
+    return bool(track.differences("entry", track.numbers[0]))
+
+
+def _is_dealt_out(loading: Loading) -> bool:
+    return loading.replicas is not None or "Distributed" in loading.sampler
 
 
 def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[dict[str, Any]]) -> bool:
