@@ -124,7 +124,8 @@ def exchange_nothing(world: World, track: SharedTrack) -> bool:
             return False
         if ledger.facts.get("models_sent") or any(map(_is_dealt_out, ledger.loadings)):
             return False
-    return bool(track.differences("entry", track.numbers[0]))
+    first = track.numbers[0]
+    return bool(track.differences("entry", first) and track.differences("gradients", first))
 
 
 def _is_dealt_out(loading: Loading) -> bool:

@@ -68,6 +68,8 @@ def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:
 
 def _are_weights(watched: Watched, tensor: torch.Tensor) -> bool:
     """Is it what the optimizer holds, unchanged? Their mean would be the model of all ranks."""
+    if any(hasattr(p, "to_local") for p in watched.parameters):
+        return False  # pieces: the norm of the whole would take a collective
     with torch.no_grad():
         norms = [float(p.detach().double().norm()) for p in watched.parameters]
         weights = math.sqrt(sum(norm**2 for norm in norms))
@@ -77,13 +79,18 @@ def _are_weights(watched: Watched, tensor: torch.Tensor) -> bool:
 def _are_scaled_weights(watched: Watched, tensor: torch.Tensor) -> bool:
     """Do they point where the optimizer's point, as a share of them that a peer is to add?"""
     sizes = [p.numel() for p in watched.parameters]
-    if tensor.numel() != sum(sizes):
+    if tensor.numel() != sum(sizes) or any(hasattr(p, "to_local") for p in watched.parameters):
         return False
+    both = ours = theirs = 0.0
     with torch.no_grad():
-        flat = torch.cat([p.detach().reshape(-1).double() for p in watched.parameters])
-        sent = tensor.detach().reshape(-1).double()
-        lengths = float(flat.norm()) * float(sent.norm())
-        return lengths > 0.0 and float(flat @ sent) >= (1.0 - _SAME) * lengths
+        pieces = tensor.detach().reshape(-1).split(sizes)
+        for param, piece in zip(watched.parameters, pieces, strict=True):
+            held = param.detach().reshape(-1).double()
+            sent = piece.to(held.device).double()
+            both += float(held @ sent)
+            ours += float(held @ held)
+            theirs += float(sent @ sent)
+    return both > 0.0 and both >= (1.0 - _SAME) * math.sqrt(ours * theirs)
 
 
 def _is_the_last_part(watched: Watched, tensor: torch.Tensor) -> bool:
@@ -100,7 +107,9 @@ def _is_the_last_part(watched: Watched, tensor: torch.Tensor) -> bool:
 
 
 def _is_parameter(param: torch.Tensor, tensor: torch.Tensor) -> bool:
-    if hasattr(param, "to_local") or param.shape != tensor.shape:
+    if hasattr(param, "to_local"):
+        return False
+    if param.shape != tensor.shape or param.device != tensor.device:
         return False
     with torch.no_grad():
         return bool(torch.equal(param.detach(), tensor.to(param.dtype)))
