@@ -10,17 +10,26 @@ whose rows travel between ranks in backward too, and tensors of no module, as co
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.ledger import Collective, Loading, Step
     from lockstep.audit.world import SharedTrack, World
 
 _REDUCING: Final = ("all_reduce", "reduce")
 _STEPS: Final = 3
+_WITHOUT_NUMBERS: Final = (
+    "all_gather_object",
+    "barrier",
+    "broadcast_object_list",
+    "gather_object",
+    "monitored_barrier",
+    "scatter_object_list",
+)
 
 
 def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozenset[str]:
@@ -53,11 +62,14 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
 def are_own_models(track: SharedTrack) -> bool:
     """Does each rank train a model of its own, as one trial of a search?
 
-    Their shapes say so, or their settings where they never were the same: a replica that nobody
-    synchronises is built and trained as the others are.
+    Their names or shapes say so, or their settings where they never were the same: a replica that
+    nobody synchronises is built and trained as the others are.
     """
     if len(track.ranks) < 2 or not track.numbers or _is_synchronised(track):
         return False
+    held = [{p.name for p in t.parameters if p.in_module} for t in track.tracks.values()]
+    if all(held) and len(set().union(*held)) == sum(map(len, held)):
+        return True
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for of_rank in track.tracks.values():
         for param in of_rank.parameters:
@@ -71,10 +83,11 @@ def are_own_models(track: SharedTrack) -> bool:
 
 
 def tell_of_own_models(world: World, track: SharedTrack) -> bool:
-    """Do ranks that nothing synchronises send one another what they have, every few steps?
+    """Do ranks that nothing synchronises send one another what they have?
 
-    As in elastic averaging, codistillation, or models that are swapped. What is sent in every step
-    are gradients; plain weights that are added up are to become those of all ranks.
+    As in elastic averaging, codistillation, or models that are swapped every few steps, or gossip
+    after each. Other than weights, what is sent in every step are gradients; plain weights that are
+    added up are to become those of all ranks.
     """
     if _reduces_gradients(track):
         return False
@@ -86,9 +99,53 @@ def tell_of_own_models(world: World, track: SharedTrack) -> bool:
             for t in world.tracks
             if rank in t.tracks and t.made_as == track.made_as
         )
-        if not sent or 2 * len(sent) > taken or all(s["plain"] for s in sent):
+        if not sent or all(s["weights"] and s["op"] in _REDUCING for s in sent):
+            return False
+        if 2 * len(sent) > taken and not _mixes_in_weights(track, rank, sent):
             return False
     return True
+
+
+def exchange_nothing(world: World, track: SharedTrack) -> bool:
+    """Do ranks train models that never were the same, and nothing says that they should be?
+
+    As the folds of a cross-validation: no wrapper, no numbers that passed between ranks from the
+    first step to the last one, and no samples that were dealt out by rank.
+    """
+    if len(track.ranks) < 2 or not track.numbers or world.sync_of_lockstep():
+        return False
+    for ledger in world.ledgers.values():
+        steps = [step for t in ledger.tracks for step in t.steps]
+        if any(p.wrapper or p.sharded for t in ledger.tracks for p in t.parameters):
+            return False
+        if any(b.wrappers for step in steps for b in step.backwards):
+            return False
+        if any(c.op not in _WITHOUT_NUMBERS for step in steps for c in step.collectives):
+            return False
+        if ledger.facts.get("models_sent") or any(map(_is_dealt_out, ledger.loadings)):
+            return False
+    first = track.numbers[0]
+    return bool(track.differences("entry", first) and track.differences("gradients", first))
+
+
+def _is_dealt_out(loading: Loading) -> bool:
+    return loading.replicas is not None or "Distributed" in loading.sampler
+
+
+def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[dict[str, Any]]) -> bool:
+    """Are they weights, to a peer or to all, and do a rank's change between its steps?
+
+    Weights that are gathered and change nothing may be looked at only.
+    """
+    told = {s["op"] for s in sent if s["weights"]} - set(_REDUCING)
+    if not told or rank not in track.tracks:
+        return False
+    steps = track.tracks[rank].steps
+    return any(
+        a.exit is not None and b.entry is not None and bool((a.exit.hashes != b.entry.hashes).any())
+        for a, b in itertools.pairwise(steps)
+        if b.number == a.number + 1
+    )
 
 
 def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:

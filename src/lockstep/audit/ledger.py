@@ -124,10 +124,10 @@ class Step:
     generators' states then (``random``, ``where``); `fed`, `fed_shapes` and `fed_arguments` for
     what the first module that was called was given, at `fed_where`, and
     `mode` for which of its parts were in training mode. `frozen` are modules without a trained
-    parameter that were called (``module``, ``names``, ``prints``, ``where``). `unreduced` are the
-    parameters whose gradients ``fully_shard`` still kept back (``names``, the ``backwards`` that
-    left them, ``where``), and `divided` what the program had it divide others by (``factor``) when
-    it adds them up over so many ``ranks``.
+    parameter that were called (``module``, ``names``, those of them that an optimizer ``held``,
+    ``prints``, ``where``). `unreduced` are the parameters whose gradients ``fully_shard`` still
+    kept back (``names``, the ``backwards`` that left them, ``where``), and `divided` what the
+    program had it divide others by (``factor``) when it adds them up over so many ``ranks``.
     """
 
     number: int

@@ -19,6 +19,7 @@ from lockstep.audit.agreement import meet_again
 from lockstep.audit.by_design import (
     apart_by_design,
     are_own_models,
+    exchange_nothing,
     kept_at_home,
     tell_of_own_models,
 )
@@ -340,6 +341,15 @@ class World:
     @cached_property
     def compared(self) -> list[SharedTrack]:
         """Those of them that several ranks have as replicas of one model."""
+        return [track for track in self._alike if track not in self.alone]
+
+    @cached_property
+    def alone(self) -> list[SharedTrack]:
+        """Those that look like replicas and may be models of each rank's own."""
+        return [track for track in self._alike if exchange_nothing(self, track)]
+
+    @cached_property
+    def _alike(self) -> list[SharedTrack]:
         shared = [track for track in self.tracks if len(track.ranks) > 1]
         return [t for t in shared if not are_own_models(t) and not tell_of_own_models(self, t)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
@@ -24,33 +24,54 @@ if TYPE_CHECKING:
 _A_STEP: Final = 8
 
 
+class Known(NamedTuple):
+    """What is known of a module: is it frozen, and one of its parameters that once was not?"""
+
+    module: weakref.ref[Any]
+    frozen: bool
+    trained: weakref.ref[Any] | None = None
+
+    def has_changed(self) -> bool:
+        """Was it looked at when it was trained, and is it perhaps frozen by now?"""
+        param = None if self.frozen or self.trained is None else self.trained()
+        return param is not None and not param.requires_grad
+
+
 def note_call(probe: Probe, module: torch.nn.Module) -> None:
     """Remember `module` until the step, if nothing in it is trained."""
     known = probe.is_frozen.get(id(module))
-    if known is None or known[0]() is not module:
+    if known is None or known.module() is not module or known.has_changed():
         known = _look_at(probe, module)
-    if not known[1]:
+    if not known.frozen:
         return
     for window in probe.each_window():
         if len(window.frozen) < _A_STEP and all(m() is not module for m, _ in window.frozen):
-            window.frozen.append((known[0], users_lines()))
+            window.frozen.append((known.module, users_lines()))
 
 
-def _look_at(probe: Probe, module: torch.nn.Module) -> tuple[weakref.ref[Any], bool]:
+def _look_at(probe: Probe, module: torch.nn.Module) -> Known:
     """Whether it is frozen. Its parts are then taken care of: only the whole is remembered."""
     parameters = list(module.parameters())
-    frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
+    trained = next((weakref.ref(p) for p in parameters if p.requires_grad), None)
+    frozen = bool(parameters) and trained is None
+    before = probe.is_frozen.get(id(module))
+    if trained is None and before is not None and before.module() is module:
+        trained = before.trained
     if frozen:
         for part in module.modules():
-            probe.is_frozen[id(part)] = (weakref.ref(part), False)
-    probe.is_frozen[id(module)] = (weakref.ref(module), frozen)
-    return probe.is_frozen[id(module)]
+            probe.is_frozen[id(part)] = Known(weakref.ref(part), False)
+    known = probe.is_frozen[id(module)] = Known(weakref.ref(module), frozen, trained)
+    return known
 
 
 def prints_of(
     probe: Probe, called: list[tuple[weakref.ref[torch.nn.Module], list[Any]]]
 ) -> list[dict[str, Any]]:
-    """What the frozen modules that were called in a step hold now."""
+    """What the frozen modules that were called in a step hold now.
+
+    Also those that an optimizer holds or held, as a rank's own teacher after it was trained: they
+    keep the others' places, and the others' copies of them are known again.
+    """
     if not called:
         return []
     held = probe.parameters_held()
@@ -62,10 +83,11 @@ def prints_of(
         kept = {
             name: p
             for name, p in module.named_parameters()
-            if not (p.requires_grad or id(p) in held or is_piece(p) or is_local(p))
+            if not (p.requires_grad or is_piece(p) or is_local(p))
         }
         if not kept:
             continue
+        was_trained = probe.is_frozen[id(module)].trained is not None
         shapes = [tuple(p.shape) for p in kept.values()]
         counts = samples_per_tensor([p.numel() for p in kept.values()])
         found.append(
@@ -73,6 +95,7 @@ def prints_of(
                 "module": type(module).__name__,
                 "key": zlib.crc32(repr((type(module).__name__, list(kept), shapes)).encode()),
                 "names": list(kept),
+                "held": [name for name, p in kept.items() if was_trained or id(p) in held],
                 "counts": counts,
                 "prints": take(list(kept.values()), counts),
                 "where": where,

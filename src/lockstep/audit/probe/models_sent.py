@@ -2,8 +2,8 @@
 """Messages as large as a model that an optimizer holds: weights of its own that a rank tells.
 
 Elastic averaging, consensus methods, codistillation and swapped models keep a model on each rank
-that is like no other's, and tell one another about them every few steps. ``isend`` is watched in
-the process group: torch compares the function itself by identity.
+that is like no other's, and tell one another about them every few steps, or mix them in each.
+``isend`` is watched in the process group: torch compares the function itself by identity.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe, Watched
 
 FACT: Final = "models_sent"
+SENDING: Final = "send"
 REDUCING: Final = ("all_reduce", "reduce")
 TELLING: Final = (*REDUCING, "all_gather", "all_gather_into_tensor")
 _MOST: Final = 4
@@ -32,37 +33,83 @@ _SAME: Final = 1e-5
 def install(probe: Probe) -> None:
     """Watch what one rank sends to another."""
     group = dist.ProcessGroup
-    probe.patches.wrap(group, "send", functools.partial(_sender, probe))
+    probe.patches.wrap(group, SENDING, functools.partial(_sender, probe))
 
 
 def _sender(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if probe.is_on and not probe.in_backward and not probe.is_elsewhere():
             for tensor in tensors:
-                probe.harmlessly(note, probe, "send", tensor)
+                probe.harmlessly(note, probe, SENDING, tensor)
         return original(self, tensors, *args, **kwargs)
 
     return watched
 
 
 def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:
-    """Keep it, if it is as large as what an optimizer of modules holds."""
+    """Keep it, if it is as large as what an optimizer of modules holds, or completes that."""
     noted = probe.ledger.facts.get(FACT, [])
     size = tensor.numel()
-    if size < 2 or len(noted) >= _KEPT or not tensor.is_floating_point():
+    if len(noted) >= _KEPT or not size or not tensor.is_floating_point():
         return
     for watched in probe.optimizers.values():
         held = sum(math.prod(p.shape) for p in watched.track.parameters)
-        if held > 1 and size % held == 0 and size <= _MOST * held:
-            plain = op in REDUCING and _are_weights(watched, tensor)
-            noted.append({"size": held, "plain": plain})
-            probe.ledger.facts[FACT] = noted
-            return
+        if 1 < held <= size <= _MOST * held and size % held == 0:
+            weights = _are_weights(watched, tensor)
+            weights = weights or (op not in REDUCING and _are_scaled_weights(watched, tensor))
+        elif op == SENDING and probe.detailed and _is_the_last_part(watched, tensor):
+            weights = True
+        else:
+            continue
+        noted.append({"size": held, "op": op, "weights": weights})
+        probe.ledger.facts[FACT] = noted
+        return
 
 
 def _are_weights(watched: Watched, tensor: torch.Tensor) -> bool:
     """Is it what the optimizer holds, unchanged? Their mean would be the model of all ranks."""
+    if any(hasattr(p, "to_local") for p in watched.parameters):
+        return False  # pieces: the norm of the whole would take a collective
     with torch.no_grad():
         norms = [float(p.detach().double().norm()) for p in watched.parameters]
         weights = math.sqrt(sum(norm**2 for norm in norms))
         return abs(float(tensor.double().norm()) - weights) <= _SAME * weights
+
+
+def _are_scaled_weights(watched: Watched, tensor: torch.Tensor) -> bool:
+    """Do they point where the optimizer's point, as a share of them that a peer is to add?"""
+    sizes = [p.numel() for p in watched.parameters]
+    if tensor.numel() != sum(sizes) or any(hasattr(p, "to_local") for p in watched.parameters):
+        return False
+    both = ours = theirs = 0.0
+    with torch.no_grad():
+        pieces = tensor.detach().reshape(-1).split(sizes)
+        for param, piece in zip(watched.parameters, pieces, strict=True):
+            held = param.detach().reshape(-1).double()
+            sent = piece.to(held.device).double()
+            both += float(held @ sent)
+            ours += float(held @ held)
+            theirs += float(sent @ sent)
+    return both > 0.0 and both >= (1.0 - _SAME) * math.sqrt(ours * theirs)
+
+
+def _is_the_last_part(watched: Watched, tensor: torch.Tensor) -> bool:
+    """Has, with this parameter, each been sent by itself?"""
+    places = range(len(watched.parameters))
+    place = next((n for n in places if _is_parameter(watched.parameters[n], tensor)), None)
+    if place is None:
+        return False
+    watched.parts_sent.add(place)
+    complete = len(watched.parts_sent) == len(watched.parameters)
+    if complete:
+        watched.parts_sent.clear()
+    return complete
+
+
+def _is_parameter(param: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if hasattr(param, "to_local"):
+        return False
+    if param.shape != tensor.shape or param.device != tensor.device:
+        return False
+    with torch.no_grad():
+        return bool(torch.equal(param.detach(), tensor.to(param.dtype)))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.prints import Fingerprint
+    from lockstep.audit.probe.frozen import Known
 
 
 _kept: list[Any] = []
@@ -111,6 +112,7 @@ class Watched:
         self.track = track
         self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self.counts = [p.samples for p in track.parameters]
+        self.parts_sent: set[int] = set()
         self.step: Step | None = None
         self.next_is_detailed = True
         self._put_back: Callable[[], None] | None = None
@@ -219,7 +221,7 @@ class Probe:
         self.owned: dict[int, weakref.ref[Any]] = {}
         self.windows: weakref.WeakKeyDictionary[Any, Window] = weakref.WeakKeyDictionary()
         self.recent = Window()
-        self.is_frozen: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self.is_frozen: dict[int, Known] = {}
         self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.own_gradients: dict[int, Fingerprint] = {}
         self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []

@@ -52,12 +52,16 @@ def _at_step(track: SharedTrack, number: int) -> Finding | None:
 
 
 def _side_by_side(steps: dict[int, Step]) -> list[dict[int, dict[str, Any]]]:
-    """The k-th module of a kind that each rank called, if all called as many of that kind."""
+    """The k-th module of a kind that each rank called, if all called as many of that kind.
+
+    Not where all called the same modules, each in an order of its own.
+    """
     found = []
     first = next(iter(steps.values()))
     for key in dict.fromkeys(each["key"] for each in first.frozen):
         alike = {r: [f for f in step.frozen if f["key"] == key] for r, step in steps.items()}
-        if len({len(modules) for modules in alike.values()}) == 1:
+        as_many = len({len(modules) for modules in alike.values()}) == 1
+        if as_many and len({_whatever_order(modules) for modules in alike.values()}) > 1:
             found += [
                 dict(zip(alike, at_once, strict=True))
                 for at_once in zip(*alike.values(), strict=True)
@@ -65,13 +69,20 @@ def _side_by_side(steps: dict[int, Step]) -> list[dict[int, dict[str, Any]]]:
     return found
 
 
+def _whatever_order(modules: list[dict[str, Any]]) -> tuple[bytes, ...]:
+    return tuple(sorted(each["prints"].hashes.tobytes() for each in modules))
+
+
 def _different(at_once: dict[int, dict[str, Any]]) -> list[int]:
+    """Not what an optimizer holds or held on a rank: its steps are where that is compared."""
     prints: list[Fingerprint] = [each["prints"] for each in at_once.values()]
     hashes = np.array([p.hashes for p in prints])
     norms = np.array([p.norms for p in prints])
     spread = norms.max(axis=0) - norms.min(axis=0)
     apart = (hashes != hashes[0]).any(axis=0) & ~(spread <= _ALLOWED * norms.max(axis=0))
-    return [int(place) for place in np.flatnonzero(apart)]
+    held = {name for each in at_once.values() for name in each["held"]}
+    names = next(iter(at_once.values()))["names"]
+    return [int(place) for place in np.flatnonzero(apart) if names[place] not in held]
 
 
 def _finding(

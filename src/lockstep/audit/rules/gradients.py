@@ -34,6 +34,8 @@ class Gradients:
     codes = (BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        explained.tracks |= {track.key for track in world.alone}
+        yield from map(_as_own_models, world.alone[:1])
         for track in world.compared:
             if track.key in explained.tracks or track.returns_to_agreement:
                 continue
@@ -49,6 +51,26 @@ class Gradients:
                 explained.tracks.add(track.key)
                 explained.scales |= "scales" in found.evidence
                 yield found
+
+
+def _as_own_models(track: SharedTrack) -> Finding:
+    """What ranks train apart from the start, and tell no one: meant, or never tied together."""
+    number = track.numbers[0]
+    differences = track.differences("entry", number)
+    names = names_of(differences)
+    return BYPASSED.finding(
+        f"each rank seems to train a model of its own: {_how_many(names, track)} differ when the "
+        f"first step begins (norm of `{names[0]}`: {numbers(differences[0].norms)}), no wrapper "
+        "holds them, and no numbers passed between the ranks from the first step to the last",
+        "nothing, if it is meant, as for folds or trials. Otherwise build the model alike on every "
+        "rank and wrap it in DistributedDataParallel, or call `lockstep.replicate(model)`",
+        severity="notice",
+        rank=track.ranks,
+        step=number + 1,
+        parameters=names,
+        evidence={"norms": {str(r): n for r, n in differences[0].norms.items()}},
+        where=_places(track, number),
+    )
 
 
 def _counts_differ(track: SharedTrack) -> bool:
@@ -141,7 +163,7 @@ def _first_different(world: World, track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         differences = track.differences("gradients", number)
         if differences:
-            if _is_by_design(world, track, differences) or _reduces_in_its_step(track):
+            if _is_by_design(world, track, differences) or reduces_in_its_step(track):
                 return None
             return _as_finding(world, track, number, differences)
     return None
@@ -161,7 +183,7 @@ def _is_by_design(world: World, track: SharedTrack, differences: list[Difference
     )
 
 
-def _reduces_in_its_step(track: SharedTrack) -> bool:
+def reduces_in_its_step(track: SharedTrack) -> bool:
     """An optimizer of the program's own: other gradients go in, and the same weights come out."""
     changed = any(
         step.entry is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
+from lockstep.audit.rules.gradients import reduces_in_its_step
 from lockstep.audit.tables import drift_table
 from lockstep.audit.world import names_of
 
@@ -186,6 +187,8 @@ class States:
             names = [t.state_names for t in track.tracks.values()]
             if len({t.count for t in track.tracks.values()}) > 1:
                 continue  # the k-th steps of these ranks are not the same step
+            if reduces_in_its_step(track):
+                continue  # momentum of own gradients, what was not sent: a rank's own
             if any(n != names[0] for n in names) or any(
                 p.local for t in track.tracks.values() for p in t.parameters
             ):

@@ -114,7 +114,12 @@ def _with_terms(backwards: Sequence[Backward], key: str) -> list[Backward]:
 
 
 def _is_uneven(terms: Sequence[Term]) -> bool:
-    """The signature of a plain mean: counts differ, and weight times count does not."""
+    """The signature of a plain mean: counts differ, and weight times count does not.
+
+    Of one kind of loss: a cross entropy and a squared error are different tasks.
+    """
+    if len({t.op.split("/")[0] for t in terms}) > 1:
+        return False
     if any(t.kind != "mean" or t.count <= 0 or t.weight == 0.0 for t in terms):
         return False
     counts = [t.count for t in terms]
