@@ -79,6 +79,14 @@ for seed, (draws, prepare, collate) in enumerate(
 with torch.no_grad():
     data = Samples(of_numpy)
     sampler = DistributedSampler(data, seed=9)
-    for x, _ in DataLoader(data, 6, sampler=sampler, num_workers=1, worker_init_fn=by_number):
+    loader = DataLoader(
+        data,
+        6,
+        sampler=sampler,
+        num_workers=1,
+        worker_init_fn=by_number,
+        multiprocessing_context="fork",
+    )
+    for x, _ in loader:
         model.module(x)
 dist.destroy_process_group()
