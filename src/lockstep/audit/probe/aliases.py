@@ -18,6 +18,7 @@ import torch
 from lockstep.audit.probe.frames import users_frames
 from lockstep.audit.probe.loss_graph import constant_of, weight_at
 from lockstep.audit.probe.passed_back import has_hooks
+from lockstep.audit.probe.saved import saved
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -139,9 +140,9 @@ def _factor(node: Any) -> float | None:
         return None
     name = node.name()
     if name.startswith("Mul"):
-        saved = "_saved_other" if node.next_functions[0][0] is not None else "_saved_self"
-        return constant_of(getattr(node, saved, None))
+        kept = "other" if node.next_functions[0][0] is not None else "self"
+        return constant_of(saved(node, kept))
     if name.startswith("Div"):
-        by = constant_of(getattr(node, "_saved_other", None))
+        by = constant_of(saved(node, "other"))
         return 1.0 / by if by else None
     return None

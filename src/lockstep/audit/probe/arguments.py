@@ -9,6 +9,7 @@ import torch
 
 from lockstep.audit.fingerprint import take
 from lockstep.audit.probe.loaders import tensors_in
+from lockstep.audit.probe.saved import saved
 
 if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
@@ -53,7 +54,7 @@ def targets_of(probe: Probe, loss: torch.Tensor) -> list[dict[str, Any]]:
             break
         node: Any = waiting.pop(0)
         if node is not None and node.name() in _WITH_TARGET:
-            target = getattr(node, "_saved_target", None)
+            target = saved(node, "target")
             return arguments_of(probe, [] if target is None else [target])
         waiting += [fn for fn, _ in node.next_functions] if node is not None else []
     return []

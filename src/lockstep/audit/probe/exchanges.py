@@ -48,4 +48,4 @@ def _note(probe: Probe, operations: list[Any]) -> None:
     call.in_backward = probe.in_backward
     # Not counted among a rank's calls: two ranks exchange, and others do not.
     note_in_windows(probe, call)
-    gathers.note_exchange(probe, call, sent, received)
+    gathers.note_exchange(probe, call, sent, received, is_there=False)

@@ -66,9 +66,7 @@ def _note(
     node = result.grad_fn
     if name == _GATHERS:
         note_in_windows(probe, call)
-        # Below the tensor that waits for it is the one whose memory is written to.
-        received = getattr(result, "elem", result)
-        taint(probe, call, tensor, [received], node, adjoint=node is not None)
+        taint(probe, call, tensor, [result], node, adjoint=node is not None, is_there=False)
     elif node is not None:
         reduction = args[1] if len(args) > 1 else kwargs.get("reduceOp", "")
         call.reduction = str(reduction).upper()

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.audit.probe import aliases, passed_back
-from lockstep.audit.probe.followed import follow, storage_of
+from lockstep.audit.probe import aliases, arrivals, passed_back
 from lockstep.audit.probe.loss_graph import weight_at
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 GATHERS: Final = {"all_gather", "all_gather_into_tensor", "all_gather_single"}
 _NODES: Final = 5000
 _FRAMES: Final = 12
+_MOST: Final = 64
+"""Between two steps, the last ones."""
 
 
 def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
@@ -34,11 +35,11 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
         context = _function_context()
         outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
         parts = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+        is_there = not kwargs.get("async_op")
         if context is not None or tensor.requires_grad:
-            taint(probe, call, tensor, parts, context)
-        elif tensor.dim() > 1:
-            follow(probe)
-            probe.detached.append((parts, _origin(call, tensor, None)))
+            taint(probe, call, tensor, parts, context, is_there=is_there)
+        elif tensor.dim() > 1 and is_there:
+            arrivals.keep(probe, _origin(call, tensor, None), tensor, parts, detached=True)
     elif call.op == "all_reduce":
         context = _function_context()
         origin = {
@@ -52,7 +53,7 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
         }
         node = tensor.grad_fn if context is None else context
         if node is not None:
-            probe.reduced_in_place.append((tensor, node, origin))
+            _keep_reduced(probe, tensor, node, origin)
         elif call.after is not None and not (call.parameter or call.weights):
             _note_alias(probe, tensor, call.after, origin)
 
@@ -62,20 +63,30 @@ def _note_alias(probe: Probe, tensor: torch.Tensor, left: float, origin: dict[st
     changed = aliases.with_gradient(tensor)
     if changed is not None:
         since = aliases.number_of_next_node()
-        probe.reduced_in_place.append(
-            (changed, changed.grad_fn, {**origin, "alias": {"left": left, "since": since}})
-        )
+        alias = {"left": left, "since": since}
+        _keep_reduced(probe, changed, changed.grad_fn, {**origin, "alias": alias})
+
+
+def _keep_reduced(probe: Probe, result: torch.Tensor, node: Any, origin: dict[str, Any]) -> None:
+    """The last ones: an evaluation that forgot ``no_grad`` must not keep all its graphs."""
+    probe.reduced_in_place.append((result, node, origin))
+    del probe.reduced_in_place[:-_MOST]
 
 
 def note_exchange(
-    probe: Probe, call: Collective, sent: list[torch.Tensor], received: list[torch.Tensor]
+    probe: Probe,
+    call: Collective,
+    sent: list[torch.Tensor],
+    received: list[torch.Tensor],
+    *,
+    is_there: bool,
 ) -> None:
     """Rows came from other ranks, and rows of this one went to them."""
     context = _function_context()
     with_gradient = [t for t in sent if t.requires_grad and torch.is_grad_enabled()]
-    if call.in_backward or not received or (context is None and not with_gradient):
+    if call.in_backward or not (sent and received) or (context is None and not with_gradient):
         return
-    taint(probe, call, received[0], received, context)
+    taint(probe, call, sent[0], received, context, is_there=is_there)
 
 
 def taint(
@@ -84,19 +95,22 @@ def taint(
     rows: torch.Tensor,
     outputs: list[torch.Tensor],
     context: Any,
+    *,
     adjoint: bool = False,
+    is_there: bool = True,
 ) -> None:
     """Remember that `outputs` hold rows of other ranks, which have been sent what `rows` are like.
 
     `context` is that of the autograd Function that communicates, if it is one; with `adjoint` it is
-    torch's own, whose backward is known to add up.
+    torch's own, whose backward is known to add up. With ``is_there=False`` they are under way.
     """
     probe.follows = True
-    follow(probe)
+    arrivals.join(probe)
     origin = {**_origin(call, rows, context), "adjoint": adjoint}
-    probe.tainted += [(output, origin) for output in outputs]
+    arrivals.keep(probe, origin, rows, outputs, is_there=is_there)
     if context is not None:
         probe.gather_nodes.append((context, origin))
+        del probe.gather_nodes[:-_MOST]
 
 
 def _origin(call: Collective, rows: torch.Tensor, context: Any) -> dict[str, Any]:
@@ -141,7 +155,7 @@ def _function_context() -> Any:
 
 def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) -> None:
     """Write down which of what was communicated is in the graph of `root`."""
-    if not probe.tainted and not probe.reduced_in_place and not probe.detached:
+    if not (probe.arrivals or probe.gather_nodes or probe.reduced_in_place):
         return
     nodes = _graph(root.grad_fn)
     scaled = passed_back.before_functions(nodes) if probe.reduced_in_place else set()
@@ -162,23 +176,9 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
 
 
 def _gathered_in(probe: Probe, nodes: set[Any]) -> list[dict[str, Any]]:
-    """Whose rows the graph holds: as a node of its own, as part of it, or as what a node saved."""
-    found: dict[int, dict[str, Any]] = {
-        id(origin): origin for context, origin in probe.gather_nodes if context in nodes
-    }
-    # Put together with rows that have a gradient, they are part of the graph themselves.
-    found |= {id(origin): origin for t, origin in probe.tainted if t.grad_fn in nodes}
-    for received, origin in probe.detached:
-        if any(t.grad_fn in nodes for t in received):
-            found[id(origin)] = origin
-    # A stage of a pipeline gives what it was sent a gradient, and sends it back.
-    pointers = {
-        storage_of(t): origin for t, origin in probe.tainted if not (t.is_leaf and t.requires_grad)
-    }
-    pointers.pop(None, None)
-    for node in nodes:
-        for origin in _saved_from(node, pointers):
-            found[id(origin)] = origin
+    """Whose rows the graph holds: by an operation that brought them, or by what it was given."""
+    found = {id(origin): origin for context, origin in probe.gather_nodes if context in nodes}
+    found |= {id(origin): origin for origin in arrivals.found_in(probe, nodes)}
     return list(found.values())
 
 
@@ -192,16 +192,3 @@ def _graph(node: Any) -> set[Any]:
         seen.add(node)
         waiting.extend(fn for fn, _ in node.next_functions)
     return seen
-
-
-def _saved_from(node: Any, pointers: dict[int | None, dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for name in dir(node):
-        if not name.startswith("_saved_"):
-            continue
-        saved = getattr(node, name, None)
-        for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-            origin = pointers.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None
-            if origin is not None:
-                found.append(origin)
-    return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 OBJECTS: Final = "all_gather_object"
 SWAPS: Final = ("all_to_all", "all_to_all_single")
 _DEPTH: Final = 3
+_MOST: Final = 64
+"""Between two steps, the last ones."""
 
 
 def note_broadcast(
@@ -32,12 +35,15 @@ def note_broadcast(
     if len(call.group) < 2 or call.in_backward or not tensor.is_floating_point() or source is None:
         return
     if source != dist.get_rank():
-        probe.received.append((call, tensor))
+        probe.received.append((call, weakref.ref(tensor)))
+        del probe.received[:-_MOST]
     elif tensor.grad_fn is not None:
         probe.has_sent = True
     if probe.has_sent:
-        for known, received in probe.received:
-            taint(probe, known, received, [received], None)
+        for known, reference in probe.received:
+            received = reference()
+            if received is not None:
+                taint(probe, known, received, [received], None)
         probe.received.clear()
 
 
@@ -46,7 +52,8 @@ def note_swap(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
     received = args[0] if args else kwargs.get("output", kwargs.get("output_tensor_list"))
     sent = args[1] if len(args) > 1 else kwargs.get("input", kwargs.get("input_tensor_list"))
     if len(call.group) > 1:
-        note_exchange(probe, call, _numbers_in(sent), _numbers_in(received))
+        is_there = not kwargs.get("async_op")
+        note_exchange(probe, call, _numbers_in(sent), _numbers_in(received), is_there=is_there)
 
 
 def _numbers_in(value: Any) -> list[torch.Tensor]:
@@ -61,11 +68,11 @@ def note_objects(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None
         return
     if isinstance(sent, float) and all(isinstance(number, float) for number in received):
         call.before, call.after = sent, sum(received)
-    if any(tensor.grad_fn is not None for tensor in _tensors_in(sent)):
-        # They arrive as leaves that want a gradient of their own, which nobody reads.
-        arrived = [tensor.detach() for tensor in _tensors_in(received)]
-        if arrived:
-            taint(probe, call, arrived[0], arrived, None)
+    own = next((tensor for tensor in _tensors_in(sent) if tensor.grad_fn is not None), None)
+    # They arrive as leaves that want a gradient of their own, which nobody reads.
+    arrived = [tensor.detach() for tensor in _tensors_in(received)]
+    if own is not None and arrived:
+        taint(probe, call, own, arrived, None)
 
 
 def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:

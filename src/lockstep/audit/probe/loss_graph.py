@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.audit.ledger import Term
+from lockstep.audit.probe.saved import saved
 
 _MEAN: Final = 1
 _SUM: Final = 2
@@ -120,7 +121,7 @@ def _operands(
     if name in ("MulBackward0", "MulBackward1"):
         return _product(node, inputs, factor, divisor)
     if name in ("DivBackward0", "DivBackward1"):
-        by = constant_of(getattr(node, "_saved_other", None))
+        by = constant_of(saved(node, "other"))
         if by is not None and by != 0.0 and (len(inputs) < 2 or inputs[1] is None):
             return [(inputs[0], factor / by, by)]
     return []
@@ -132,9 +133,9 @@ def _product(
     if len(inputs) > 1 and inputs[1] is not None:
         if inputs[0] is not None:
             return []  # of two things that both have a gradient: not a weight
-        by = constant_of(getattr(node, "_saved_self", None))
+        by = constant_of(saved(node, "self"))
         return [] if by is None else [(inputs[1], factor * by, divisor)]
-    other = constant_of(getattr(node, "_saved_other", None))
+    other = constant_of(saved(node, "other"))
     return [] if other is None else [(inputs[0], factor * other, divisor)]
 
 
@@ -153,7 +154,7 @@ def _reduction(node: Any, factor: float, divisor: float | None) -> Term | None:
         return None
     elements = _elements(node)
     # A weighted mean divides by the weights' sum, which differs between any two batches.
-    if elements is None or getattr(node, "_saved_weight", None) is not None:
+    if elements is None or saved(node, "weight") is not None:
         return None
     op = name.removesuffix("0").removesuffix("Backward")
     if reduction == _MEAN:
@@ -170,14 +171,15 @@ def _as_divided(term: Term, divisor: float | None) -> Term:
 
 
 def _elements(node: Any) -> float | None:
-    total = getattr(node, "_saved_total_weight", None)
+    total = saved(node, "total_weight")
     if total is not None and total.numel():
         if node._saved_reduction == _MEAN:
             return float(total)
         ignored = node._saved_ignore_index
         ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-        return float((node._saved_target != ignored).sum())
-    held = getattr(node, "_saved_self", None)
+        target = saved(node, "target")
+        return None if target is None else float((target != ignored).sum())
+    held = saved(node, "self")
     return None if held is None else float(held.numel())
 
 

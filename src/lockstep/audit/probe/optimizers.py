@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from lockstep.audit.fingerprint import random_states, take
 from lockstep.audit.ledger import Backward, Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
-from lockstep.audit.probe.followed import follow
+from lockstep.audit.probe.arrivals import join
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
 from lockstep.audit.probe.fully_sharded import names_of_pieces, note_reductions
@@ -236,7 +236,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     probe.look(any(w.next_is_detailed for w in probe.optimizers.values()))
     if probe.follows and probe.detailed:
         # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
-        follow(probe)
+        join(probe)
     if probe.limit is not None and probe.steps_done >= probe.limit and probe.when_done:
         done, probe.when_done = probe.when_done, None
         done()

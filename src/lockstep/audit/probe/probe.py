@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.prints import Fingerprint
+    from lockstep.audit.probe.arrivals import Arrival
     from lockstep.audit.probe.frozen import Known
 
 
@@ -224,10 +225,9 @@ class Probe:
         self.is_frozen: dict[int, Known] = {}
         self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.own_gradients: dict[int, Fingerprint] = {}
-        self.tainted: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        self.detached: list[tuple[list[torch.Tensor], dict[str, Any]]] = []
+        self.arrivals: list[Arrival] = []
         self.gather_nodes: list[tuple[Any, dict[str, Any]]] = []
-        self.received: list[tuple[Collective, torch.Tensor]] = []
+        self.received: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.has_sent = False
         self.follows = False
         self.reduced_in_place: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
@@ -313,8 +313,7 @@ class Probe:
     def forget_gathered(self) -> None:
         """A step was taken: what was gathered for it is no longer of interest."""
         self.following.undo()
-        self.tainted.clear()
-        self.detached.clear()
+        self.arrivals.clear()
         self.gather_nodes.clear()
         self.received.clear()
         self.has_sent = False

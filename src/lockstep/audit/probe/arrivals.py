@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of other ranks that have arrived, and whether a loss is built from them.
+
+They are known by their memory, and by the directions of some of them: rows that were chosen, put
+in another order, scaled or brought to length 1 lie elsewhere and point where they pointed. Nothing
+is kept alive: a program gathers more than it trains on.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lockstep.audit.probe.saved import each_saved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from lockstep.audit.probe.probe import Probe
+
+_MOST: Final = 64
+"""Arrivals between two steps, the last ones."""
+
+_NODES: Final = 8
+_ROWS: Final = 64
+_COLUMNS: Final = 64
+_COMPARED: Final = 1024
+"""Rows of one tensor that an operation has kept."""
+
+_LEAST: Final = 3
+"""Numbers of a row that are not 0: fewer are the same in many rows."""
+
+_SAME: Final = {torch.float32: 1e-9, torch.float64: 1e-12}
+"""How far the cosine of two directions may be from 1."""
+
+_JOINING: Final = ("cat", "concat", "stack", "vstack")
+
+
+@dataclass
+class Arrival:
+    """What one collective brought.
+
+    Attributes:
+        origin: what the rules are told of it.
+        detached: what was sent had no gradient.
+        tensors: those that it was written to.
+        memory: theirs, and where it is.
+        nodes: the operations that put them together with rows that have a gradient.
+        others: directions of some rows, those of this rank among them.
+        own: directions of some rows that this rank sent.
+    """
+
+    origin: dict[str, Any]
+    detached: bool = False
+    tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    memory: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+    nodes: list[Any] = field(default_factory=list)
+    others: torch.Tensor | None = None
+    own: torch.Tensor | None = None
+    width: int = 0
+
+    def living(self) -> list[torch.Tensor]:
+        return [t for reference in self.tensors if (t := reference()) is not None]
+
+    def is_sent_back(self) -> bool:
+        """A stage of a pipeline gives what it was sent a gradient, and sends it back."""
+        return any(t.is_leaf and t.requires_grad for t in self.living())
+
+
+def keep(
+    probe: Probe,
+    origin: dict[str, Any],
+    sent: torch.Tensor,
+    outputs: Iterable[torch.Tensor],
+    *,
+    detached: bool = False,
+    is_there: bool = True,
+) -> None:
+    """Remember what arrived in `outputs`; with ``is_there=False`` it is under way still."""
+    arrival = Arrival(origin, detached)
+    held = [_plain(output) for output in outputs]
+    for output in held:
+        _add_memory(arrival, output)
+    if is_there and sent.dim() > 1 and sent.is_floating_point():
+        arrival.width = sent.shape[-1]
+        arrival.own = _directions([_plain(sent)], arrival.width)
+        arrival.others = _directions(held, arrival.width)
+    probe.arrivals.append(arrival)
+    del probe.arrivals[:-_MOST]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Below one that waits for a functional collective, the one whose memory is written to."""
+    elem = getattr(tensor, "elem", None)
+    return elem if isinstance(elem, torch.Tensor) else tensor
+
+
+def _add_memory(arrival: Arrival, tensor: torch.Tensor) -> None:
+    arrival.tensors.append(weakref.ref(tensor))
+    pointer = _pointer(tensor)
+    if pointer is not None:
+        arrival.memory.append((StorageWeakRef(tensor.untyped_storage()), pointer))
+
+
+def _pointer(tensor: torch.Tensor) -> int | None:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except RuntimeError:  # it stands for pieces elsewhere
+        return None
+
+
+def _directions(tensors: list[torch.Tensor], width: int) -> torch.Tensor | None:
+    """Some rows of each, of length 1; None where there are none that can be told apart."""
+    each = max(4, _ROWS // max(1, len(tensors)))
+    rows = []
+    for tensor in tensors[:_ROWS]:
+        usable = tensor.layout is torch.strided and not tensor.is_meta and tensor.dtype in _SAME
+        if usable and tensor.dim() > 1 and tensor.shape[-1] == width and tensor.numel():
+            flat = tensor.detach().reshape(-1, width)
+            rows.append(_units(flat[:: max(1, len(flat) // each)][:each, :_COLUMNS]))
+    return torch.cat(rows) if rows else None
+
+
+def _units(rows: torch.Tensor) -> torch.Tensor:
+    few = rows.double()
+    lengths = few.norm(dim=1, keepdim=True)
+    tells = ((few != 0).sum(dim=1, keepdim=True) >= _LEAST) & (lengths > 0) & lengths.isfinite()
+    return torch.where(tells, few / lengths, torch.zeros_like(few))
+
+
+def join(probe: Probe) -> None:
+    """Follow arrivals through the functions that put rows together, until backward.
+
+    Only then: TorchScript knows these functions by their identity.
+    """
+    if probe.following.is_empty:
+        for name in _JOINING:
+            probe.following.wrap(torch, name, functools.partial(_joiner, probe))
+
+
+def _joiner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            probe.harmlessly(_note_joined, probe, result, args, kwargs)
+        return result
+
+    return watched
+
+
+def _note_joined(probe: Probe, result: Any, args: Any, kwargs: Any) -> None:
+    given = args[0] if args else kwargs.get("tensors")
+    if not isinstance(result, torch.Tensor) or not isinstance(given, list | tuple):
+        return
+    known = _known(probe)
+    for part in given:
+        pointer = _pointer(_plain(part)) if isinstance(part, torch.Tensor) else None
+        arrival = known.get(pointer)
+        if arrival is not None:
+            _add_memory(arrival, _plain(result))
+            arrival.nodes = [*arrival.nodes, result.grad_fn][-_NODES:]
+            return
+
+
+def _known(probe: Probe) -> dict[int | None, Arrival]:
+    return {
+        pointer: arrival
+        for arrival in probe.arrivals
+        if not arrival.detached
+        for storage, pointer in arrival.memory[:_MOST]
+        if not storage.expired()
+    }
+
+
+def found_in(probe: Probe, nodes: set[Any]) -> list[dict[str, Any]]:
+    """The origins of those arrivals that a graph of these operations is built from."""
+    # Put together with rows that have a gradient, they are part of the graph themselves.
+    found = [
+        arrival
+        for arrival in probe.arrivals
+        if not nodes.isdisjoint([*arrival.nodes, *(t.grad_fn for t in arrival.living())])
+    ]
+    told = {id(arrival) for arrival in found}
+    waiting = [a for a in probe.arrivals if id(a) not in told and not a.is_sent_back()]
+    if waiting:
+        known = {p: a for p, a in _known(probe).items() if id(a) not in told}
+        for node in nodes:
+            for tensor in each_saved(node):
+                for arrival in _recognised(tensor, waiting, known):
+                    if id(arrival) not in told:
+                        told.add(id(arrival))
+                        found.append(arrival)
+    return [arrival.origin for arrival in probe.arrivals if id(arrival) in told]
+
+
+def _recognised(
+    tensor: torch.Tensor, waiting: list[Arrival], known: dict[int | None, Arrival]
+) -> list[Arrival]:
+    plain = _plain(tensor)
+    at = known.get(_pointer(plain))
+    by_memory = [at] if at is not None and not at.is_sent_back() else []
+    base = plain if plain._base is None else plain._base
+    if plain.dim() != 2 or plain.dtype not in _SAME or (base.is_leaf and base.requires_grad):
+        return by_memory  # a table holds the rows that were looked up in it
+    return by_memory + [a for a in waiting if _holds(plain, a)]
+
+
+def _holds(tensor: torch.Tensor, arrival: Arrival) -> bool:
+    """Are there rows of other ranks in it, and with a gradient beside rows of this one's?"""
+    others, own = arrival.others, arrival.own
+    if others is None or own is None or arrival.width not in tensor.shape:
+        return False
+    if arrival.detached and not tensor.requires_grad:
+        return False
+    same = 1 - _SAME[tensor.dtype]
+    theirs = others[~((others @ own.T) > same).any(dim=1)]
+    rows = tensor.detach() if tensor.shape[1] == arrival.width else tensor.detach().T
+    units = _units(rows[:_COMPARED, :_COLUMNS])
+    if not bool(((units @ theirs.T) > same).any()):
+        return False
+    return not tensor.requires_grad or bool(((units @ own.T) > same).any())
