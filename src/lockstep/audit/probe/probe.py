@@ -6,6 +6,7 @@ One probe per process. Everything it puts into torch is in `Patches` and is take
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -112,6 +113,7 @@ class Watched:
         self.track = track
         self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self.counts = [p.samples for p in track.parameters]
+        self.held = sum(math.prod(p.shape) for p in track.parameters)
         self.parts_sent: set[int] = set()
         self.step: Step | None = None
         self.next_is_detailed = True

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a watched program pays for, counted: calls, transfers, bytes that are held."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.audit.ledger import Parameter, Track
+from lockstep.audit.probe import models_sent
+from lockstep.audit.probe.probe import Probe, Watched
+
+_TRANSFERS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
+
+
+class Counted(TorchDispatchMode):
+    """What torch is asked to do, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+    def transfers(self):
+        return sum(name in _TRANSFERS for name in self.calls)
+
+
+def _probe_with(parameters):
+    probe = Probe()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    described = [Parameter(f"p{n}", list(p.shape), "float32") for n, p in enumerate(parameters)]
+    watched = Watched(optimizer, Track("SGD#0", "SGD", [], parameters=described))
+    probe.optimizers[optimizer] = watched
+    return probe, watched, optimizer
+
+
+class CountedList(list):
+    """How often somebody goes through it."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_a_message_of_another_size_is_not_compared_with_each_parameter():
+    probe, watched, kept = _probe_with([torch.nn.Parameter(torch.ones(3)) for _ in range(9)])
+    watched.track.parameters = CountedList(watched.track.parameters)
+    watched.parameters = CountedList(watched.parameters)
+    probe.detailed = False
+    with Counted() as counted:
+        for _ in range(5):
+            models_sent.note(probe, models_sent.SENDING, torch.ones(7))
+    assert kept in probe.optimizers
+    assert watched.track.parameters.reads == watched.parameters.reads == 0
+    assert counted.transfers() == 0
+    assert models_sent.FACT not in probe.ledger.facts
+
+
+@pytest.mark.parametrize(("share", "are_weights"), [(1.0, True), (0.5, True), (None, False)])
+def test_whether_a_message_is_the_weights_takes_no_transfer_for_each(share, are_weights):
+    source = torch.Generator().manual_seed(0)
+    held = [torch.nn.Parameter(torch.randn(4, 3, generator=source)) for _ in range(20)]
+    probe, _, kept = _probe_with(held)
+    flat = torch.cat([p.detach().reshape(-1) for p in held])
+    told = torch.randn(flat.shape, generator=source) if share is None else flat * share
+    with Counted() as counted:
+        models_sent.note(probe, models_sent.SENDING, told)
+    assert kept in probe.optimizers
+    expected = {"size": 240, "op": models_sent.SENDING, "weights": are_weights}
+    assert probe.ledger.facts[models_sent.FACT] == [expected]
+    assert counted.transfers() == 0, "lists of numbers are read as a whole"
