@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a watched program pays for, counted: calls, transfers, bytes that are held."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.audit.fingerprint import take
 from lockstep.audit.ledger import Parameter, Track
+from lockstep.audit.packed import MOST_BYTES, SMALL, packed
 from lockstep.audit.probe import models_sent
 from lockstep.audit.probe.probe import Probe, Watched
 
@@ -73,3 +77,28 @@ def test_whether_a_message_is_the_weights_takes_no_transfer_for_each(share, are_
     expected = {"size": 240, "op": models_sent.SENDING, "weights": are_weights}
     assert probe.ledger.facts[models_sent.FACT] == [expected]
     assert counted.transfers() == 0, "lists of numbers are read as a whole"
+
+
+def test_small_tensors_are_put_side_by_side_a_few_megabytes_at_a_time():
+    source = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(SMALL - n % 3, generator=source) for n in range(80)]
+    sizes, places, alive = [], [], []
+    for group in packed(tensors):
+        sizes.append(group.buffer.nbytes)
+        places += group.places
+        alive.append(weakref.ref(group.buffer))
+        del group
+        assert sum(reference() is not None for reference in alive) == 0
+    assert len(sizes) == 3
+    assert max(sizes) <= MOST_BYTES
+    assert places == list(range(80))
+
+
+def test_tensors_in_several_buffers_have_the_fingerprints_that_each_has_alone():
+    source = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(SMALL - n % 3, generator=source) for n in range(80)]
+    together = take(tensors, [4] * 80)
+    alone = [take([t], [4]) for t in tensors]
+    assert together.hashes.tolist() == [int(each.hashes[0]) for each in alone]
+    assert together.norms.tolist() == [float(each.norms[0]) for each in alone]
+    assert together.samples.tolist() == [float(x) for each in alone for x in each.samples]

@@ -42,11 +42,11 @@ def take(
         hashes = np.full(len(plain), ABSENT, dtype=np.int64)
         lengths = np.full(len(plain), np.nan)
         samples = np.full(sum(counts), np.nan)
-        groups = packed(plain)
-        for group in groups:
+        small: set[int] = set()
+        for group in packed(plain):
             hashes[group.places] = group.lane_sums()
             _fill_packed_samples(samples, group, counts)
-        small = {place for group in groups for place in group.places}
+            small.update(group.places)
         large = {p: t for p, t in enumerate(plain) if t is not None and p not in small}
         if large:
             hashes[list(large)] = stacked([_lane_sum(t) for t in large.values()]).numpy()
@@ -77,9 +77,14 @@ def lengths_of(tensors: Sequence[torch.Tensor]) -> list[float]:
         None.
     """
     with torch.no_grad():
-        real = [t.detach() if t.is_floating_point() else t.detach().double() for t in tensors]
+        real = [t.detach() if _has_a_norm(t) else t.detach().double() for t in tensors]
         norms = list(torch._foreach_norm(real, 2, dtype=torch.float64)) if real else []
         return list(map(float, stacked(norms).tolist())) if norms else []
+
+
+def _has_a_norm(tensor: torch.Tensor) -> bool:
+    """Floats of eight bits have none."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +120,7 @@ def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(tensors: list[torch.Tensor]) -> np.ndarray[Any, Any]:
-    floats = [t if t.is_floating_point() else t.double() for t in tensors]
+    floats = [t if _has_a_norm(t) else t.double() for t in tensors]
     norms = list(torch._foreach_norm(floats))
     if all(n.dtype is norms[0].dtype for n in norms):
         return stacked(norms).double().numpy()
