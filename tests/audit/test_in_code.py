@@ -8,6 +8,7 @@ from torch.nn.modules import module
 from torch.optim import optimizer
 
 import lockstep.audit
+from lockstep.audit import session
 from lockstep.audit.ledger import Ledger
 from lockstep.errors import WrongUseError
 
@@ -102,3 +103,31 @@ def test_starting_twice_and_stopping_what_never_started_is_refused():
             lockstep.audit.start()
     finally:
         lockstep.audit.stop()
+
+
+def _ledger_of(mode="full", steps=None, then=lambda: None):
+    seen = []
+    lockstep.audit.start(mode=mode, steps=steps)
+    try:
+        then()
+    finally:
+        lockstep.audit.stop(exchange=lambda mine: seen.append(mine) or [mine])
+    return Ledger.from_bytes(seen[0])
+
+
+def test_after_the_steps_that_were_asked_for_nothing_is_looked_at():
+    looks = []
+
+    def train_on():
+        probe = session._running
+        _train(steps=2)
+        assert not probe.is_on
+        assert not probe.detailed
+        known = probe.harmlessly
+        probe.harmlessly = lambda look, *args: looks.append(look.__name__) or known(look, *args)
+        _train(steps=3)
+
+    ledger = _ledger_of(steps=2, then=train_on)
+    assert [track.count for track in ledger.tracks] == [2]
+    assert ledger.facts["backwards"] == 2
+    assert [look for look in looks if look not in ("_before_step", "_after_step")] == []

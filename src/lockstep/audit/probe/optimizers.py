@@ -237,9 +237,8 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     if probe.follows and probe.detailed:
         # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
         follow(probe)
-    if probe.limit is not None and probe.steps_done >= probe.limit and probe.when_done:
-        done, probe.when_done = probe.when_done, None
-        done()
+    if probe.limit is not None and probe.steps_done >= probe.limit:
+        probe.have_enough()
 
 
 def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:

@@ -291,6 +291,20 @@ class Probe:
             if self.forward_hook is not None:
                 self.forward_hook(closely)
 
+    def have_enough(self) -> None:
+        """The steps that were asked for are in: nothing is looked at any more.
+
+        The hooks stay. This is called from one of them, and torch goes through them meanwhile.
+        """
+        self.is_on = False
+        self.look(closely=False)
+        self.forget_gathered()
+        self.windows.clear()
+        self.recent = Window()
+        done, self.when_done = self.when_done, None
+        if done is not None:
+            done()
+
     def harmlessly(self, look: Callable[..., Any], *args: Any) -> Any:
         """``look(*args)``; what it raises is ours, and not the program's to deal with."""
         try:
