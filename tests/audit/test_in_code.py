@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules import module
 from torch.optim import optimizer
+from torch.utils.data import DataLoader
 
 import lockstep.audit
 from lockstep.audit import session
@@ -131,3 +132,55 @@ def test_after_the_steps_that_were_asked_for_nothing_is_looked_at():
     assert [track.count for track in ledger.tracks] == [2]
     assert ledger.facts["backwards"] == 2
     assert [look for look in looks if look not in ("_before_step", "_after_step")] == []
+
+
+def _nested(layout):
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it calls a prototype or outdated
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [torch.zeros(4).to(torch.float8_e4m3fn) for _ in range(4)],
+        lambda: torch.zeros(4).to(torch.float8_e5m2),
+        lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        lambda: _nested(torch.strided),
+        lambda: _nested(torch.jagged),
+        lambda: torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: [torch.zeros(4, dtype=torch.complex64).conj()] * 4,
+    ],
+    ids=["float8", "float8 alone", "float4", "nested", "jagged", "quantised", "sparse", "complex"],
+)
+def test_batches_of_any_kind_reach_the_program(make):
+    delivered = []
+
+    def read():
+        loader = DataLoader(range(8), batch_size=4, collate_fn=lambda _: make())
+        delivered.extend(loader)
+
+    ledger = _ledger_of(then=read)
+    assert len(delivered) == 2
+    assert len(ledger.loadings) == 1
+
+
+class _Nameless:
+    """A sampler that tells nothing."""
+
+    def __iter__(self):
+        return iter(range(4))
+
+    def __len__(self):
+        return 4
+
+    @property
+    def num_replicas(self):
+        raise RuntimeError("not known yet")
+
+
+def test_a_loader_that_cannot_be_described_is_read_all_the_same():
+    delivered = []
+    ledger = _ledger_of(then=lambda: delivered.extend(DataLoader(range(4), sampler=_Nameless())))
+    assert len(delivered) == 4
+    assert any("not known yet" in line for line in ledger.facts["unseen"])
