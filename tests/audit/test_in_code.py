@@ -184,3 +184,31 @@ def test_a_loader_that_cannot_be_described_is_read_all_the_same():
     ledger = _ledger_of(then=lambda: delivered.extend(DataLoader(range(4), sampler=_Nameless())))
     assert len(delivered) == 4
     assert any("not known yet" in line for line in ledger.facts["unseen"])
+
+
+class _Reader(torch.nn.Module):
+    """Reads a loader while it runs, and has a part that is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        for batch in DataLoader(torch.ones(2, 4), batch_size=2):
+            x = x + batch
+        return self.part(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is called outdated
+def test_what_is_traced_has_the_graph_that_it_has_without_the_audit():
+    net, given = _Reader(), torch.ones(2, 4)
+
+    def nodes():
+        traced = torch.jit.trace(net, (given,), check_trace=False)
+        return [node.kind() for node in traced.inlined_graph.nodes()]
+
+    found = []
+    expected = nodes()
+    ledger = _ledger_of(then=lambda: found.extend(nodes()))
+    assert found == expected
+    assert "unseen" not in ledger.facts
