@@ -212,3 +212,54 @@ def test_what_is_traced_has_the_graph_that_it_has_without_the_audit():
     ledger = _ledger_of(then=lambda: found.extend(nodes()))
     assert found == expected
     assert "unseen" not in ledger.facts
+
+
+class _Prepared(torch.optim.Optimizer):
+    """Stands before an optimizer, as Accelerate's does."""
+
+    def __init__(self, made):
+        self.optimizer = made
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
+def _made_with_schedule(prepare=lambda made: made):
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    made = prepare(torch.optim.SGD([weight], lr=0.1))
+    return made, torch.optim.lr_scheduler.LambdaLR(made, lambda _: 1.0)
+
+
+def test_torchs_warning_about_a_schedule_names_the_programs_line():
+    def step_too_early():
+        _, schedule = _made_with_schedule()
+        with pytest.warns(UserWarning, match="before `optimizer.step") as told:
+            schedule.step()
+        files.extend(each.filename for each in told)
+
+    files = []
+    _ledger_of(then=step_too_early)
+    assert files == [__file__]
+
+
+def test_a_schedules_steps_are_counted_between_those_of_its_optimizer():
+    def train():
+        made, schedule = _made_with_schedule(_Prepared)
+        other, still = _made_with_schedule()
+        for _ in range(5):
+            made.step()
+            other.step()
+            for _ in range(2):
+                schedule.step()
+        assert still.last_epoch == 0
+
+    facts = _ledger_of(then=train).facts["schedules"]
+    assert {key: (each["count"], each["schedules"]) for key, each in facts.items()} == {
+        "SGD#0": (8, 1)
+    }
+    assert facts["SGD#0"]["where"][0].function == "_made_with_schedule"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.frozen import Known
+    from lockstep.audit.probe.schedules import Schedule
 
 
 _kept: list[Any] = []
@@ -240,6 +241,7 @@ class Probe:
         self.made: list[weakref.ref[Any]] = []
         self.made_waiting: list[weakref.ref[Any]] = []
         self.made_at: dict[int, list[Place]] = {}
+        self.schedules: list[Schedule] = []
         self.backward: Backward | None = None
         self.in_backward = False
         self.scale: float | None = None
