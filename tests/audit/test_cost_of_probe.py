@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a watched program pays for, counted: calls, transfers, bytes that are held."""
 
+import warnings
 import weakref
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import Parameter, Track
+from lockstep.audit.ledger import Backward, Parameter, Track
 from lockstep.audit.packed import MOST_BYTES, SMALL, packed
-from lockstep.audit.probe import models_sent
+from lockstep.audit.probe import models_sent, scattered
 from lockstep.audit.probe.probe import Probe, Watched
 
 _TRANSFERS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
@@ -102,3 +103,19 @@ def test_tensors_in_several_buffers_have_the_fingerprints_that_each_has_alone():
     assert together.hashes.tolist() == [int(each.hashes[0]) for each in alone]
     assert together.norms.tolist() == [float(each.norms[0]) for each in alone]
     assert together.samples.tolist() == [float(x) for each in alone for x in each.samples]
+
+
+def test_how_long_the_gradients_are_takes_no_transfer_for_each():
+    nets = [torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6))) for _ in range(2)]
+    for net in nets:
+        net.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+    probe, record = Probe(), Backward("backward", [])
+    probe.living = [weakref.ref(module) for net in nets for module in net.modules()]
+    probe.scatters = True
+    with Counted() as counted, warnings.catch_warnings(action="error"):
+        scattered.note_left(probe, record)
+    each = (6 * (16 + 4)) ** 0.5
+    assert record.left == pytest.approx([each, each, each * 2**0.5])
+    assert counted.transfers() == 0
