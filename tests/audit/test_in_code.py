@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules import module
 from torch.optim import optimizer
+from torch.utils.data import DataLoader
 
 import lockstep.audit
+from lockstep.audit import session
 from lockstep.audit.ledger import Ledger
 from lockstep.errors import WrongUseError
 
@@ -102,3 +104,162 @@ def test_starting_twice_and_stopping_what_never_started_is_refused():
             lockstep.audit.start()
     finally:
         lockstep.audit.stop()
+
+
+def _ledger_of(mode="full", steps=None, then=lambda: None):
+    seen = []
+    lockstep.audit.start(mode=mode, steps=steps)
+    try:
+        then()
+    finally:
+        lockstep.audit.stop(exchange=lambda mine: seen.append(mine) or [mine])
+    return Ledger.from_bytes(seen[0])
+
+
+def test_after_the_steps_that_were_asked_for_nothing_is_looked_at():
+    looks = []
+
+    def train_on():
+        probe = session._running
+        _train(steps=2)
+        assert not probe.is_on
+        assert not probe.detailed
+        known = probe.harmlessly
+        probe.harmlessly = lambda look, *args: looks.append(look.__name__) or known(look, *args)
+        _train(steps=3)
+
+    ledger = _ledger_of(steps=2, then=train_on)
+    assert [track.count for track in ledger.tracks] == [2]
+    assert ledger.facts["backwards"] == 2
+    assert [look for look in looks if look not in ("_before_step", "_after_step")] == []
+
+
+def _nested(layout):
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it calls a prototype or outdated
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [torch.zeros(4).to(torch.float8_e4m3fn) for _ in range(4)],
+        lambda: torch.zeros(4).to(torch.float8_e5m2),
+        lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        lambda: _nested(torch.strided),
+        lambda: _nested(torch.jagged),
+        lambda: torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: [torch.zeros(4, dtype=torch.complex64).conj()] * 4,
+    ],
+    ids=["float8", "float8 alone", "float4", "nested", "jagged", "quantised", "sparse", "complex"],
+)
+def test_batches_of_any_kind_reach_the_program(make):
+    delivered = []
+
+    def read():
+        loader = DataLoader(range(8), batch_size=4, collate_fn=lambda _: make())
+        delivered.extend(loader)
+
+    ledger = _ledger_of(then=read)
+    assert len(delivered) == 2
+    assert len(ledger.loadings) == 1
+
+
+class _Nameless:
+    """A sampler that tells nothing."""
+
+    def __iter__(self):
+        return iter(range(4))
+
+    def __len__(self):
+        return 4
+
+    @property
+    def num_replicas(self):
+        raise RuntimeError("not known yet")
+
+
+def test_a_loader_that_cannot_be_described_is_read_all_the_same():
+    delivered = []
+    ledger = _ledger_of(then=lambda: delivered.extend(DataLoader(range(4), sampler=_Nameless())))
+    assert len(delivered) == 4
+    assert any("not known yet" in line for line in ledger.facts["unseen"])
+
+
+class _Reader(torch.nn.Module):
+    """Reads a loader while it runs, and has a part that is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        for batch in DataLoader(torch.ones(2, 4), batch_size=2):
+            x = x + batch
+        return self.part(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is called outdated
+def test_what_is_traced_has_the_graph_that_it_has_without_the_audit():
+    net, given = _Reader(), torch.ones(2, 4)
+
+    def nodes():
+        traced = torch.jit.trace(net, (given,), check_trace=False)
+        return [node.kind() for node in traced.inlined_graph.nodes()]
+
+    found = []
+    expected = nodes()
+    ledger = _ledger_of(then=lambda: found.extend(nodes()))
+    assert found == expected
+    assert "unseen" not in ledger.facts
+
+
+class _Prepared(torch.optim.Optimizer):
+    """Stands before an optimizer, as Accelerate's does."""
+
+    def __init__(self, made):
+        self.optimizer = made
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
+def _made_with_schedule(prepare=lambda made: made):
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    made = prepare(torch.optim.SGD([weight], lr=0.1))
+    return made, torch.optim.lr_scheduler.LambdaLR(made, lambda _: 1.0)
+
+
+def test_torchs_warning_about_a_schedule_names_the_programs_line():
+    def step_too_early():
+        _, schedule = _made_with_schedule()
+        with pytest.warns(UserWarning, match="before `optimizer.step") as told:
+            schedule.step()
+        files.extend(each.filename for each in told)
+
+    files = []
+    _ledger_of(then=step_too_early)
+    assert files == [__file__]
+
+
+def test_a_schedules_steps_are_counted_between_those_of_its_optimizer():
+    def train():
+        made, schedule = _made_with_schedule(_Prepared)
+        other, still = _made_with_schedule()
+        for _ in range(5):
+            made.step()
+            other.step()
+            for _ in range(2):
+                schedule.step()
+        assert still.last_epoch == 0
+
+    facts = _ledger_of(then=train).facts["schedules"]
+    assert {key: (each["count"], each["schedules"]) for key, each in facts.items()} == {
+        "SGD#0": (8, 1)
+    }
+    assert facts["SGD#0"]["where"][0].function == "_made_with_schedule"

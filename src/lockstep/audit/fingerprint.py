@@ -42,14 +42,14 @@ def take(
         hashes = np.full(len(plain), ABSENT, dtype=np.int64)
         lengths = np.full(len(plain), np.nan)
         samples = np.full(sum(counts), np.nan)
-        groups = packed(plain)
-        for group in groups:
+        small: set[int] = set()
+        for group in packed(plain):
             hashes[group.places] = group.lane_sums()
             _fill_packed_samples(samples, group, counts)
-        small = {place for group in groups for place in group.places}
+            small.update(group.places)
         large = {p: t for p, t in enumerate(plain) if t is not None and p not in small}
         if large:
-            hashes[list(large)] = _stacked([_lane_sum(t) for t in large.values()]).numpy()
+            hashes[list(large)] = stacked([_lane_sum(t) for t in large.values()]).numpy()
             _fill_samples(samples, large, counts)
         present = [t for t in plain if t is not None]
         if norms and present:
@@ -65,6 +65,26 @@ def random_states() -> dict[str, int]:
         "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
         "numpy": zlib.crc32(drawn, zlib.crc32(np.asarray(keys).tobytes())),
     }
+
+
+def lengths_of(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The norm of each, as float64 and with one transfer for all.
+
+    Gradient:
+        None: it reads.
+
+    Collective:
+        None.
+    """
+    with torch.no_grad():
+        real = [t.detach() if _has_a_norm(t) else t.detach().double() for t in tensors]
+        norms = list(torch._foreach_norm(real, 2, dtype=torch.float64)) if real else []
+        return list(map(float, stacked(norms).tolist())) if norms else []
+
+
+def _has_a_norm(tensor: torch.Tensor) -> bool:
+    """Floats of eight bits have none."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,14 +120,15 @@ def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(tensors: list[torch.Tensor]) -> np.ndarray[Any, Any]:
-    floats = [t if t.is_floating_point() else t.double() for t in tensors]
+    floats = [t if _has_a_norm(t) else t.double() for t in tensors]
     norms = list(torch._foreach_norm(floats))
     if all(n.dtype is norms[0].dtype for n in norms):
-        return _stacked(norms).double().numpy()
-    return _stacked([n.double() for n in norms]).numpy()
+        return stacked(norms).double().numpy()
+    return stacked([n.double() for n in norms]).numpy()
 
 
-def _stacked(scalars: list[torch.Tensor]) -> torch.Tensor:
+def stacked(scalars: list[torch.Tensor]) -> torch.Tensor:
+    """As one tensor of the CPU's, with one transfer where they are on one device."""
     first = scalars[0].device
     if all(s.device == first for s in scalars):
         return torch.stack(scalars).cpu()

@@ -2,7 +2,9 @@
 """Many small tensors looked at as one: what they take each is a call of torch's, or several.
 
 They are put side by side in one buffer, each at a multiple of eight bytes, so that its bits are
-lanes of its own. Of 400 tensors all that is wanted costs a tenth of what it costs one by one.
+lanes of its own. Of 400 tensors all that is wanted costs a tenth of what it costs one by one. More
+than fit into a small buffer take several, one after the other: a program that has filled its device
+is not to run out of memory because it is watched.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
 
 SMALL: Final = 1 << 15
 """Elements; a larger tensor is not worth its copy."""
+MOST_BYTES: Final = 4 << 20
+"""Of one buffer; its sums need as much again, twice."""
 _FEW: Final = 4
 _LANE: Final = 8
 
@@ -57,13 +61,36 @@ class Packed:
         return result
 
 
-def packed(tensors: Sequence[torch.Tensor | None]) -> list[Packed]:
-    """The small ones among `tensors`, by dtype and device; a few alone are left out."""
+def packed(tensors: Sequence[torch.Tensor | None]) -> Iterator[Packed]:
+    """The small ones among `tensors`, by dtype and device; a few alone are left out.
+
+    Each buffer is made when it is asked for.
+    """
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor is not None and 0 < tensor.numel() <= SMALL and tensor.is_floating_point():
             alike.setdefault((tensor.dtype, tensor.device), []).append(place)
-    return [_pack(tensors, places) for places in alike.values() if len(places) >= _FEW]
+    for places in alike.values():
+        if len(places) >= _FEW:
+            for part in _parts(tensors, places):
+                yield _pack(tensors, part)
+
+
+def _parts(tensors: Sequence[torch.Tensor | None], places: list[int]) -> Iterator[list[int]]:
+    """Those of `places` that one buffer holds, in their order."""
+    part: list[int] = []
+    filled = 0
+    for place in places:
+        tensor = tensors[place]
+        assert tensor is not None
+        needed = -(-tensor.numel() * tensor.element_size() // _LANE) * _LANE
+        if part and filled + needed > MOST_BYTES:
+            yield part
+            part, filled = [], 0
+        part.append(place)
+        filled += needed
+    if part:
+        yield part
 
 
 def _pack(tensors: Sequence[torch.Tensor | None], places: list[int]) -> Packed:

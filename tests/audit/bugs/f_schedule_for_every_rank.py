@@ -30,7 +30,7 @@ def main():
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = Prepared(falling(optimizer, total=STEPS))
+    schedule = Prepared(falling(optimizer, total=STEPS))  # here LS206
     draw = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         x = torch.randn(12, 6, generator=draw)
@@ -38,7 +38,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()  # here LS206
+        schedule.step()
     dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ def install(probe: Probe) -> None:
 def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if probe.is_elsewhere():
+            if not probe.is_on or probe.is_elsewhere():
                 return original(*args, **kwargs)
             if kind == "backward":
                 facts = probe.ledger.facts

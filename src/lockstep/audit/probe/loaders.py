@@ -44,30 +44,34 @@ def install(probe: Probe) -> None:
 def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any, loader: DataLoader[Any]) -> None:
         original(self, loader)
-        keys = probe.loader_keys
-        if loader not in keys:
-            keys[loader] = f"{type(loader.dataset).__name__}#{len(keys)}"
-        key = keys[loader]
-        epoch = sum(1 for known in probe.ledger.loadings if known.key == key)
-        if len(probe.ledger.loadings) >= _LOADINGS:
-            return
-        loading = Loading(
-            key,
-            epoch,
-            users_lines(),
-            sampler=_sampler_name(loader),
-            replicas=_replicas(loader),
-            shuffles=getattr(_sampler(loader), "shuffle", None),
-            size=_size(loader.dataset),
-            part=_part(loader.dataset),
-            step=probe.steps_done,
-            worker_seed=int(self._base_seed) if loader.num_workers else None,
-            workers=loader.num_workers,
-        )
-        probe.ledger.loadings.append(loading)
-        probe.loading[self] = loading
+        probe.harmlessly(_note_beginning, probe, self, loader)
 
     return watched
+
+
+def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> None:
+    keys = probe.loader_keys
+    if loader not in keys:
+        keys[loader] = f"{type(loader.dataset).__name__}#{len(keys)}"
+    key = keys[loader]
+    epoch = sum(1 for known in probe.ledger.loadings if known.key == key)
+    if len(probe.ledger.loadings) >= _LOADINGS:
+        return
+    loading = Loading(
+        key,
+        epoch,
+        users_lines(),
+        sampler=_sampler_name(loader),
+        replicas=_replicas(loader),
+        shuffles=getattr(_sampler(loader), "shuffle", None),
+        size=_size(loader.dataset),
+        part=_part(loader.dataset),
+        step=probe.steps_done,
+        worker_seed=int(iterator._base_seed) if loader.num_workers else None,
+        workers=loader.num_workers,
+    )
+    probe.ledger.loadings.append(loading)
+    probe.loading[iterator] = loading
 
 
 def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,20 +174,26 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
     def watched(self: Any) -> Any:
         batch = original(self)
         loading = probe.loading.get(self)
-        if loading is not None and len(loading.batches) < _BATCHES:
-            tensors = tensors_in(batch, 4)
-            if tensors:
-                loading.shapes = loading.shapes or [list(t.shape) for t in tensors]
-                held = take(tensors, [0] * len(tensors))
-                in_order = probe.harmlessly(functools.reduce, _read_on, tensors, 0) or 0
-                loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)) ^ in_order)
-                probe.harmlessly(_note_rows, loading, tensors)
+        if probe.is_on and loading is not None and len(loading.batches) < _BATCHES:
+            probe.harmlessly(_note_batch, probe, loading, batch)
             probe.delivered = loading
             if self in probe.draws:
-                loading.drawn = drawn_by_workers(probe.draws[self])
+                loading.drawn = probe.harmlessly(drawn_by_workers, probe.draws[self]) or []
         return batch
 
     return watched
+
+
+def _note_batch(probe: Probe, loading: Loading, batch: Any) -> None:
+    tensors = tensors_in(batch, 4)
+    if not tensors:
+        return
+    # Those of a nested tensor may be no plain numbers, and the ledger holds nothing else.
+    loading.shapes = loading.shapes or [[int(n) for n in t.shape] for t in tensors]
+    held = take(tensors, [0] * len(tensors), norms=False)
+    in_order = probe.harmlessly(functools.reduce, _read_on, tensors, 0) or 0
+    loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)) ^ in_order)
+    _note_rows(loading, tensors)
 
 
 def _read_on(before: int, tensor: torch.Tensor) -> int:
@@ -192,10 +202,7 @@ def _read_on(before: int, tensor: torch.Tensor) -> int:
         return before
     flat = tensor.detach().reshape(-1)
     few = flat[:: max(1, len(flat) // _ELEMENTS)].cpu()
-    if few.is_complex():
-        few = torch.view_as_real(few)
-    numbers = few if few.dtype is torch.int64 else few.double()
-    return zlib.crc32(numbers.numpy().tobytes(), before)
+    return zlib.crc32(_numbers(few).tobytes(), before)
 
 
 def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
@@ -216,8 +223,20 @@ def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
 def _each_row(tensor: torch.Tensor) -> list[int]:
     flat = tensor.detach().reshape(len(tensor), -1)
     few = flat[:, :: max(1, flat.shape[1] // _ELEMENTS)].cpu()
-    numbers = (few if few.dtype is torch.int64 else few.double()).numpy()
-    return [zlib.crc32(row.tobytes()) for row in numbers]
+    return [zlib.crc32(_unpadded(row).tobytes()) for row in _numbers(few)]
+
+
+def _unpadded(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """One of the last equal elements: the same sample is padded to another length elsewhere."""
+    other = np.flatnonzero(row != row[-1:])
+    return row[: int(other[-1]) + 2] if len(other) else row[:1]
+
+
+def _numbers(few: torch.Tensor) -> np.ndarray[Any, Any]:
+    if few.is_complex():
+        few = torch.view_as_real(few.resolve_conj())
+    numbers: np.ndarray[Any, Any] = (few if few.dtype is torch.int64 else few.double()).numpy()
+    return numbers
 
 
 def tensors_in(batch: Any, most: int) -> list[torch.Tensor]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from lockstep.audit.fingerprint import lengths_of, stacked
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -47,13 +49,16 @@ def _sender(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:
-    """Keep it, if it is as large as what an optimizer of modules holds, or completes that."""
+    """Keep it, if it is as large as what an optimizer of modules holds, or completes that.
+
+    Of other messages only the size is looked at: it is called for each, in every step.
+    """
     noted = probe.ledger.facts.get(FACT, [])
     size = tensor.numel()
     if len(noted) >= _KEPT or not size or not tensor.is_floating_point():
         return
     for watched in probe.optimizers.values():
-        held = sum(math.prod(p.shape) for p in watched.track.parameters)
+        held = watched.held
         if 1 < held <= size <= _MOST * held and size % held == 0:
             weights = _are_weights(watched, tensor)
             weights = weights or (op not in REDUCING and _are_scaled_weights(watched, tensor))
@@ -70,10 +75,9 @@ def _are_weights(watched: Watched, tensor: torch.Tensor) -> bool:
     """Is it what the optimizer holds, unchanged? Their mean would be the model of all ranks."""
     if any(hasattr(p, "to_local") for p in watched.parameters):
         return False  # pieces: the norm of the whole would take a collective
-    with torch.no_grad():
-        norms = [float(p.detach().double().norm()) for p in watched.parameters]
-        weights = math.sqrt(sum(norm**2 for norm in norms))
-        return abs(float(tensor.double().norm()) - weights) <= _SAME * weights
+    *norms, told = lengths_of([*watched.parameters, tensor])
+    weights = math.sqrt(sum(norm**2 for norm in norms))
+    return abs(told - weights) <= _SAME * weights
 
 
 def _are_scaled_weights(watched: Watched, tensor: torch.Tensor) -> bool:
@@ -81,15 +85,15 @@ def _are_scaled_weights(watched: Watched, tensor: torch.Tensor) -> bool:
     sizes = [p.numel() for p in watched.parameters]
     if tensor.numel() != sum(sizes) or any(hasattr(p, "to_local") for p in watched.parameters):
         return False
-    both = ours = theirs = 0.0
+    products: list[torch.Tensor] = []
     with torch.no_grad():
         pieces = tensor.detach().reshape(-1).split(sizes)
         for param, piece in zip(watched.parameters, pieces, strict=True):
             held = param.detach().reshape(-1).double()
             sent = piece.to(held.device).double()
-            both += float(held @ sent)
-            ours += float(held @ held)
-            theirs += float(sent @ sent)
+            products += [held @ sent, held @ held, sent @ sent]
+        numbers = stacked(products).reshape(-1, 3)
+    both, ours, theirs = map(float, numbers.sum(0).tolist())
     return both > 0.0 and both >= (1.0 - _SAME) * math.sqrt(ours * theirs)
 
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from lockstep.audit.fingerprint import random_states, take
 from lockstep.audit.ledger import Backward, Parameter, Step, Track, is_detailed, thin_out
 from lockstep.audit.prints import Fingerprint, samples_per_tensor
+from lockstep.audit.probe import schedules
 from lockstep.audit.probe.arrivals import join
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
@@ -228,6 +229,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
         if probe.run is not None:
             thin_out(track.steps, KEPT_STEPS)
     track.count += 1
+    probe.harmlessly(schedules.note_step, probe, optimizer, track)
     watched.next_is_detailed = _is_detailed(probe, track.count)
     if step is not None or probe.detailed:
         # Where nothing was written down, nothing has to be forgotten.
@@ -237,9 +239,8 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     if probe.follows and probe.detailed:
         # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
         join(probe)
-    if probe.limit is not None and probe.steps_done >= probe.limit and probe.when_done:
-        done, probe.when_done = probe.when_done, None
-        done()
+    if probe.limit is not None and probe.steps_done >= probe.limit:
+        probe.have_enough()
 
 
 def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:

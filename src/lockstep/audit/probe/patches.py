@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 _MISSING = object()
 
 
+def is_recorded() -> bool:
+    """Does torch.compile or torch.jit.trace write down what is called? Ours would be in there."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
 class Patches:
     """What was replaced, so that `undo` leaves torch as it was."""
 
@@ -26,7 +31,7 @@ class Patches:
     ) -> None:
         """Replace ``owner.name`` by ``around(original)``, if there is such a function.
 
-        While torch.compile traces, the original runs: its graph is then the same as without us.
+        While torch traces, the original runs: its graph is then the same as without us.
         """
         held = vars(owner).get(name, _MISSING)
         original = getattr(owner, name, None)
@@ -36,7 +41,7 @@ class Patches:
 
         @functools.wraps(original)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if is_recorded():
                 return original(*args, **kwargs)
             return watched(*args, **kwargs)
 

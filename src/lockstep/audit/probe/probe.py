@@ -6,6 +6,7 @@ One probe per process. Everything it puts into torch is in `Patches` and is take
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.arrivals import Arrival
     from lockstep.audit.probe.frozen import Known
+    from lockstep.audit.probe.schedules import Schedule
 
 
 _kept: list[Any] = []
@@ -113,6 +115,7 @@ class Watched:
         self.track = track
         self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self.counts = [p.samples for p in track.parameters]
+        self.held = sum(math.prod(p.shape) for p in track.parameters)
         self.parts_sent: set[int] = set()
         self.step: Step | None = None
         self.next_is_detailed = True
@@ -238,6 +241,7 @@ class Probe:
         self.made: list[weakref.ref[Any]] = []
         self.made_waiting: list[weakref.ref[Any]] = []
         self.made_at: dict[int, list[Place]] = {}
+        self.schedules: list[Schedule] = []
         self.backward: Backward | None = None
         self.in_backward = False
         self.scale: float | None = None
@@ -288,6 +292,20 @@ class Probe:
             self.detailed = closely
             if self.forward_hook is not None:
                 self.forward_hook(closely)
+
+    def have_enough(self) -> None:
+        """The steps that were asked for are in: nothing is looked at any more.
+
+        The hooks stay. This is called from one of them, and torch goes through them meanwhile.
+        """
+        self.is_on = False
+        self.look(closely=False)
+        self.forget_gathered()
+        self.windows.clear()
+        self.recent = Window()
+        done, self.when_done = self.when_done, None
+        if done is not None:
+            done()
 
     def harmlessly(self, look: Callable[..., Any], *args: Any) -> Any:
         """``look(*args)``; what it raises is ours, and not the program's to deal with."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.audit.fingerprint import lengths_of
 from lockstep.audit.probe.names import outermost
 from lockstep.audit.probe.passed_back import has_hooks
 
@@ -23,8 +24,8 @@ def note_given(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
     """Such a call begins: how long is what this rank puts in, whole or in parts?"""
     given = args[1] if len(args) > 1 else kwargs.get("input", kwargs.get("input_list"))
     parts = list(given) if isinstance(given, list | tuple) else [given]
-    if call.in_backward or not all(isinstance(part, torch.Tensor) for part in parts):
-        return  # a library's own, layer by layer
+    if call.in_backward or not all(map(_is_real, parts)):
+        return  # a library's own, layer by layer; or what no rule compares
     call.before = _length(parts)
     probe.scatters = True
 
@@ -32,7 +33,7 @@ def note_given(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
 def note_received(call: Collective, result: Any, args: Any, kwargs: Any) -> None:
     """It has ended: how long is this rank's part? Unknown where it is still on its way."""
     received = args[0] if args else kwargs.get("output")
-    if call.before is not None and result is None and isinstance(received, torch.Tensor):
+    if call.before is not None and result is None and _is_real(received):
         call.after = _length([received])
 
 
@@ -41,18 +42,23 @@ def note_left(probe: Probe, record: Backward) -> None:
     if not probe.scatters:
         return
     modules = [m for r in probe.living if (m := r()) is not None]
-    lengths: dict[int, float] = {}
     if any(
         has_hooks(p) for module in modules for p in module._parameters.values() if p is not None
     ):
         return  # they may have divided already
+    gradients: dict[int, torch.Tensor] = {}
+    of_roots: list[list[int]] = []
     for root in outermost(modules):
         of_root = {id(p): p.grad for p in root.parameters() if _is_plain(p.grad)}
-        fresh = {known: grad for known, grad in of_root.items() if known not in lengths}
-        lengths |= {known: _length([grad]) for known, grad in fresh.items()}
-        if of_root:
-            record.left.append(_together(lengths[known] for known in of_root))
+        gradients |= {known: grad for known, grad in of_root.items() if grad is not None}
+        of_roots.append(list(of_root))
+    lengths = dict(zip(gradients, lengths_of(list(gradients.values())), strict=True))
+    record.left += [_together(lengths[known] for known in each) for each in of_roots if each]
     record.left.append(_together(lengths.values()))
+
+
+def _is_real(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and not tensor.is_complex()
 
 
 def _is_plain(gradient: torch.Tensor | None) -> bool:
@@ -61,12 +67,12 @@ def _is_plain(gradient: torch.Tensor | None) -> bool:
         and gradient.layout is torch.strided
         and not hasattr(gradient, "to_local")
         and not gradient.is_meta
+        and not gradient.is_complex()
     )
 
 
 def _length(tensors: list[Any]) -> float:
-    with torch.no_grad():
-        return _together(float(t.detach().double().norm()) for t in tensors)
+    return _together(lengths_of(tensors))
 
 
 def _together(lengths: Any) -> float:

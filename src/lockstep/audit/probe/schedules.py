@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a schedule of the learning rate steps, beside the optimizer whose rate it sets."""
+"""How often a schedule of the learning rate steps, beside the optimizer whose rate it sets.
+
+Its ``step`` is left alone: what torch says there about the order of steps names the caller's line,
+which is to be the program's. Schedules are remembered when they are made, and after each of the
+optimizer's steps it is seen how far they have come.
+"""
 
 from __future__ import annotations
 
 import functools
+import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,33 +20,70 @@ from lockstep.audit.probe.frames import users_lines
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.optim.optimizer import Optimizer
+
+    from lockstep.audit.finding import Place
+    from lockstep.audit.ledger import Track
     from lockstep.audit.probe.probe import Probe
 
 FACT: Final = "schedules"
+_MOST: Final = 64
+
+
+@dataclass
+class Schedule:
+    """One that was made, and how far it had come after the first step of its optimizer.
+
+    Attributes:
+        where: it was made.
+        began: its ``last_epoch`` then, and None before.
+    """
+
+    ref: weakref.ref[Any]
+    where: list[Place]
+    began: int | None = None
 
 
 def install(probe: Probe) -> None:
-    """Watch the ``step`` that most schedules inherit."""
-    probe.patches.wrap(LRScheduler, "step", functools.partial(_stepper, probe))
+    """Watch the construction of schedules."""
+    probe.patches.wrap(LRScheduler, "__init__", functools.partial(_constructor, probe))
 
 
-def _stepper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         if probe.is_on and not probe.is_elsewhere():
-            probe.harmlessly(_note, probe, self)
-        return original(self, *args, **kwargs)
+            probe.harmlessly(_remember, probe, self)
 
     return watched
 
 
-def _note(probe: Probe, schedule: Any) -> None:
-    watched = probe.optimizers.get(getattr(schedule.optimizer, "optimizer", schedule.optimizer))
-    if watched is None or not watched.track.count:
-        return  # the step that a schedule takes when it is made
-    of_all = probe.ledger.facts.setdefault(FACT, {})
-    noted = of_all.setdefault(watched.track.key, {"count": 0, "schedules": [], "where": []})
-    noted["count"] += 1
-    # Two schedules of one optimizer step as often together; which is which does not matter.
-    if id(schedule) not in noted["schedules"]:
-        noted["schedules"].append(id(schedule))
-    noted["where"] = noted["where"] or users_lines()
+def _remember(probe: Probe, schedule: Any) -> None:
+    probe.schedules = [known for known in probe.schedules if known.ref() is not None]
+    if len(probe.schedules) < _MOST:
+        probe.schedules.append(Schedule(weakref.ref(schedule), users_lines()))
+
+
+def note_step(probe: Probe, optimizer: Optimizer, track: Track) -> None:
+    """The optimizer has stepped: how often have its schedules since its first step?"""
+    moved = []
+    for known in probe.schedules:
+        schedule = known.ref()
+        if schedule is None or _plain(schedule.optimizer) is not optimizer:
+            continue
+        now = int(schedule.last_epoch)
+        if known.began is None:
+            known.began = now
+        elif now != known.began:
+            moved.append((now - known.began, known.where))
+    if moved:
+        probe.ledger.facts.setdefault(FACT, {})[track.key] = {
+            "count": sum(count for count, _ in moved),
+            "schedules": len(moved),
+            "where": moved[0][1],
+        }
+
+
+def _plain(optimizer: Any) -> Any:
+    """A library's may stand before torch's."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -26,6 +26,7 @@ from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.loaders import tensors_in
 from lockstep.audit.probe.modes import note_acting
 from lockstep.audit.probe.own_gradients import note_own_gradients
+from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _registrar(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
 
 def _module_hook(probe: Probe) -> Callable[..., None]:
     def before_forward(module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not probe.is_on:
+        if is_recorded() or not probe.is_on:
             return
         if probe.detailed and maybe_current_level() is None:
             # Inside a transform of torch.func tensors have no numbers to read.

@@ -81,19 +81,18 @@ class Consumed:
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
-    if len(steps) < len(track.ranks) or any(_is_changed_on_purpose(s) for s in steps.values()):
+    if len(steps) < len(track.ranks) or any(s.scale is not None for s in steps.values()):
         return None
+    if any(step.has_closure for step in steps.values()):
+        return None  # evaluated again: not what backward left
     samples = _samples(track, steps)
     if samples is None:
         return None
+    if any(step.clips for step in steps.values()):
+        return None if samples.were_equal else _of_one_clipped(track, number, samples)
     if samples.were_equal:
         return _of_equal(track, number, samples, next(iter(steps.values())))
     return _of_different(track, number, samples, list(steps.values()))
-
-
-def _is_changed_on_purpose(step: Step) -> bool:
-    """Clipped, unscaled, or evaluated again: not what backward left."""
-    return bool(step.clips) or step.scale is not None or step.has_closure
 
 
 def _samples(track: SharedTrack, steps: dict[int, Step]) -> _Samples | None:
@@ -180,18 +179,41 @@ def _of_different(
         return None  # also where the ranks' gradients are nearly equal
     for place, rank in enumerate(samples.ranks):
         if samples.are_used(samples.then[place]):
-            others = [other for other in samples.ranks if other != rank]
-            return ONE_RANK.finding(
-                f"step {number + 1}: the ranks had different gradients when backward had returned, "
-                f"and all of them used those of rank {rank}: what ranks {others} computed is lost",
-                "average: `dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)`, or "
-                "`lockstep.average_gradients(model)`, instead of a broadcast",
-                rank=others,
-                step=number + 1,
-                evidence={"used": rank},
-                where=steps[0].where,
-            )
+            return _of_one(track, number, samples, rank)
     return _scaled(track, number, samples, steps[0])
+
+
+def _of_one_clipped(track: SharedTrack, number: int, samples: _Samples) -> Finding | None:
+    """One factor for all its elements, at most 1, makes one rank's gradients those that were used.
+
+    The ranks' mean must be no multiple of it: gradients that nearly agree prove nothing.
+    """
+    if len(set(samples.tensors.tolist())) < _LEAST or _fits(samples, samples.then.mean(axis=0)):
+        return None
+    fitting = [
+        rank for place, rank in enumerate(samples.ranks) if _fits(samples, samples.then[place])
+    ]
+    return _of_one(track, number, samples, fitting[0]) if len(fitting) == 1 else None
+
+
+def _fits(samples: _Samples, values: np.ndarray[Any, Any]) -> bool:
+    square = float(values @ values)
+    factor = float(samples.used @ values) / square if square else 0.0
+    return 0.0 < factor <= 1.0 + samples.close and samples.are_used(values * factor)
+
+
+def _of_one(track: SharedTrack, number: int, samples: _Samples, rank: int) -> Finding:
+    others = [other for other in samples.ranks if other != rank]
+    return ONE_RANK.finding(
+        f"step {number + 1}: the ranks had different gradients when backward had returned, "
+        f"and all of them used those of rank {rank}: what ranks {others} computed is lost",
+        "average: `dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)`, or "
+        "`lockstep.average_gradients(model)`, instead of a broadcast",
+        rank=others,
+        step=number + 1,
+        evidence={"used": rank},
+        where=next(iter(track.steps(number).values())).where,
+    )
 
 
 def _scaled(track: SharedTrack, number: int, samples: _Samples, step: Step) -> Finding | None:

@@ -116,9 +116,9 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     # An index is the same sample on two ranks only if they have one dataset.
     if not (_same_dataset(loadings) or (shares and not parts)):
         return None
-    if not (whole or parts or "Distributed" in first.sampler):
-        return None
     missed = 0 if parts else max(first.size - len(readers), 0)
+    if not (whole or parts or "Distributed" in first.sampler or _is_dealt(loadings, missed)):
+        return None
     read = (
         "the ranks read different parts (`Subset`) of one dataset and "
         if parts
@@ -142,6 +142,18 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
         },
         where=first.where,
     )
+
+
+def _is_dealt(loadings: dict[int, Loading], missed: int) -> bool:
+    """Does the program's own sampler give each rank its share of the dataset, no sample twice?
+
+    As many samples then are missed as are read twice. Ranks that draw on their own draw again.
+    """
+    first = loadings[min(loadings)]
+    size, batch = first.size or 0, max(first.batch_sizes, default=1)
+    read = [len(_samples(x)) for x in loadings.values()]
+    whole = abs(sum(read) - size) <= batch * len(read) and len(set(read)) == 1
+    return whole and missed > 0.05 * size and not any(map(_drawn_again, loadings.values()))
 
 
 def _same_rows(loadings: dict[int, Loading]) -> Finding | None:

@@ -38,10 +38,10 @@ def _judge(world: World, track: SharedTrack) -> Finding | None:
     if len(noted) < world.size or len(counts) > 1:
         return None
     taken = counts.pop()
-    # The last step's may be missing: of the schedule, or of the optimizer.
-    times = {round(each["count"] / taken) for each in noted}
-    exact = all(abs(each["count"] - world.size * taken) <= world.size for each in noted)
-    if times != {world.size} or not exact or any(len(each["schedules"]) > 1 for each in noted):
+    between = taken - 1  # what a schedule did before the optimizer's first step does not count
+    exact = all(abs(each["count"] - world.size * between) <= world.size for each in noted)
+    times = {round(each["count"] / between) for each in noted} if between else set()
+    if times != {world.size} or not exact or any(each["schedules"] > 1 for each in noted):
         return None
     since = _idle_since(track)
     if since is None or taken - since < _IDLE * taken:
@@ -55,7 +55,7 @@ def _judge(world: World, track: SharedTrack) -> Finding | None:
         "schedule",
         rank=track.ranks,
         step=since + 1,
-        evidence={"schedule": noted[0]["count"], "optimizer": taken, "idle": taken - since},
+        evidence={"schedule": noted[0]["count"], "optimizer": between, "idle": taken - since},
         where=noted[0]["where"],
     )
 

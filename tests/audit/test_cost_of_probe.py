@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a watched program pays for, counted: calls, transfers, bytes that are held."""
+
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.audit.fingerprint import take
+from lockstep.audit.ledger import Backward, Parameter, Track
+from lockstep.audit.packed import MOST_BYTES, SMALL, packed
+from lockstep.audit.probe import models_sent, scattered
+from lockstep.audit.probe.probe import Probe, Watched
+
+_TRANSFERS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
+
+
+class Counted(TorchDispatchMode):
+    """What torch is asked to do, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+    def transfers(self):
+        return sum(name in _TRANSFERS for name in self.calls)
+
+
+def _probe_with(parameters):
+    probe = Probe()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    described = [Parameter(f"p{n}", list(p.shape), "float32") for n, p in enumerate(parameters)]
+    watched = Watched(optimizer, Track("SGD#0", "SGD", [], parameters=described))
+    probe.optimizers[optimizer] = watched
+    return probe, watched, optimizer
+
+
+class CountedList(list):
+    """How often somebody goes through it."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_a_message_of_another_size_is_not_compared_with_each_parameter():
+    probe, watched, kept = _probe_with([torch.nn.Parameter(torch.ones(3)) for _ in range(9)])
+    watched.track.parameters = CountedList(watched.track.parameters)
+    watched.parameters = CountedList(watched.parameters)
+    probe.detailed = False
+    with Counted() as counted:
+        for _ in range(5):
+            models_sent.note(probe, models_sent.SENDING, torch.ones(7))
+    assert kept in probe.optimizers
+    assert watched.track.parameters.reads == watched.parameters.reads == 0
+    assert counted.transfers() == 0
+    assert models_sent.FACT not in probe.ledger.facts
+
+
+@pytest.mark.parametrize(("share", "are_weights"), [(1.0, True), (0.5, True), (None, False)])
+def test_whether_a_message_is_the_weights_takes_no_transfer_for_each(share, are_weights):
+    source = torch.Generator().manual_seed(0)
+    held = [torch.nn.Parameter(torch.randn(4, 3, generator=source)) for _ in range(20)]
+    probe, _, kept = _probe_with(held)
+    flat = torch.cat([p.detach().reshape(-1) for p in held])
+    told = torch.randn(flat.shape, generator=source) if share is None else flat * share
+    with Counted() as counted:
+        models_sent.note(probe, models_sent.SENDING, told)
+    assert kept in probe.optimizers
+    expected = {"size": 240, "op": models_sent.SENDING, "weights": are_weights}
+    assert probe.ledger.facts[models_sent.FACT] == [expected]
+    assert counted.transfers() == 0, "lists of numbers are read as a whole"
+
+
+def test_small_tensors_are_put_side_by_side_a_few_megabytes_at_a_time():
+    source = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(SMALL - n % 3, generator=source) for n in range(80)]
+    sizes, places, alive = [], [], []
+    for group in packed(tensors):
+        sizes.append(group.buffer.nbytes)
+        places += group.places
+        alive.append(weakref.ref(group.buffer))
+        del group
+        assert sum(reference() is not None for reference in alive) == 0
+    assert len(sizes) == 3
+    assert max(sizes) <= MOST_BYTES
+    assert places == list(range(80))
+
+
+def test_tensors_in_several_buffers_have_the_fingerprints_that_each_has_alone():
+    source = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(SMALL - n % 3, generator=source) for n in range(80)]
+    together = take(tensors, [4] * 80)
+    alone = [take([t], [4]) for t in tensors]
+    assert together.hashes.tolist() == [int(each.hashes[0]) for each in alone]
+    assert together.norms.tolist() == [float(each.norms[0]) for each in alone]
+    assert together.samples.tolist() == [float(x) for each in alone for x in each.samples]
+
+
+def test_how_long_the_gradients_are_takes_no_transfer_for_each():
+    nets = [torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6))) for _ in range(2)]
+    for net in nets:
+        net.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+    probe, record = Probe(), Backward("backward", [])
+    probe.living = [weakref.ref(module) for net in nets for module in net.modules()]
+    probe.scatters = True
+    with Counted() as counted, warnings.catch_warnings(action="error"):
+        scattered.note_left(probe, record)
+    each = (6 * (16 + 4)) ** 0.5
+    assert record.left == pytest.approx([each, each, each * 2**0.5])
+    assert counted.transfers() == 0
