@@ -86,10 +86,11 @@ def keep(
     held = [_plain(output) for output in outputs]
     for output in held:
         _add_memory(arrival, output)
-    if is_there and sent.dim() > 1 and sent.is_floating_point():
+    if is_there and sent.dim() > 1:
         arrival.width = sent.shape[-1]
-        arrival.own = _directions([_plain(sent)], arrival.width)
-        arrival.others = _directions(held, arrival.width)
+        with torch._C.DisableTorchFunction():
+            arrival.own = _directions([_plain(sent)], arrival.width)
+            arrival.others = _directions(held, arrival.width)
     probe.arrivals.append(arrival)
     del probe.arrivals[:-_MOST]
 
@@ -101,6 +102,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _add_memory(arrival: Arrival, tensor: torch.Tensor) -> None:
+    if len(arrival.tensors) >= _MOST:
+        return
     arrival.tensors.append(weakref.ref(tensor))
     pointer = _pointer(tensor)
     if pointer is not None:
@@ -121,11 +124,16 @@ def _directions(tensors: list[torch.Tensor], width: int) -> torch.Tensor | None:
     each = max(4, _ROWS // max(1, len(tensors)))
     rows = []
     for tensor in tensors[:_ROWS]:
-        usable = tensor.layout is torch.strided and not tensor.is_meta and tensor.dtype in _SAME
-        if usable and tensor.dim() > 1 and tensor.shape[-1] == width and tensor.numel():
+        if _has_numbers(tensor) and tensor.dim() > 1 and tensor.shape[-1] == width:
             flat = tensor.detach().reshape(-1, width)
             rows.append(_units(flat[:: max(1, len(flat) // each)][:each, :_COLUMNS]))
     return torch.cat(rows) if rows else None
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """Numbers of its own, to compute with: of one in pieces that would be to communicate."""
+    plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    return plain and tensor.dtype in _SAME and not hasattr(tensor, "to_local")
 
 
 def _units(rows: torch.Tensor) -> torch.Tensor:
@@ -174,7 +182,7 @@ def _known(probe: Probe) -> dict[int | None, Arrival]:
         pointer: arrival
         for arrival in probe.arrivals
         if not arrival.detached
-        for storage, pointer in arrival.memory[:_MOST]
+        for storage, pointer in arrival.memory
         if not storage.expired()
     }
 
@@ -182,21 +190,18 @@ def _known(probe: Probe) -> dict[int | None, Arrival]:
 def found_in(probe: Probe, nodes: set[Any]) -> list[dict[str, Any]]:
     """The origins of those arrivals that a graph of these operations is built from."""
     # Put together with rows that have a gradient, they are part of the graph themselves.
-    found = [
-        arrival
+    told = {
+        id(arrival)
         for arrival in probe.arrivals
         if not nodes.isdisjoint([*arrival.nodes, *(t.grad_fn for t in arrival.living())])
-    ]
-    told = {id(arrival) for arrival in found}
+    }
     waiting = [a for a in probe.arrivals if id(a) not in told and not a.is_sent_back()]
     if waiting:
         known = {p: a for p, a in _known(probe).items() if id(a) not in told}
         for node in nodes:
             for tensor in each_saved(node):
-                for arrival in _recognised(tensor, waiting, known):
-                    if id(arrival) not in told:
-                        told.add(id(arrival))
-                        found.append(arrival)
+                with torch._C.DisableTorchFunction():
+                    told.update(map(id, _recognised(tensor, waiting, known)))
     return [arrival.origin for arrival in probe.arrivals if id(arrival) in told]
 
 
@@ -207,7 +212,7 @@ def _recognised(
     at = known.get(_pointer(plain))
     by_memory = [at] if at is not None and not at.is_sent_back() else []
     base = plain if plain._base is None else plain._base
-    if plain.dim() != 2 or plain.dtype not in _SAME or (base.is_leaf and base.requires_grad):
+    if plain.dim() != 2 or not _has_numbers(plain) or (base.is_leaf and base.requires_grad):
         return by_memory  # a table holds the rows that were looked up in it
     return by_memory + [a for a in waiting if _holds(plain, a)]
 
@@ -217,7 +222,7 @@ def _holds(tensor: torch.Tensor, arrival: Arrival) -> bool:
     others, own = arrival.others, arrival.own
     if others is None or own is None or arrival.width not in tensor.shape:
         return False
-    if arrival.detached and not tensor.requires_grad:
+    if (arrival.detached and not tensor.requires_grad) or tensor.device != own.device:
         return False
     same = 1 - _SAME[tensor.dtype]
     theirs = others[~((others @ own.T) > same).any(dim=1)]
