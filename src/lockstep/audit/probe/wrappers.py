@@ -159,7 +159,7 @@ def _note_fed(probe: Probe, args: Any) -> None:
     tensors = tensors_in(args, 4)
     if tensors:
         held = take(tensors, [0] * len(tensors), norms=False)
-        arguments, lines = arguments_of(probe, args), users_lines()
+        arguments, lines = probe.harmlessly(arguments_of, probe, args) or [], users_lines()
         for window in probe.each_window():
             if window.fed is None:
                 window.fed = int(np.bitwise_xor.reduce(held.hashes))
@@ -174,7 +174,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     held = take(tensors, [0] * len(tensors), norms=False)
     noted = {
         "hash": int(np.bitwise_xor.reduce(held.hashes)),
-        "arguments": arguments_of(probe, args),
+        "arguments": probe.harmlessly(arguments_of, probe, args) or [],
         "random": random_states(),
         "where": users_lines(),
     }
