@@ -110,7 +110,8 @@ def exchange_nothing(world: World, track: SharedTrack) -> bool:
     """Do ranks train models that never were the same, and nothing says that they should be?
 
     As the folds of a cross-validation: no wrapper, no numbers that passed between ranks from the
-    first step to the last one, and no samples that were dealt out by rank.
+    first step to the last one, no samples that were dealt out by rank, and what each of them came
+    to is gathered. Ranks that never tell one another anything have been forgotten.
     """
     if len(track.ranks) < 2 or not track.numbers or world.sync_of_lockstep():
         return False
@@ -123,6 +124,8 @@ def exchange_nothing(world: World, track: SharedTrack) -> bool:
         if any(c.op not in _WITHOUT_NUMBERS for step in steps for c in step.collectives):
             return False
         if ledger.facts.get("models_sent") or any(map(_is_dealt_out, ledger.loadings)):
+            return False
+        if not any("gather" in call.op for call in ledger.calls):
             return False
     first = track.numbers[0]
     return bool(track.differences("entry", first) and track.differences("gradients", first))
