@@ -215,6 +215,27 @@ def test_a_script_that_closes_all_files_lives(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_port_is_kept_until_rank_0_listens_on_it(tmp_path):
+    script = tmp_path / "port.py"
+    script.write_text(
+        "import errno, os, socket\n"
+        "with socket.socket() as somebody:\n"
+        "    try:\n"
+        "        somebody.bind(('', int(os.environ['MASTER_PORT'])))\n"
+        "    except OSError as error:\n"
+        "        assert error.errno == errno.EADDRINUSE\n"
+        "        print('kept', flush=True)\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = audit(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kept") == 2
+
+
+@pytest.mark.slow
 def test_ranks_that_the_script_starts_itself_are_watched(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

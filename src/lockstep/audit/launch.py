@@ -28,6 +28,7 @@ from lockstep.audit.outcome import exit_code_of, report, write_nothing_found
 from lockstep.audit.rank import DUMP, FOLDER, PIPE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 _POLL_S = 0.05
@@ -106,16 +107,16 @@ class _Run:
         """Start, wait, judge."""
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
-            self._start()
-            self._wait()
+            with _held_port() as port:
+                self._start(str(port))
+                self._wait()
         finally:
             self._end_all()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self._conclude()
 
-    def _start(self) -> None:
-        port = str(_free_port())
+    def _start(self, port: str) -> None:
         for rank in range(self.nproc):
             reading, writing = os.pipe()
             command = [sys.executable, "-m", "lockstep.audit", *self._arguments()]
@@ -301,7 +302,18 @@ def _read(path: Path) -> Ledger | None:
         return None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """A port that nobody else is given until rank 0 listens on it, seconds later.
+
+    It stays bound, and not listened on: rank 0 may bind it as well, since both allow its reuse, and
+    the system hands it out to no other program and no connection. So on Linux; where two may not be
+    bound side by side it is let go at once.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        port = int(held.getsockname()[1])
+        if sys.platform != "linux":
+            held.close()
+        yield port

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torch.utils.data import dataloader as module
 
 from lockstep.audit.fingerprint import take
@@ -105,8 +105,11 @@ def _shared(probe: Probe, loader: DataLoader[Any]) -> Any:
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
+    """What deals the samples out; one that is held by a sampler of the program's own, too."""
     batches = getattr(loader, "batch_sampler", None)
-    return getattr(batches, "sampler", None) or loader.sampler
+    plain = getattr(batches, "sampler", None) or loader.sampler
+    held = [plain, *getattr(batches, "__dict__", {}).values(), *vars(plain).values()]
+    return next((each for each in held if isinstance(each, DistributedSampler)), plain)
 
 
 def _replicas(loader: DataLoader[Any]) -> int | None:
