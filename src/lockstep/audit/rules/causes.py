@@ -9,12 +9,11 @@ These lines are read in the text around the measured one. They explain no findin
 from __future__ import annotations
 
 import ast
-import functools
-import linecache
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.finding import Place, with_text
+from lockstep.audit.rules.program_text import called_in, left_sides, names_in, parsed, spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,16 +76,16 @@ def _of_the_loader(finding: Finding) -> Iterator[Place]:
     for place in finding.where[:2]:
         scope, names = _names_at(place)
         lines: list[ast.AST] = list(_assigned_before(scope, names, place.line))
-        given = [n for node in lines for n in _names_in(node) if "sampler" in n.lower()]
+        given = [n for node in lines for n in names_in(node) if "sampler" in n.lower()]
         lines += _assigned_before(scope, given, place.line)
-        makers = {name for node in lines for name in _called_in(node)}
+        makers = {name for node in lines for name in called_in(node)}
         for function in _functions(place.file):
             if function.name in makers:
                 lines += [node for node in ast.walk(function) if _makes_a_loader(node)]
         chosen = [node for node in lines if _makes_a_loader(node)]
         if chosen:
             # The sampler says which samples a rank gets, and comes first.
-            chosen.sort(key=lambda node: not any("Sampler" in n for n in _called_in(node)))
+            chosen.sort(key=lambda node: not any("Sampler" in n for n in called_in(node)))
             yield from (_as_place(place, node, scope) for node in chosen)
             return
 
@@ -94,7 +93,7 @@ def _of_the_loader(finding: Finding) -> Iterator[Place]:
 def _makes_a_loader(node: ast.AST) -> bool:
     told = ("Loader", "Sampler")
     return isinstance(node, ast.Assign | ast.Return) and any(
-        word in name for name in _called_in(node) for word in told
+        word in name for name in called_in(node) for word in told
     )
 
 
@@ -105,7 +104,7 @@ def _condition(finding: Finding) -> Iterator[Place]:
     holding = [
         node
         for node in ast.walk(scope)
-        if isinstance(node, ast.If) and _spans(node, place.line) and node.lineno < place.line
+        if isinstance(node, ast.If) and spans(node, place.line) and node.lineno < place.line
     ]
     if holding:
         yield _as_place(place, max(holding, key=lambda node: node.lineno), scope)
@@ -121,10 +120,7 @@ def _setting(finding: Finding) -> Iterator[Place]:
 
 
 def _writes_to(node: ast.AST, settings: dict[str, object]) -> bool:
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    if isinstance(node, ast.AugAssign):
-        targets = [node.target]
-    keys = [t.slice for t in targets if isinstance(t, ast.Subscript)]
+    keys = [side.slice for side in left_sides(node) if isinstance(side, ast.Subscript)]
     return any(isinstance(key, ast.Constant) and key.value in settings for key in keys)
 
 
@@ -132,7 +128,7 @@ def _steps_a_schedule(node: ast.AST) -> bool:
     """With an argument, as one that follows a loss."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
         return False
-    names = " ".join(_names_in(node.func.value)).lower()
+    names = " ".join(names_in(node.func.value)).lower()
     return node.func.attr == "step" and ("sched" in names or "plateau" in names)
 
 
@@ -141,7 +137,7 @@ def _calls_of(*attributes: str) -> Callable[[Finding], Iterator[Place]]:
         for file in dict.fromkeys(place.file for place in finding.where):
             for function in _functions(file):
                 for node in ast.walk(function):
-                    if isinstance(node, ast.Call) and set(_called_in(node)) & set(attributes):
+                    if isinstance(node, ast.Call) and set(called_in(node)) & set(attributes):
                         yield Place(file, node.lineno, function.name, "")
 
     return look
@@ -150,8 +146,8 @@ def _calls_of(*attributes: str) -> Callable[[Finding], Iterator[Place]]:
 def _own_backward(finding: Finding) -> Iterator[Place]:
     """What the backward of the Function returns whose forward communicates."""
     for place in finding.where:
-        for node in ast.walk(_parsed(place.file)):
-            if not isinstance(node, ast.ClassDef) or not _spans(node, place.line):
+        for node in ast.walk(parsed(place.file)):
+            if not isinstance(node, ast.ClassDef) or not spans(node, place.line):
                 continue
             for function in node.body:
                 if isinstance(function, ast.FunctionDef) and function.name == "backward":
@@ -178,26 +174,14 @@ _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
 }
 
 
-@functools.lru_cache(maxsize=16)
-def _parsed(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
-
-
 def _functions(file: str) -> list[_Function]:
-    return [node for node in ast.walk(_parsed(file)) if isinstance(node, _Function)]
+    return [node for node in ast.walk(parsed(file)) if isinstance(node, _Function)]
 
 
 def _function_at(place: Place) -> _Function | ast.Module:
     """The innermost function that the line stands in, or the module."""
-    holding = [f for f in _functions(place.file) if _spans(f, place.line)]
-    return max(holding, key=lambda f: f.lineno) if holding else _parsed(place.file)
-
-
-def _spans(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
+    holding = [f for f in _functions(place.file) if spans(f, place.line)]
+    return max(holding, key=lambda f: f.lineno) if holding else parsed(place.file)
 
 
 def _names_at(place: Place) -> tuple[_Function | ast.Module, list[str]]:
@@ -208,17 +192,7 @@ def _names_at(place: Place) -> tuple[_Function | ast.Module, list[str]]:
         for node in ast.walk(scope)
         if isinstance(node, ast.Name | ast.Attribute) and node.lineno == place.line
     ]
-    return scope, list(dict.fromkeys(name for node in used for name in _names_in(node)))
-
-
-def _names_in(node: ast.AST) -> list[str]:
-    found = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
-    return found + [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
-
-
-def _called_in(node: ast.AST) -> list[str]:
-    functions = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
-    return [str(getattr(f, "attr", getattr(f, "id", ""))) for f in functions]
+    return scope, list(dict.fromkeys(name for node in used for name in names_in(node)))
 
 
 def _assigned_before(scope: ast.AST, names: Sequence[str], line: int) -> Iterator[ast.stmt]:
@@ -229,14 +203,9 @@ def _assigned_before(scope: ast.AST, names: Sequence[str], line: int) -> Iterato
         for node in ast.walk(scope)
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         and node.lineno < line
-        and wanted.intersection(_names_in_targets(node))
+        and wanted.intersection(name for side in left_sides(node) for name in names_in(side))
     ]
     yield from sorted(found, key=lambda node: node.lineno)
-
-
-def _names_in_targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [name for target in targets for name in _names_in(target)]
 
 
 def _as_place(near: Place, node: ast.AST, scope: _Function | ast.Module) -> Place:

@@ -11,6 +11,7 @@ import linecache
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.finding import Place
+from lockstep.audit.rules.program_text import called_in, left_sides, names_in, parsed, spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
     """
     wanted = ast.Div if divides else ast.Mult
     for place in lines[:3]:
-        module = _parsed(place.file)
+        module = parsed(place.file)
         for statement in _about_the_loss(module, place.line):
             number = _factor_in(statement, wanted)
             if number is not None:
@@ -43,26 +44,15 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
 def divides_rate(lines: Sequence[Place]) -> bool:
     """Is the learning rate of the optimizer that is made at `lines` divided by the ranks?"""
     for place in lines[:1]:
-        nodes = list(ast.walk(_parsed(place.file)))
-        calls = [n for n in nodes if isinstance(n, ast.Call) and _is_at(n, place.line)]
+        nodes = list(ast.walk(parsed(place.file)))
+        calls = [n for n in nodes if isinstance(n, ast.Call) and spans(n, place.line)]
         rates = [k.value for c in calls for k in c.keywords if k.arg == "lr"]
         known = {_last_name(rate) for rate in rates} - {""}
         # `args.batch_size` is not `args.lr`: the last name counts.
-        assigned = [n for n in nodes if known.intersection(map(_last_name, _left_sides(n)))]
+        assigned = [n for n in nodes if known.intersection(map(_last_name, left_sides(n)))]
         if any(_factor_in(n, ast.Div) is not None for n in (*rates, *assigned)):
             return True
     return False
-
-
-def _parsed(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _is_at(node: ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
@@ -70,15 +60,15 @@ def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
     calls: set[str] = set()
     nodes = list(ast.walk(module))
     for node in nodes:
-        if isinstance(node, ast.Expr) and _is_at(node.value, line):
-            roots.update(_names(node))
-            calls.update(_called(node))
+        if isinstance(node, ast.Expr) and spans(node.value, line):
+            roots.update(names_in(node))
+            calls.update(called_in(node))
             yield node
     for node in nodes:
         targets = _targets(node)
         if any(name in roots or "loss" in name.lower() for name in targets):
             assert isinstance(node, ast.stmt)
-            calls.update(_called(node))
+            calls.update(called_in(node))
             yield node
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name in calls:
@@ -86,27 +76,11 @@ def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
 
 
 def _targets(node: ast.AST) -> list[str]:
-    return [name for target in _left_sides(node) for name in _names(target)]
-
-
-def _left_sides(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.Assign):
-        return node.targets
-    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+    return [name for target in left_sides(node) for name in names_in(target)]
 
 
 def _last_name(node: ast.expr) -> str:
     return str(getattr(node, "attr", getattr(node, "id", "")))
-
-
-def _names(node: ast.AST) -> list[str]:
-    found = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
-    return found + [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
-
-
-def _called(node: ast.AST) -> list[str]:
-    functions = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
-    return [getattr(f, "attr", getattr(f, "id", "")) for f in functions]
 
 
 def _factor_in(statement: ast.AST, wanted: type[ast.operator]) -> int | None:
