@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.finding import Place, with_text
-from lockstep.audit.rules.program_text import called_in, left_sides, names_in, parsed, spans
+from lockstep.audit.rules.program_text import (
+    called_in,
+    last_name,
+    left_sides,
+    names_in,
+    parsed,
+    spans,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +98,7 @@ def _of_the_loader(finding: Finding) -> Iterator[Place]:
 
 
 def _makes_a_loader(node: ast.AST) -> bool:
-    told = ("Loader", "Sampler")
+    told = ("Loader", "Sampler", "random_split")
     return isinstance(node, ast.Assign | ast.Return) and any(
         word in name for name in called_in(node) for word in told
     )
@@ -125,7 +132,9 @@ def _writes_to(node: ast.AST, settings: dict[str, object]) -> bool:
 
 
 def _steps_a_schedule(node: ast.AST) -> bool:
-    """With an argument, as one that follows a loss."""
+    """With an argument, as one that follows a loss; or made to follow one."""
+    if isinstance(node, ast.Call) and last_name(node.func) == "ReduceLROnPlateau":
+        return True
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
         return False
     names = " ".join(names_in(node.func.value)).lower()
@@ -133,14 +142,10 @@ def _steps_a_schedule(node: ast.AST) -> bool:
 
 
 def _calls_of(*attributes: str) -> Callable[[Finding], Iterator[Place]]:
-    def look(finding: Finding) -> Iterator[Place]:
-        for file in dict.fromkeys(place.file for place in finding.where):
-            for function in _functions(file):
-                for node in ast.walk(function):
-                    if isinstance(node, ast.Call) and set(called_in(node)) & set(attributes):
-                        yield Place(file, node.lineno, function.name, "")
-
-    return look
+    wanted = set(attributes)
+    return _nodes_like(
+        lambda node: isinstance(node, ast.Call) and last_name(node.func) in wanted,
+    )
 
 
 def _own_backward(finding: Finding) -> Iterator[Place]:
@@ -156,7 +161,48 @@ def _own_backward(finding: Finding) -> Iterator[Place]:
                             yield Place(place.file, returned.lineno, "backward", "")
 
 
+def _nodes_like(fits: Callable[[ast.AST], bool]) -> Callable[[Finding], Iterator[Place]]:
+    def look(finding: Finding) -> Iterator[Place]:
+        for file in dict.fromkeys(place.file for place in finding.where):
+            for function in _functions(file):
+                for node in ast.walk(function):
+                    if fits(node):
+                        yield Place(file, getattr(node, "lineno", 0), function.name, "")
+
+    return look
+
+
+def _writes_gradients(node: ast.AST) -> bool:
+    """In place, as ``p.grad.add_(noise)``; clearing and dividing belong to every reduction."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    own = node.func.value
+    writes = node.func.attr.endswith("_") and node.func.attr not in ("zero_", "div_", "copy_")
+    return writes and isinstance(own, ast.Attribute) and own.attr == "grad"
+
+
+def _leaves_out_none(node: ast.AST) -> bool:
+    """``if p.grad is None: continue``, or the other way round."""
+    return isinstance(node, ast.If) and any(
+        isinstance(n, ast.Compare)
+        and isinstance(n.left, ast.Attribute)
+        and n.left.attr == "grad"
+        and isinstance(n.ops[0], ast.Is | ast.IsNot)
+        for n in ast.walk(node.test)
+    )
+
+
+def _is_given(keyword: str) -> Callable[[ast.AST], bool]:
+    return lambda node: (
+        isinstance(node, ast.Call) and any(given.arg == keyword for given in node.keywords)
+    )
+
+
 _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
+    "LS101": _calls_of("no_sync", "no_backward_sync", "set_requires_gradient_sync"),
+    "LS102": _calls_of("fully_shard"),
+    "LS104": _nodes_like(_writes_gradients),
+    "LS106": _nodes_like(_leaves_out_none),
     "LS107": _calls_of(*_SENDING),
     "LS203": _of_the_loss,
     "LS205": _calls_of(*_FSDP_FACTORS),
@@ -165,6 +211,7 @@ _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
     "LS302": _of_the_model,
     "LS305": _setting,
     "LS308": _condition,
+    "LS309": _nodes_like(_is_given("broadcast_buffers")),
     "LS311": _calls_of("eval"),
     "LS503": _of_the_loader,
     "LS504": _of_the_loader,

@@ -30,8 +30,12 @@ def names_in(node: ast.AST) -> list[str]:
 
 def called_in(node: ast.AST) -> list[str]:
     """The last names of what is called."""
-    functions = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
-    return [str(getattr(f, "attr", getattr(f, "id", ""))) for f in functions]
+    return [last_name(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)]
+
+
+def last_name(node: ast.expr) -> str:
+    """Of ``args.world_size``, ``world_size``."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def left_sides(node: ast.AST) -> list[ast.expr]:

@@ -11,7 +11,14 @@ import linecache
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.finding import Place
-from lockstep.audit.rules.program_text import called_in, left_sides, names_in, parsed, spans
+from lockstep.audit.rules.program_text import (
+    called_in,
+    last_name,
+    left_sides,
+    names_in,
+    parsed,
+    spans,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,9 +54,9 @@ def divides_rate(lines: Sequence[Place]) -> bool:
         nodes = list(ast.walk(parsed(place.file)))
         calls = [n for n in nodes if isinstance(n, ast.Call) and spans(n, place.line)]
         rates = [k.value for c in calls for k in c.keywords if k.arg == "lr"]
-        known = {_last_name(rate) for rate in rates} - {""}
+        known = {last_name(rate) for rate in rates} - {""}
         # `args.batch_size` is not `args.lr`: the last name counts.
-        assigned = [n for n in nodes if known.intersection(map(_last_name, left_sides(n)))]
+        assigned = [n for n in nodes if known.intersection(map(last_name, left_sides(n)))]
         if any(_factor_in(n, ast.Div) is not None for n in (*rates, *assigned)):
             return True
     return False
@@ -79,10 +86,6 @@ def _targets(node: ast.AST) -> list[str]:
     return [name for target in left_sides(node) for name in names_in(target)]
 
 
-def _last_name(node: ast.expr) -> str:
-    return str(getattr(node, "attr", getattr(node, "id", "")))
-
-
 def _factor_in(statement: ast.AST, wanted: type[ast.operator]) -> int | None:
     for node in ast.walk(statement):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, wanted):
@@ -108,4 +111,4 @@ def _is_number_of_ranks(node: ast.expr) -> bool:
         if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and node.args:
             return _is_number_of_ranks(node.args[0])
         node = node.func
-    return _last_name(node).lower().replace("_", "") in _RANKS
+    return last_name(node).lower().replace("_", "") in _RANKS
