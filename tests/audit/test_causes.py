@@ -65,6 +65,26 @@ def test_the_line_that_leads_there_comes_next(tmp_path, code):
     assert _line("leads", code) in lines[1:3]
     assert lines[-1] == 1
     assert all(place.text for place in found.where[:-1])
+    leads = next(p for p in found.where if p.line == _line("leads", code))
+    assert leads.function == {"LS208": "backward", "LS305": "adapt", "LS503": "reader"}.get(
+        code, "main"
+    )
+
+
+def test_a_line_of_the_same_number_in_another_file_is_another_line(tmp_path):
+    measured, other = tmp_path / "loop.py", tmp_path / "adapt.py"
+    measured.write_text("\noptimizer.step()\n")
+    other.write_text('def adapt(group, loss):\n    group["lr"] = 1 / loss\n')
+    places = [Place(str(measured), 2, "main", ""), Place(str(other), 1, "adapt", "")]
+    found = with_causes(Finding("LS305", "", "error", "", "", evidence={"lr": {}}, where=places))
+    assert (str(other), 2) in {(place.file, place.line) for place in found.where}
+
+
+def test_text_that_is_nested_too_deeply_leads_nowhere(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("x = " + "-" * 100_000 + "1\n")
+    places = [Place(str(program), 1, "main", "")]
+    assert with_causes(Finding("LS308", "", "error", "", "", where=places)).where
 
 
 @pytest.mark.parametrize("text", ["", "def broken(:\n    x.step()\n"])

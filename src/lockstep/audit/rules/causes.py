@@ -47,7 +47,8 @@ def with_causes(finding: Finding) -> Finding:
     if look is None or not finding.where:
         return finding
     first, *others = finding.where
-    found = [place for place in look(finding) if place.line != first.line][:_SHOWN]
+    measured = (first.file, first.line)
+    found = [place for place in look(finding) if (place.file, place.line) != measured][:_SHOWN]
     return replace(finding, where=with_text([first, *found, *others]))
 
 
@@ -58,7 +59,7 @@ def _of_the_loss(finding: Finding) -> Iterator[Place]:
         told = [name for name in names if "loss" in name.lower()] or names
         assigned = list(_assigned_before(scope, told, place.line))
         if assigned:
-            yield _as_place(place, assigned[-1], scope)
+            yield _as_place(place, assigned[-1])
             return
 
 
@@ -75,7 +76,7 @@ def _of_the_model(finding: Finding) -> Iterator[Place]:
         and isinstance(node.func.value, ast.Name)
     }
     for node in _assigned_before(scope, sorted(given), place.line):
-        yield _as_place(place, node, scope)
+        yield _as_place(place, node)
 
 
 def _of_the_loader(finding: Finding) -> Iterator[Place]:
@@ -93,7 +94,7 @@ def _of_the_loader(finding: Finding) -> Iterator[Place]:
         if chosen:
             # The sampler says which samples a rank gets, and comes first.
             chosen.sort(key=lambda node: not any("Sampler" in n for n in called_in(node)))
-            yield from (_as_place(place, node, scope) for node in chosen)
+            yield from (_as_place(place, node) for node in chosen)
             return
 
 
@@ -114,7 +115,7 @@ def _condition(finding: Finding) -> Iterator[Place]:
         if isinstance(node, ast.If) and spans(node, place.line) and node.lineno < place.line
     ]
     if holding:
-        yield _as_place(place, max(holding, key=lambda node: node.lineno), scope)
+        yield _as_place(place, max(holding, key=lambda node: node.lineno))
 
 
 def _setting(finding: Finding) -> Iterator[Place]:
@@ -255,6 +256,7 @@ def _assigned_before(scope: ast.AST, names: Sequence[str], line: int) -> Iterato
     yield from sorted(found, key=lambda node: node.lineno)
 
 
-def _as_place(near: Place, node: ast.AST, scope: _Function | ast.Module) -> Place:
-    function = scope.name if isinstance(scope, _Function) else "<module>"
-    return Place(near.file, getattr(node, "lineno", near.line), function, "")
+def _as_place(near: Place, node: ast.AST) -> Place:
+    line = getattr(node, "lineno", near.line)
+    scope = _function_at(Place(near.file, line, "", ""))
+    return Place(near.file, line, scope.name if isinstance(scope, _Function) else "<module>", "")

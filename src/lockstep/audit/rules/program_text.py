@@ -13,7 +13,12 @@ def parsed(file: str) -> ast.Module:
     """The whole file; an empty module for what cannot be read as Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # the last two: nested too deeply
         return ast.Module(body=[], type_ignores=[])
 
 
