@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lockstep.audit
+from lockstep.audit import session
 from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import Backward, Parameter, Track
+from lockstep.audit.ledger import FIRST_STEPS_WATCH, Backward, Parameter, Track
 from lockstep.audit.packed import MOST_BYTES, SMALL, packed
-from lockstep.audit.probe import models_sent, scattered
+from lockstep.audit.probe import backwards, models_sent, optimizers, scattered, wrappers
 from lockstep.audit.probe.probe import Probe, Watched
 
 _TRANSFERS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
@@ -75,8 +77,8 @@ def test_whether_a_message_is_the_weights_takes_no_transfer_for_each(share, are_
     with Counted() as counted:
         models_sent.note(probe, models_sent.SENDING, told)
     assert kept in probe.optimizers
-    expected = {"size": 240, "op": models_sent.SENDING, "weights": are_weights}
-    assert probe.ledger.facts[models_sent.FACT] == [expected]
+    (noted,) = probe.ledger.facts[models_sent.FACT]
+    assert noted.items() >= {"size": 240, "op": "send", "weights": are_weights}.items()
     assert counted.transfers() == 0, "lists of numbers are read as a whole"
 
 
@@ -119,3 +121,72 @@ def test_how_long_the_gradients_are_takes_no_transfer_for_each():
     each = (6 * (16 + 4)) ** 0.5
     assert record.left == pytest.approx([each, each, each * 2**0.5])
     assert counted.transfers() == 0
+
+
+def _stepped(optimizer):
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def _watching(then, mode="watch"):
+    lockstep.audit.start(mode=mode)
+    try:
+        return then(session._running)
+    finally:
+        lockstep.audit.stop()
+
+
+def test_an_optimizer_that_never_steps_does_not_keep_the_watch_awake():
+    def train(probe):
+        one, idle = (torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1) for _ in "ab")
+        awake = []
+        for _ in range(FIRST_STEPS_WATCH + 5):
+            _backward(one)
+            one.step()
+            awake.append(probe.detailed)
+        for _ in range(3):
+            _backward(idle)
+            idle.step()
+        return awake, [step.number for step in probe.optimizers[idle].track.steps]
+
+    awake, written = _watching(train)
+    assert awake[FIRST_STEPS_WATCH - 1 :].count(True) < 4
+    assert written == [1, 2], "its first step had begun before anybody looked"
+
+
+def _backward(optimizer):
+    sum(p.sum() for p in optimizer.param_groups[0]["params"]).backward()
+
+
+def test_without_any_step_only_the_first_backwards_are_looked_at():
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def train(probe):
+        for _ in range(backwards._WITHOUT_STEP + 2):
+            weight.sum().backward()
+        return probe.detailed
+
+    assert not _watching(train)
+
+
+def test_an_optimizer_for_each_round_is_not_written_down_for_ever():
+    def train(probe):
+        for _ in range(2 * optimizers._TRACKS):
+            _stepped(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1))
+        return len(probe.ledger.tracks), len(probe.made), len(probe.made_waiting), probe.detailed
+
+    tracks, made, waiting, detailed = _watching(train)
+    assert tracks == optimizers._TRACKS
+    assert max(made, waiting) <= optimizers._TRACKS + 1
+    assert not detailed
+
+
+def test_an_evaluation_without_buffers_is_looked_through_a_few_times_only():
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(60)]).eval()
+    probe = Probe()
+    looked = []
+    model.named_modules = lambda: looked.append(None) or iter(())
+    for _ in range(40):
+        wrappers._note_evaluation(probe, model)
+    assert 0 < len(looked) < 20

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lockstep.audit.start()` and `stop()`, and that nothing of torch stays replaced."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.jit import _builtins
 from torch.nn.modules import module
 from torch.optim import optimizer
 from torch.utils.data import DataLoader
@@ -11,6 +16,7 @@ from torch.utils.data import DataLoader
 import lockstep.audit
 from lockstep.audit import session
 from lockstep.audit.ledger import Ledger
+from lockstep.audit.probe.patches import Patches
 from lockstep.errors import WrongUseError
 
 
@@ -165,6 +171,58 @@ def test_batches_of_any_kind_reach_the_program(make):
     assert len(ledger.loadings) == 1
 
 
+def test_after_the_steps_that_were_asked_for_no_loader_is_written_down():
+    def train_on():
+        loader = DataLoader(torch.arange(8), batch_size=4)
+        under_way = iter(loader)
+        next(under_way)
+        _train(steps=2)
+        assert not session._running.is_on
+        assert len(list(under_way)) == 1
+        assert len(list(loader)) == 2
+
+    ledger = _ledger_of(steps=2, then=train_on)
+    assert [each.indices for each in ledger.loadings] == [[0, 1, 2, 3]]
+
+
+@pytest.fixture
+def alone():
+    """A process group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_a_collective_is_given_by_place_counts_as_by_name(alone):
+    def train():
+        weight = torch.nn.Parameter(torch.ones(3))
+        made = torch.optim.SGD([weight], lr=0.1)
+        (2 * weight).sum().backward()
+        dist.reduce(weight.grad, 0, dist.ReduceOp.MAX, dist.group.WORLD, False)
+        dist.all_reduce(weight.grad, dist.ReduceOp.MIN)
+        made.step()
+
+    (step,) = _ledger_of(then=train).tracks[0].steps
+    assert [(c.op, c.reduction) for c in step.collectives] == [
+        ("reduce", "MAX"),
+        ("all_reduce", "MIN"),
+    ]
+
+
+def test_a_model_that_outlives_the_audit_does_not_keep_it(alone):
+    def train():
+        models.append(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2)))
+        models[0].register_comm_hook(None, default_hooks.allreduce_hook)
+        models[0](torch.ones(2, 4)).sum().backward()
+        probes.append(weakref.ref(session._running))
+
+    models, probes = [], []
+    _ledger_of(then=train)
+    gc.collect()
+    assert probes[0]() is None
+    models[0](torch.ones(2, 4)).sum().backward()
+
+
 class _Nameless:
     """A sampler that tells nothing."""
 
@@ -212,6 +270,36 @@ def test_what_is_traced_has_the_graph_that_it_has_without_the_audit():
     ledger = _ledger_of(then=lambda: found.extend(nodes()))
     assert found == expected
     assert "unseen" not in ledger.facts
+
+
+class _Joining(torch.nn.Module):
+    def forward(self, x):
+        return torch.cat([x, torch.stack([x, x]).sum(0)])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is called outdated
+def test_what_is_scripted_calls_the_operators_that_are_watched_meanwhile():
+    listed = dict(_builtins._get_builtin_table())
+    calls = []
+
+    def around(original):
+        def watched(*args, **kwargs):
+            calls.append(original)
+            return original(*args, **kwargs)
+
+        return watched
+
+    patches = Patches()
+    for name in ("cat", "stack"):
+        patches.wrap_operator(name, around)
+    given = torch.ones(2)
+    expected = _Joining()(given)
+    assert len(calls) == 2
+    assert torch.equal(torch.jit.script(_Joining())(given), expected)
+    patches.undo()
+    assert torch.equal(torch.jit.script(_Joining())(given), expected)
+    assert len(calls) == 2
+    assert _builtins._get_builtin_table() == listed
 
 
 class _Prepared(torch.optim.Optimizer):

@@ -14,10 +14,13 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.audit.dealt import is_dealt_out
+from lockstep.audit.ledger import MODELS_SENT
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.ledger import Collective, Loading, Step
+    from lockstep.audit.ledger import Collective, Ledger, Step
     from lockstep.audit.world import SharedTrack, World
 
 _REDUCING: Final = ("all_reduce", "reduce")
@@ -86,7 +89,7 @@ def tell_of_own_models(world: World, track: SharedTrack) -> bool:
     """Do ranks that nothing synchronises send one another what they have?
 
     As in elastic averaging, codistillation, or models that are swapped every few steps, or gossip
-    after each. Other than weights, what is sent in every step are gradients; plain weights that are
+    after each. Other than weights, what is sent in most steps are gradients; plain weights that are
     added up are to become those of all ranks.
     """
     if _reduces_gradients(track):
@@ -94,16 +97,20 @@ def tell_of_own_models(world: World, track: SharedTrack) -> bool:
     sizes = {sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values()}
     for rank, ledger in world.ledgers.items():
         sent = [s for s in ledger.facts.get("models_sent", []) if s["size"] in sizes]
-        taken = sum(
-            t.tracks[rank].count
-            for t in world.tracks
-            if rank in t.tracks and t.made_as == track.made_as
-        )
         if not sent or all(s["weights"] and s["op"] in _REDUCING for s in sent):
             return False
-        if 2 * len(sent) > taken and not _mixes_in_weights(track, rank, sent):
+        alike = [t.tracks.get(rank) for t in world.tracks if t.made_as == track.made_as]
+        steps = sum(len(t.steps) for t in alike if t is not None)
+        if _is_in_every_step(ledger, sent, steps) and not _mixes_in_weights(track, rank, sent):
             return False
     return True
+
+
+def _is_in_every_step(ledger: Ledger, sent: list[dict[str, Any]], steps: int) -> bool:
+    """Of the `steps` that are written down, or of those before there were too many to note."""
+    at = {s["steps"] for s in sent if s["detailed"]}
+    full = len(ledger.facts["models_sent"]) >= MODELS_SENT
+    return 2 * len(at) > (max(at, default=0) + 1 if full else steps)
 
 
 def exchange_nothing(world: World, track: SharedTrack) -> bool:
@@ -123,16 +130,14 @@ def exchange_nothing(world: World, track: SharedTrack) -> bool:
             return False
         if any(c.op not in _WITHOUT_NUMBERS for step in steps for c in step.collectives):
             return False
-        if ledger.facts.get("models_sent") or any(map(_is_dealt_out, ledger.loadings)):
+        if ledger.facts.get("models_sent"):
             return False
         if not any("gather" in call.op for call in ledger.calls):
             return False
+    if is_dealt_out({rank: ledger.loadings for rank, ledger in world.ledgers.items()}):
+        return False
     first = track.numbers[0]
     return bool(track.differences("entry", first) and track.differences("gradients", first))
-
-
-def _is_dealt_out(loading: Loading) -> bool:
-    return loading.replicas is not None or "Distributed" in loading.sampler
 
 
 def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[dict[str, Any]]) -> bool:

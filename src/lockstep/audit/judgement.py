@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from lockstep.audit.ledger import Ledger
+    from lockstep.audit.rules.base import Rule
 
 
 def judge(
@@ -32,10 +33,21 @@ def judge(
     """
     world = World(ledgers)
     explained = Explained()
-    found = [f for rule in RULES for f in rule.judge(world, explained)]
+    found = [f for rule in RULES for f in _judged_by(rule, world, explained)]
     kept = [
         f
         for f in found
         if (not only or f.code.startswith(tuple(only))) and not f.code.startswith(tuple(ignore))
     ]
     return sorted(map(with_causes, kept), key=lambda f: (-SEVERITIES.index(f.severity), f.code))
+
+
+def _judged_by(rule: Rule, world: World, explained: Explained) -> list[Finding]:
+    """A rule that fails must not cost the others' findings; the report says that it did."""
+    try:
+        return list(rule.judge(world, explained))
+    except Exception as error:
+        message = f"{type(rule).__name__}: {type(error).__name__}: {error}"
+        for ledger in world.ledgers.values():
+            ledger.facts.setdefault("unseen", []).append(message[:300])
+        return []

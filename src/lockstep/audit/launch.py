@@ -98,7 +98,6 @@ class _Run:
         self.folder = Path(folder)
         self.processes: list[_Process] = []
         self.interrupted = 0
-        self.first_failure: int | None = None
         self.reported = False
         self._standing: list[Any] = []
         self._asked_at = time.monotonic()
@@ -185,9 +184,7 @@ class _Run:
     def _wait(self) -> None:
         while True:
             codes = [p.popen.poll() for p in self.processes]
-            failed = [p for p, code in zip(self.processes, codes, strict=True) if code]
-            if failed:
-                self.first_failure = failed[0].rank
+            if any(codes):
                 return
             if all(code == 0 for code in codes):
                 return

@@ -24,6 +24,9 @@ FIRST_STEPS: Final = 64
 
 FIRST_STEPS_WATCH: Final = 8
 
+MODELS_SENT: Final = 64
+"""So many messages as large as a model are written down."""
+
 SCATTERING: Final = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 """Collectives that leave each rank a part of the sum."""
 
@@ -203,7 +206,6 @@ class Loading:
     """
 
     key: str
-    epoch: int
     where: list[Place]
     indices: list[int] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
@@ -220,7 +222,6 @@ class Loading:
     training: bool = False
     step: int = 0
     worker_seed: int | None = None
-    workers: int = 0
     drawn: list[dict[str, Any]] = field(default_factory=list)
     seeded_at: list[Place] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -248,7 +249,13 @@ class SharedTrack:
         return spread > allowed * float(np.max(np.abs(table)))
 
     def sampled(self, held: Fingerprint, shared: Shared, rank: int) -> list[float]:
-        """The elements that were kept of one parameter; NaN where it was None."""
+        """The elements that were kept of one parameter; NaN where it was None.
+
+        None are where ranks kept different ones, as those do that hold other parameters beside it.
+        """
+        kept = {self.tracks[r].parameters[i].samples for r, i in shared.index.items()}
+        if len(kept) > 1:
+            return []
         start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
         return [float(x) for x in held.samples[start:end]]
 
@@ -287,7 +294,9 @@ class SharedTrack:
         found = []
         for number in self.numbers:
             values = [d.largest for d in self.differences("exit", number)]
-            found.append((number + 1, max(values, default=0.0)))
+            measured = [value for value in values if not math.isnan(value)]
+            if measured or not values:
+                found.append((number + 1, max(measured, default=0.0)))
         return found
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _CLOSE: Final = 1e-4
 _FRAMES: Final = 2
+_IN_A_ROW: Final = 4
 _HELD_BY_FRAME: Final = 3
 """References to a frame's dictionary of locals: the frame's, and two while one looks."""
 
@@ -94,11 +95,12 @@ def facts_of(
     if not later or has_hooks(tensor):
         return None
     held = tensor.detach().double()
-    now = float(held) if held.numel() == 1 else float(held.norm())
-    by_autograd = weight_at(tensor, node)  # as `t /= n` does, after `all_reduce(t.data)`
-    if by_autograd is None or not math.isclose(abs(now), abs(left * by_autograd), rel_tol=_CLOSE):
-        return None
+    now = float(held.abs() if held.numel() == 1 else held.norm())
     above = _above(nodes, later)
+    # As `t /= n` does, after `all_reduce(t.data)`.
+    by_autograd = [weight_at(tensor, node)] if tensor.grad_fn else _products(node, nodes)
+    if not any(f and math.isclose(now, abs(left * f), rel_tol=_CLOSE) for f in by_autograd):
+        return None
     factors = {abs(f) for n in above if (f := _factor(n)) is not None}
     return {"bends": any(not _is_linear(n) for n in above), "factors": sorted(factors)}
 
@@ -121,6 +123,18 @@ def _above(nodes: set[Any], begin: set[Any]) -> set[Any]:
         if node not in found:
             found.add(node)
             waiting += users.get(node, [])
+    return found
+
+
+def _products(node: Any, nodes: set[Any]) -> list[float]:
+    """What operations one after the other may have multiplied it by, where it was let go since."""
+    found, place = [1.0], node
+    for _ in range(_IN_A_ROW):
+        users = [n for n in nodes if _is_given(n, place) and _factor(n) is not None]
+        if len(users) != 1:
+            break
+        place = users[0]
+        found.append(found[-1] * (_factor(place) or 1.0))
     return found
 
 

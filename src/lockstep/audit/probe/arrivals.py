@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lockstep.audit.probe.graphs import mark_of
 from lockstep.audit.probe.saved import each_saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from lockstep.audit.probe.graphs import Graph, Mark
     from lockstep.audit.probe.probe import Probe
 
 _MOST: Final = 64
@@ -29,6 +31,7 @@ _MOST: Final = 64
 _NODES: Final = 8
 _ROWS: Final = 64
 _COLUMNS: Final = 64
+_SENT: Final = 4096
 _COMPARED: Final = 1024
 """Rows of one tensor that an operation has kept."""
 
@@ -50,8 +53,8 @@ class Arrival:
         detached: what was sent had no gradient.
         tensors: those that it was written to.
         memory: theirs, and where it is.
-        nodes: the operations that put them together with rows that have a gradient.
-        others: directions of some rows, those of this rank among them.
+        joined: the operations that put them together with rows that have a gradient.
+        others: directions of some rows that are only other ranks'.
         own: directions of some rows that this rank sent.
     """
 
@@ -59,7 +62,7 @@ class Arrival:
     detached: bool = False
     tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     memory: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
-    nodes: list[Any] = field(default_factory=list)
+    joined: list[Mark] = field(default_factory=list)
     others: torch.Tensor | None = None
     own: torch.Tensor | None = None
     width: int = 0
@@ -89,10 +92,19 @@ def keep(
     if is_there and sent.dim() > 1:
         arrival.width = sent.shape[-1]
         with torch._C.DisableTorchFunction():
-            arrival.own = _directions([_plain(sent)], arrival.width)
-            arrival.others = _directions(held, arrival.width)
+            _note_directions(arrival, _plain(sent), held)
     probe.arrivals.append(arrival)
     del probe.arrivals[:-_MOST]
+
+
+def _note_directions(arrival: Arrival, sent: torch.Tensor, held: list[torch.Tensor]) -> None:
+    own, arrived = (_directions(each, arrival.width) for each in ([sent], held))
+    if own is None or arrived is None or sent.dtype not in _SAME:
+        return
+    all_sent = _units(sent.detach().reshape(-1, arrival.width)[:_SENT, :_COLUMNS])
+    # What two ranks both have, as a popular item's row, does not tell whose it is.
+    shared = ((arrived @ all_sent.T) > 1 - _SAME[sent.dtype]).any(dim=1)
+    arrival.own, arrival.others = own, arrived[~shared]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,13 +156,10 @@ def _units(rows: torch.Tensor) -> torch.Tensor:
 
 
 def join(probe: Probe) -> None:
-    """Follow arrivals through the functions that put rows together, until backward.
-
-    Only then: TorchScript knows these functions by their identity.
-    """
+    """Follow arrivals through the functions that put rows together, until backward."""
     if probe.following.is_empty:
         for name in _JOINING:
-            probe.following.wrap(torch, name, functools.partial(_joiner, probe))
+            probe.following.wrap_operator(name, functools.partial(_joiner, probe))
 
 
 def _joiner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +182,8 @@ def _note_joined(probe: Probe, result: Any, args: Any, kwargs: Any) -> None:
         arrival = known.get(pointer)
         if arrival is not None:
             _add_memory(arrival, _plain(result))
-            arrival.nodes = [*arrival.nodes, result.grad_fn][-_NODES:]
+            if result.grad_fn is not None:
+                arrival.joined = [*arrival.joined, mark_of(result.grad_fn)][-_NODES:]
             return
 
 
@@ -187,18 +197,19 @@ def _known(probe: Probe) -> dict[int | None, Arrival]:
     }
 
 
-def found_in(probe: Probe, nodes: set[Any]) -> list[dict[str, Any]]:
-    """The origins of those arrivals that a graph of these operations is built from."""
+def found_in(probe: Probe, graph: Graph) -> list[dict[str, Any]]:
+    """The origins of those arrivals that a graph is built from."""
     # Put together with rows that have a gradient, they are part of the graph themselves.
     told = {
         id(arrival)
         for arrival in probe.arrivals
-        if not nodes.isdisjoint([*arrival.nodes, *(t.grad_fn for t in arrival.living())])
+        if any(graph.find(mark) is not None for mark in arrival.joined)
+        or any(tensor.grad_fn in graph.nodes for tensor in arrival.living())
     }
     waiting = [a for a in probe.arrivals if id(a) not in told and not a.is_sent_back()]
     if waiting:
         known = {p: a for p, a in _known(probe).items() if id(a) not in told}
-        for node in nodes:
+        for node in graph.nodes:
             for tensor in each_saved(node):
                 with torch._C.DisableTorchFunction():
                     told.update(map(id, _recognised(tensor, waiting, known)))
@@ -225,9 +236,8 @@ def _holds(tensor: torch.Tensor, arrival: Arrival) -> bool:
     if (arrival.detached and not tensor.requires_grad) or tensor.device != own.device:
         return False
     same = 1 - _SAME[tensor.dtype]
-    theirs = others[~((others @ own.T) > same).any(dim=1)]
     rows = tensor.detach() if tensor.shape[1] == arrival.width else tensor.detach().T
     units = _units(rows[:_COMPARED, :_COLUMNS])
-    if not bool(((units @ theirs.T) > same).any()):
+    if not bool(((units @ others.T) > same).any()):
         return False
     return not tensor.requires_grad or bool(((units @ own.T) > same).any())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C._functorch import maybe_current_level
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from lockstep.audit.ledger import Loading
     from lockstep.audit.probe.probe import Probe
+
+_WITHOUT_STEP: Final = 512
+"""Backwards before the first step of an optimizer of torch's: then there may be none."""
 
 
 def install(probe: Probe) -> None:
@@ -65,6 +68,8 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
                 probe.harmlessly(passed_back.forget, probe)
                 probe.harmlessly(_note_reducers, probe, record, before)
                 probe.harmlessly(_remember, probe, record, written)
+                if not probe.steps_done and probe.ledger.facts.get("backwards", 0) > _WITHOUT_STEP:
+                    probe.look(closely=False)
 
         return watched
 

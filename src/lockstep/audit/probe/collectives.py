@@ -8,6 +8,7 @@ tells of it (`lockstep.audit.probe.probe.Wrapper`).
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -49,14 +50,15 @@ NAMES: Final = (
     "scatter_object_list",
     "send",
 )
-_SECOND: Final = {
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
+_OWN: Final = {
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_single": "input_tensor",
+    "all_to_all_single": "output",
+    "reduce_scatter": "output",
+    "reduce_scatter_single": "input",
+    "reduce_scatter_tensor": "input",
 }
-"""Those whose own tensor is the second argument."""
+"""What a rank's own tensor is called, where it is not ``tensor``."""
 
 _KEPT: Final = 64
 
@@ -92,21 +94,24 @@ def _grouper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    names = tuple(inspect.signature(original).parameters)
+
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not probe.is_on or probe.inside("collective") or probe.is_elsewhere():
             return original(*args, **kwargs)
         if not probe.detailed and probe.mode == "watch":
             return original(*args, **kwargs)  # nobody asks a watch where a rank stands
-        tensor = _own_tensor(name, args, kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensor = _own_tensor(name, given)
         if tensor is not None and name in models_sent.TELLING and not probe.in_backward:
             probe.harmlessly(models_sent.note, probe, name, tensor)
-        call = Collective(name, users_lines(), ranks_of(kwargs.get("group")))
+        call = Collective(name, users_lines(), ranks_of(given.get("group")))
         call.in_backward = probe.in_backward
         probe.harmlessly(note_call, probe, call)
         if name in handed_on.SWAPS and not probe.in_backward:
             probe.ledger.facts["all_to_all"] = True
         if probe.detailed and tensor is not None:
-            probe.harmlessly(_before, probe, call, tensor, args, kwargs)
+            probe.harmlessly(_before, probe, call, tensor, given)
         probe.ledger.stuck_in = call
         probe.enter("collective")
         try:
@@ -116,21 +121,18 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         # One that raised is left there, until the rank gets through another one.
         probe.ledger.stuck_in = None
         if probe.detailed and tensor is not None:
-            probe.harmlessly(_after, probe, call, tensor, result, args, kwargs)
+            probe.harmlessly(_after, probe, call, tensor, result, given)
         elif probe.detailed and name == handed_on.OBJECTS:
-            probe.harmlessly(handed_on.note_objects, probe, call, args, kwargs)
+            probe.harmlessly(handed_on.note_objects, probe, call, given)
         elif probe.detailed and name in handed_on.SWAPS:
-            probe.harmlessly(handed_on.note_swap, probe, call, args, kwargs)
+            probe.harmlessly(handed_on.note_swap, probe, call, given)
         return result
 
     return watched
 
 
-def _own_tensor(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-    place = 1 if name in _SECOND else 0
-    names = ("input", "output") if name in SCATTERING else ("tensor", "input_tensor")
-    named = next((kwargs[known] for known in names if known in kwargs), None)
-    tensor = args[place] if len(args) > place else named
+def _own_tensor(name: str, given: dict[str, Any]) -> torch.Tensor | None:
+    tensor = given.get(_OWN.get(name, "tensor"))
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
@@ -162,36 +164,35 @@ def note_in_windows(probe: Probe, call: Collective) -> None:
             window.collectives.append(call)
 
 
-def _before(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
+def _before(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, Any]) -> None:
     call.shape = list(tensor.shape)
     if call.op in ("all_reduce", "reduce"):
-        op = kwargs.get("op", args[1] if len(args) > 1 and call.op == "all_reduce" else None)
-        call.reduction = _reduction_name(op)
+        call.reduction = _reduction_name(given.get("op"))
         call.parameter = _gradient_name(probe, tensor)
         call.weights = _parameter_name(probe, tensor) if call.parameter is None else None
         if call.parameter is None and len(probe.unnamed) < Window.LIMIT:
             probe.unnamed.append((call, weakref.ref(tensor)))
         call.before = _size(tensor)
     elif call.op in SCATTERING:
-        call.reduction = _reduction_name(kwargs.get("op", args[2] if len(args) > 2 else None))
-        scattered.note_given(probe, call, args, kwargs)
+        call.reduction = _reduction_name(given.get("op"))
+        scattered.note_given(probe, call, given)
 
 
 def _after(
-    probe: Probe, call: Collective, tensor: torch.Tensor, result: Any, args: Any, kwargs: Any
+    probe: Probe, call: Collective, tensor: torch.Tensor, result: Any, given: dict[str, Any]
 ) -> None:
     if call.op in SCATTERING:
-        scattered.note_received(call, result, args, kwargs)
+        scattered.note_received(call, result, given)
     elif call.before is not None and result is None:
         call.after = _size(tensor)
     if call.op in gathers.GATHERS:
         _note_piece(probe, tensor)
     if call.op == "broadcast":
-        handed_on.note_broadcast(probe, call, tensor, args, kwargs)
+        handed_on.note_broadcast(probe, call, tensor, given)
     elif call.op in handed_on.SWAPS:
-        handed_on.note_swap(probe, call, args, kwargs)
+        handed_on.note_swap(probe, call, given)
     else:
-        gathers.note(probe, call, tensor, args, kwargs)
+        gathers.note(probe, call, tensor, given)
 
 
 def _note_piece(probe: Probe, tensor: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as functional
 from lockstep.audit.ledger import Collective
 from lockstep.audit.probe.collectives import note_in_windows, ranks_of
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.gathers import taint
+from lockstep.audit.probe.gathers import keep_reduced, taint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,4 +81,4 @@ def _note(
             "rows": call.shape,
             "of_input": False,
         }
-        probe.reduced_in_place.append((result, node, origin))
+        keep_reduced(probe, result, node, origin)

@@ -9,11 +9,14 @@ they were sent, and whether backward communicates.
 from __future__ import annotations
 
 import sys
+import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep.audit.probe import aliases, arrivals, passed_back
+from lockstep.audit.probe.graphs import Graph, Mark, mark_of
 from lockstep.audit.probe.loss_graph import weight_at
 
 if TYPE_CHECKING:
@@ -21,21 +24,23 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 GATHERS: Final = {"all_gather", "all_gather_into_tensor", "all_gather_single"}
-_NODES: Final = 5000
 _FRAMES: Final = 12
+_SMALL: Final = 65_536
+_HELD: Final = 4
+"""Results that keep their graphs, at most."""
 _MOST: Final = 64
 """Between two steps, the last ones."""
 
 
-def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
+def note(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, Any]) -> None:
     """A collective has ended: remember what it sent or changed, if it had a gradient."""
     if len(call.group) < 2 or call.in_backward or not tensor.is_floating_point():
         return
     if call.op in GATHERS:
         context = _function_context()
-        outputs = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
+        outputs: Any = given.get("tensor_list", given.get("output_tensor"))
         parts = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-        is_there = not kwargs.get("async_op")
+        is_there = not given.get("async_op")
         if context is not None or tensor.requires_grad:
             taint(probe, call, tensor, parts, context, is_there=is_there)
         elif tensor.dim() > 1 and is_there:
@@ -53,7 +58,7 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs
         }
         node = tensor.grad_fn if context is None else context
         if node is not None:
-            _keep_reduced(probe, tensor, node, origin)
+            keep_reduced(probe, tensor, node, origin)
         elif call.after is not None and not (call.parameter or call.weights):
             _note_alias(probe, tensor, call.after, origin)
 
@@ -64,13 +69,38 @@ def _note_alias(probe: Probe, tensor: torch.Tensor, left: float, origin: dict[st
     if changed is not None:
         since = aliases.number_of_next_node()
         alias = {"left": left, "since": since}
-        _keep_reduced(probe, changed, changed.grad_fn, {**origin, "alias": alias})
+        keep_reduced(probe, changed, changed.grad_fn, {**origin, "alias": alias})
 
 
-def _keep_reduced(probe: Probe, result: torch.Tensor, node: Any, origin: dict[str, Any]) -> None:
-    """The last ones: an evaluation that forgot ``no_grad`` must not keep all its graphs."""
-    probe.reduced_in_place.append((result, node, origin))
-    del probe.reduced_in_place[:-_MOST]
+@dataclass
+class Reduced:
+    """A sum over ranks in the place of what autograd has computed.
+
+    Attributes:
+        result: what was computed.
+        value: the same without its graph, where it is small: the program may let the result go.
+        mark: of the operation that computed it.
+        origin: what the rules are told of it.
+        held: the result itself, of the last few sums that have a backward. Hooks of its own, which
+            that backward goes through, are seen on it alone.
+    """
+
+    result: weakref.ref[torch.Tensor]
+    value: torch.Tensor | None
+    mark: Mark
+    origin: dict[str, Any]
+    held: torch.Tensor | None
+
+
+def keep_reduced(probe: Probe, result: torch.Tensor, node: Any, origin: dict[str, Any]) -> None:
+    """Remember a sum over ranks until the next step."""
+    value = result.detach() if result.numel() <= _SMALL else None
+    held = result if origin["differentiable"] else None
+    known = probe.reduced_in_place
+    known.append(Reduced(weakref.ref(result), value, mark_of(node), origin, held))
+    for earlier in known[:-_HELD]:
+        earlier.held = None
+    del known[:-_MOST]
 
 
 def note_exchange(
@@ -109,7 +139,7 @@ def taint(
     origin = {**_origin(call, rows, context), "adjoint": adjoint}
     arrivals.keep(probe, origin, rows, outputs, is_there=is_there)
     if context is not None:
-        probe.gather_nodes.append((context, origin))
+        probe.gather_nodes.append((mark_of(context), origin))
         del probe.gather_nodes[:-_MOST]
 
 
@@ -157,38 +187,31 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
     """Write down which of what was communicated is in the graph of `root`."""
     if not (probe.arrivals or probe.gather_nodes or probe.reduced_in_place):
         return
-    nodes = _graph(root.grad_fn)
-    scaled = passed_back.before_functions(nodes) if probe.reduced_in_place else set()
-    for result, node, origin in probe.reduced_in_place:
-        if node in nodes:
-            fact = {**origin, "weight": weight_at(root, node, weight)}
-            if "alias" in origin:
-                fact["alias"] = aliases.facts_of(result, node, nodes, **origin["alias"])
-                if fact["alias"] is None:
-                    continue
-            record.gathered.append(fact)
-            if node not in scaled:
-                probe.harmlessly(passed_back.watch, probe, result, node, fact)
-    for context, origin in probe.gather_nodes:
-        if context in nodes and origin["op"] == "all_gather":
-            probe.harmlessly(passed_back.watch_gather, probe, context, origin)
-    record.gathered.extend(_gathered_in(probe, nodes))
-
-
-def _gathered_in(probe: Probe, nodes: set[Any]) -> list[dict[str, Any]]:
-    """Whose rows the graph holds: by an operation that brought them, or by what it was given."""
-    found = {id(origin): origin for context, origin in probe.gather_nodes if context in nodes}
-    found |= {id(origin): origin for origin in arrivals.found_in(probe, nodes)}
-    return list(found.values())
-
-
-def _graph(node: Any) -> set[Any]:
-    seen: set[Any] = set()
-    waiting = [node]
-    while waiting and len(seen) < _NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
+    graph = Graph(root.grad_fn)
+    scaled = passed_back.before_functions(graph.nodes) if probe.reduced_in_place else set()
+    for reduced in probe.reduced_in_place:
+        node, result = graph.find(reduced.mark), reduced.result()
+        if node is None:
             continue
-        seen.add(node)
-        waiting.extend(fn for fn, _ in node.next_functions)
-    return seen
+        fact = {**reduced.origin, "weight": weight_at(root, node, weight)}
+        if "alias" in fact:
+            tensor = reduced.value if result is None else result
+            alias = fact.pop("alias")
+            if tensor is not None:
+                fact["alias"] = aliases.facts_of(tensor, node, graph.nodes, **alias)
+            if fact.get("alias") is None:
+                continue
+        record.gathered.append(fact)
+        if node not in scaled and result is not None:
+            probe.harmlessly(passed_back.watch, probe, result, node, fact)
+    for mark, origin in probe.gather_nodes:
+        if origin["op"] == "all_gather" and (node := graph.find(mark)) is not None:
+            probe.harmlessly(passed_back.watch_gather, probe, node, origin)
+    record.gathered.extend(_gathered_in(probe, graph))
+
+
+def _gathered_in(probe: Probe, graph: Graph) -> list[dict[str, Any]]:
+    """Whose rows the graph holds: by an operation that brought them, or by what it was given."""
+    told = [origin for mark, origin in probe.gather_nodes if graph.find(mark) is not None]
+    found = {id(origin): origin for origin in [*told, *arrivals.found_in(probe, graph)]}
+    return list(found.values())

@@ -25,13 +25,13 @@ _MOST: Final = 64
 
 
 def note_broadcast(
-    probe: Probe, call: Collective, tensor: torch.Tensor, args: Any, kwargs: Any
+    probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, Any]
 ) -> None:
     """Ranks that send rows with a gradient, and receive those of others: a gather, in turn.
 
     One that only receives is the second stage of something, which sends gradients back itself.
     """
-    source = args[1] if len(args) > 1 else kwargs.get("src")
+    source = given.get("src")
     if len(call.group) < 2 or call.in_backward or not tensor.is_floating_point() or source is None:
         return
     if source != dist.get_rank():
@@ -47,12 +47,12 @@ def note_broadcast(
         probe.received.clear()
 
 
-def note_swap(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
+def note_swap(probe: Probe, call: Collective, given: dict[str, Any]) -> None:
     """Each rank sent others some of its rows, and received some of theirs."""
-    received = args[0] if args else kwargs.get("output", kwargs.get("output_tensor_list"))
-    sent = args[1] if len(args) > 1 else kwargs.get("input", kwargs.get("input_tensor_list"))
+    received = given.get("output", given.get("output_tensor_list"))
+    sent = given.get("input", given.get("input_tensor_list"))
     if len(call.group) > 1:
-        is_there = not kwargs.get("async_op")
+        is_there = not given.get("async_op")
         note_exchange(probe, call, _numbers_in(sent), _numbers_in(received), is_there=is_there)
 
 
@@ -60,10 +60,9 @@ def _numbers_in(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in _tensors_in(value) if tensor.is_floating_point()]
 
 
-def note_objects(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
+def note_objects(probe: Probe, call: Collective, given: dict[str, Any]) -> None:
     """What ``all_gather_object`` was given: tensors with a gradient, or a number."""
-    received = args[0] if args else kwargs.get("object_list")
-    sent = args[1] if len(args) > 1 else kwargs.get("obj")
+    received, sent = given.get("object_list"), given.get("obj")
     if not isinstance(received, list) or len(call.group) < 2 or call.in_backward:
         return
     if isinstance(sent, float) and all(isinstance(number, float) for number in received):

@@ -30,6 +30,9 @@ _ROWS: Final = 256
 _ELEMENTS: Final = 256
 """Of a row, at most, when it is told from others."""
 
+_OF_A_BATCH: Final = 4096
+"""Elements of each of its tensors, about."""
+
 
 def install(probe: Probe) -> None:
     """Watch iterations over ``DataLoader``; of its workers, only those that a function seeds."""
@@ -37,6 +40,7 @@ def install(probe: Probe) -> None:
     probe.patches.wrap(iterator, "__init__", functools.partial(_beginner, probe))
     with_workers = module._MultiProcessingDataLoaderIter
     probe.patches.wrap(with_workers, "__init__", functools.partial(_starter, probe))
+    probe.patches.wrap(with_workers, "_reset", functools.partial(_resetter, probe))
     probe.patches.wrap(iterator, "_next_index", functools.partial(_indexer, probe))
     probe.patches.wrap(iterator, "__next__", functools.partial(_deliverer, probe))
 
@@ -49,17 +53,28 @@ def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
+def _resetter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Workers that persist have one iterator, which begins anew in every epoch."""
+
+    def watched(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        if not first_iter:
+            # Before: it asks for the first indices.
+            probe.draws.pop(self, None)
+            probe.harmlessly(_note_beginning, probe, self, loader)
+        original(self, loader, first_iter)
+
+    return watched
+
+
 def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> None:
+    probe.loading.pop(iterator, None)
+    if not probe.is_on or len(probe.ledger.loadings) >= _LOADINGS:
+        return
     keys = probe.loader_keys
     if loader not in keys:
         keys[loader] = f"{type(loader.dataset).__name__}#{len(keys)}"
-    key = keys[loader]
-    epoch = sum(1 for known in probe.ledger.loadings if known.key == key)
-    if len(probe.ledger.loadings) >= _LOADINGS:
-        return
     loading = Loading(
-        key,
-        epoch,
+        keys[loader],
         users_lines(),
         sampler=_sampler_name(loader),
         replicas=_replicas(loader),
@@ -68,7 +83,6 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
         part=_part(loader.dataset),
         step=probe.steps_done,
         worker_seed=int(iterator._base_seed) if loader.num_workers else None,
-        workers=loader.num_workers,
     )
     probe.ledger.loadings.append(loading)
     probe.loading[iterator] = loading
@@ -107,9 +121,14 @@ def _shared(probe: Probe, loader: DataLoader[Any]) -> Any:
 def _sampler(loader: DataLoader[Any]) -> Any:
     """What deals the samples out; one that is held by a sampler of the program's own, too."""
     batches = getattr(loader, "batch_sampler", None)
-    plain = getattr(batches, "sampler", None) or loader.sampler
-    held = [plain, *getattr(batches, "__dict__", {}).values(), *vars(plain).values()]
+    plain: Any = getattr(batches, "sampler", None)
+    plain = loader.sampler if plain is None else plain  # any iterable, a list of indices too
+    held = [plain, *(one for each in (batches, plain) for one in _attributes(each))]
     return next((each for each in held if isinstance(each, DistributedSampler)), plain)
+
+
+def _attributes(of: Any) -> list[Any]:
+    return list(getattr(of, "__dict__", {}).values())
 
 
 def _replicas(loader: DataLoader[Any]) -> int | None:
@@ -152,7 +171,7 @@ def _indexer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any) -> Any:
         index = original(self)
         loading = probe.loading.get(self)
-        if loading is not None and len(loading.indices) < _INDICES:
+        if probe.is_on and loading is not None and len(loading.indices) < _INDICES:
             probe.harmlessly(_note_indices, loading, getattr(self, "_dataset", None), index)
         return index
 
@@ -177,9 +196,10 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
     def watched(self: Any) -> Any:
         batch = original(self)
         loading = probe.loading.get(self)
+        if probe.is_on:
+            probe.delivered = loading  # None: a loader that is not written down
         if probe.is_on and loading is not None and len(loading.batches) < _BATCHES:
             probe.harmlessly(_note_batch, probe, loading, batch)
-            probe.delivered = loading
             if self in probe.draws:
                 loading.drawn = probe.harmlessly(drawn_by_workers, probe.draws[self]) or []
         return batch
@@ -193,19 +213,23 @@ def _note_batch(probe: Probe, loading: Loading, batch: Any) -> None:
         return
     # Those of a nested tensor may be no plain numbers, and the ledger holds nothing else.
     loading.shapes = loading.shapes or [[int(n) for n in t.shape] for t in tensors]
-    held = take(tensors, [0] * len(tensors), norms=False)
-    in_order = probe.harmlessly(functools.reduce, _read_on, tensors, 0) or 0
-    loading.batches.append(int(np.bitwise_xor.reduce(held.hashes)) ^ in_order)
+    read = probe.harmlessly(functools.reduce, _read_on, tensors, 0)
+    loading.batches.append(_hash(tensors) if read is None else read)
     _note_rows(loading, tensors)
 
 
 def _read_on(before: int, tensor: torch.Tensor) -> int:
-    """Some elements in their order: a few small integers have the same sum in many batches."""
+    """Some elements in their order: a whole batch of images takes as long as a small step."""
     if tensor.layout is not torch.strided:
-        return before
+        return before ^ _hash([tensor])
     flat = tensor.detach().reshape(-1)
-    few = flat[:: max(1, len(flat) // _ELEMENTS)].cpu()
+    few = flat[:: max(1, len(flat) // _OF_A_BATCH)].cpu()
     return zlib.crc32(_numbers(few).tobytes(), before)
+
+
+def _hash(tensors: list[torch.Tensor]) -> int:
+    """Of all elements, of whatever kind they are."""
+    return zlib.crc32(take(tensors, [0] * len(tensors), norms=False).hashes.tobytes())
 
 
 def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.fingerprint import lengths_of, stacked
+from lockstep.audit.ledger import MODELS_SENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,6 @@ REDUCING: Final = ("all_reduce", "reduce")
 TELLING: Final = (*REDUCING, "all_gather", "all_gather_into_tensor")
 _MOST: Final = 4
 """Times the model: with two moments for each weight, say."""
-_KEPT: Final = 64
 _SAME: Final = 1e-5
 
 
@@ -55,7 +55,7 @@ def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:
     """
     noted = probe.ledger.facts.get(FACT, [])
     size = tensor.numel()
-    if len(noted) >= _KEPT or not size or not tensor.is_floating_point():
+    if len(noted) >= MODELS_SENT or not size or not tensor.is_floating_point():
         return
     for watched in probe.optimizers.values():
         held = watched.held
@@ -66,9 +66,18 @@ def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:
             weights = True
         else:
             continue
-        noted.append({"size": held, "op": op, "weights": weights})
+        sent = {"size": held, "op": op, "weights": weights}
+        sent |= {"detailed": probe.detailed, "steps": _steps_behind(probe, watched)}
+        if sent not in noted[-1:]:  # to many peers, one after the other
+            noted.append(sent)
         probe.ledger.facts[FACT] = noted
         return
+
+
+def _steps_behind(probe: Probe, watched: Watched) -> int:
+    """Of those that are written down, by optimizers that are made where this one is."""
+    where = watched.track.where
+    return sum(len(track.steps) for track in probe.ledger.tracks if track.where == where)
 
 
 def _are_weights(watched: Watched, tensor: torch.Tensor) -> bool:

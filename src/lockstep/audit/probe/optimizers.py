@@ -27,6 +27,7 @@ from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
 from lockstep.audit.probe.fully_sharded import names_of_pieces, note_reductions
 from lockstep.audit.probe.names import living_modules, parameter_names
+from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import (
     is_fully_sharded,
@@ -52,6 +53,9 @@ _WHOLE_EVERY: Final = 64
 KEPT_STEPS: Final = 96
 """Of a run of a trainer's, which has no end that is known."""
 
+_TRACKS: Final = 256
+"""Optimizers that are watched: some programs make one in each round."""
+
 
 def install(probe: Probe) -> None:
     """Watch the construction and the steps of optimizers."""
@@ -66,12 +70,12 @@ def install(probe: Probe) -> None:
 
 def _hook(probe: Probe) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_recorded():
             return None
         return probe.harmlessly(_before_step, probe, optimizer, args, kwargs)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_recorded():
             probe.harmlessly(_after_step, probe, optimizer, args, kwargs)
 
     if not probe.ledger.facts.get("fullgraph"):
@@ -101,8 +105,10 @@ def _compiler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        probe.made.append(weakref.ref(self))
-        probe.made_waiting.append(weakref.ref(self))
+        for made in (probe.made, probe.made_waiting):
+            made.append(weakref.ref(self))
+            if len(made) > _TRACKS:
+                made[:] = [reference for reference in made if reference() is not None]
         probe.made_at[id(self)] = users_lines()
 
     return watched
@@ -119,8 +125,10 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         # An optimizer inside an optimizer (ZeRO, wrappers of libraries): the outer one counts.
         return None
     watched = _watch(probe, optimizer)
-    if not _is_detailed(probe, watched.track.count):
+    if watched is None or not _is_detailed(probe, watched.track.count):
         return None
+    if not probe.detailed:
+        return None  # the first step of one that came late: what led to it was not looked at
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
     watched.look_no_more()
@@ -215,9 +223,20 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
         return
     if id(optimizer) in probe.stepping:
         del probe.stepping[probe.stepping.index(id(optimizer)) :]
-    watched = probe.optimizers.get(optimizer)
-    if not probe.is_on or probe.stepping or watched is None:
+    if not probe.is_on or probe.stepping:
         return
+    watched = probe.optimizers.get(optimizer)
+    if watched is not None:
+        _note_step(probe, optimizer, watched)
+    probe.look(_is_next_detailed(probe))
+    if probe.follows and probe.detailed:
+        # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
+        join(probe)
+    if probe.limit is not None and probe.steps_done >= probe.limit:
+        probe.have_enough()
+
+
+def _note_step(probe: Probe, optimizer: Optimizer, watched: Watched) -> None:
     track, step = watched.track, watched.step
     watched.look_no_more()
     if step is not None:
@@ -235,12 +254,13 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
         # Where nothing was written down, nothing has to be forgotten.
         _begin_anew(probe, optimizer)
     probe.steps_done = max(probe.steps_done, track.count)
-    probe.look(any(w.next_is_detailed for w in probe.optimizers.values()))
-    if probe.follows and probe.detailed:
-        # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
-        join(probe)
-    if probe.limit is not None and probe.steps_done >= probe.limit:
-        probe.have_enough()
+
+
+def _is_next_detailed(probe: Probe) -> bool:
+    """One that was made and does not step counts for as long as the first steps take."""
+    waits = probe.steps_done < probe.first
+    watched = probe.optimizers.values()
+    return any(w.next_is_detailed for w in watched if w.track.count or waits)
 
 
 def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:
@@ -287,10 +307,13 @@ def _has_groups(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "param_groups", None))
 
 
-def _watch(probe: Probe, optimizer: Optimizer) -> Watched:
+def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
+    """What is known of it; None if there were too many."""
     watched = probe.optimizers.get(optimizer)
     if watched is not None and watched.holds(optimizer):
         return watched
+    if watched is None and len(probe.ledger.tracks) >= _TRACKS:
+        return None
     probe.note_group()
     if watched is not None:
         # More parameters than before (layers unfrozen): the same track, described anew.

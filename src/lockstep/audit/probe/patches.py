@@ -7,16 +7,22 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.jit import _builtins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MISSING = object()
+_HAS_CUDA = torch.backends.cuda.is_built()
 
 
 def is_recorded() -> bool:
-    """Does torch.compile or torch.jit.trace write down what is called? Ours would be in there."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
+    """Is what is called written down, by a compiler, a tracer or a CUDA graph? Ours would be, too.
+
+    To read a number would end a capture of a CUDA graph.
+    """
+    recorded = torch.compiler.is_compiling() or torch._C._is_tracing()
+    return recorded or (_HAS_CUDA and torch.cuda.is_current_stream_capturing())
 
 
 class Patches:
@@ -25,6 +31,7 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._handles: list[Any] = []
+        self._scripted: list[int] = []
 
     def wrap(
         self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -48,6 +55,18 @@ class Patches:
         setattr(owner, name, stand_in)
         self._undo.append((owner, name, held, stand_in))
 
+    def wrap_operator(
+        self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Replace ``torch.name``, an operator that TorchScript knows by its identity, as `wrap`."""
+        # Asked first: torch lists its operators once, and would list ours in the place of its own.
+        operator = _builtins._find_builtin(getattr(torch, name, None))
+        self.wrap(torch, name, around)
+        if operator is not None:
+            stand_in = id(getattr(torch, name))
+            _builtins._get_builtin_table()[stand_in] = operator
+            self._scripted.append(stand_in)
+
     @property
     def is_empty(self) -> bool:
         """Is nothing replaced?"""
@@ -68,5 +87,9 @@ class Patches:
                 setattr(owner, name, held)
         for handle in self._handles:
             handle.remove()
+        for stand_in in self._scripted:
+            _builtins._get_builtin_table().pop(stand_in, None)
+        # Last: an operator of ours is not known any more when its number can be another's.
         self._undo.clear()
         self._handles.clear()
+        self._scripted.clear()

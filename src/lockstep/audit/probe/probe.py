@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.arrivals import Arrival
     from lockstep.audit.probe.frozen import Known
+    from lockstep.audit.probe.gathers import Reduced
+    from lockstep.audit.probe.graphs import Mark
     from lockstep.audit.probe.schedules import Schedule
 
 
@@ -229,11 +231,11 @@ class Probe:
         self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.own_gradients: dict[int, Fingerprint] = {}
         self.arrivals: list[Arrival] = []
-        self.gather_nodes: list[tuple[Any, dict[str, Any]]] = []
+        self.gather_nodes: list[tuple[Mark, dict[str, Any]]] = []
         self.received: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.has_sent = False
         self.follows = False
-        self.reduced_in_place: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
+        self.reduced_in_place: list[Reduced] = []
         self.passing_back: list[Any] = []
         self.scatters = False
         self.depth = threading.local()
@@ -254,6 +256,7 @@ class Probe:
         self.delivered: Loading | None = None
         self.stepping: list[int] = []
         self.steps_done = 0
+        self.evaluated = (-1, 0)
         self.detailed = True
         self.forward_hook: Callable[[bool], None] | None = None
         self.is_on = False

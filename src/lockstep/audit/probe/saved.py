@@ -8,12 +8,13 @@ communicates happens once more.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
 _RAW: Final = "_raw_saved_"
 
@@ -25,12 +26,18 @@ def saved(node: Any, name: str) -> Any:
 
 def each_saved(node: Any) -> Iterator[torch.Tensor]:
     """All tensors that `node` keeps, and has not packed."""
-    for name in dir(node):
-        if name.startswith(_RAW):
-            held = saved(node, name.removeprefix(_RAW))
-            for tensor in held if isinstance(held, tuple | list) else (held,):
-                if isinstance(tensor, torch.Tensor):
-                    yield tensor
+    kind: Any = type(node)
+    for name in _names(kind):
+        held = saved(node, name)
+        for tensor in held if isinstance(held, tuple | list) else (held,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+@functools.lru_cache(maxsize=512)
+def _names(kind: Hashable) -> tuple[str, ...]:
+    """By the type of the operation: there are few of them, and many operations."""
+    return tuple(n.removeprefix(_RAW) for n in dir(kind) if n.startswith(_RAW))
 
 
 def _is_packed(node: Any, name: str) -> bool:

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 
-def note_given(probe: Probe, call: Collective, args: Any, kwargs: Any) -> None:
+def note_given(probe: Probe, call: Collective, given: dict[str, Any]) -> None:
     """Such a call begins: how long is what this rank puts in, whole or in parts?"""
-    given = args[1] if len(args) > 1 else kwargs.get("input", kwargs.get("input_list"))
-    parts = list(given) if isinstance(given, list | tuple) else [given]
+    put_in = given.get("input", given.get("input_list"))
+    parts = list(put_in) if isinstance(put_in, list | tuple) else [put_in]
     if call.in_backward or not all(map(_is_real, parts)):
         return  # a library's own, layer by layer; or what no rule compares
     call.before = _length(parts)
     probe.scatters = True
 
 
-def note_received(call: Collective, result: Any, args: Any, kwargs: Any) -> None:
+def note_received(call: Collective, result: Any, given: dict[str, Any]) -> None:
     """It has ended: how long is this rank's part? Unknown where it is still on its way."""
-    received = args[0] if args else kwargs.get("output")
+    received = given.get("output")
     if call.before is not None and result is None and _is_real(received):
         call.after = _length([received])
 

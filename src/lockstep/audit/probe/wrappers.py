@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch._C._functorch import maybe_current_level
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _EVALUATIONS = 200
 _LINES_PER_WINDOW = 8
+_LOOKS = 16
+"""At modules that are evaluated and have no buffers, nor have their parts, between two steps."""
 
 
 def install(probe: Probe) -> None:
@@ -97,12 +99,14 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
 
 def _registrar(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     """A communication hook is given this rank's own gradients: what it makes of them counts."""
+    known = weakref.ref(probe)  # the reducer keeps the hook for as long as the model lives
 
     def watched(self: Any, state: object, hook: Callable[..., Any]) -> Any:
         @functools.wraps(hook)
         def looked_at(state: object, bucket: Any) -> Any:
-            if probe.is_on and probe.backward is not None:
-                probe.harmlessly(note_own_gradients, probe, bucket)
+            watching = known()
+            if watching is not None and watching.is_on and watching.backward is not None:
+                watching.harmlessly(note_own_gradients, watching, bucket)
             return hook(state, bucket)
 
         return original(self, state, looked_at)
@@ -162,7 +166,7 @@ def _note_fed(probe: Probe, args: Any) -> None:
         arguments, lines = probe.harmlessly(arguments_of, probe, args) or [], users_lines()
         for window in probe.each_window():
             if window.fed is None:
-                window.fed = int(np.bitwise_xor.reduce(held.hashes))
+                window.fed = zlib.crc32(held.hashes.tobytes())
                 window.fed_shapes = [list(t.shape) for t in tensors]
                 window.fed_arguments, window.fed_where = arguments, lines
 
@@ -173,7 +177,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
         return
     held = take(tensors, [0] * len(tensors), norms=False)
     noted = {
-        "hash": int(np.bitwise_xor.reduce(held.hashes)),
+        "hash": zlib.crc32(held.hashes.tobytes()),
         "arguments": probe.harmlessly(arguments_of, probe, args) or [],
         "random": random_states(),
         "where": users_lines(),
@@ -203,9 +207,11 @@ def _note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
     evaluations = probe.ledger.evaluations
     if isinstance(module, DistributedDataParallel) or len(evaluations) >= _EVALUATIONS:
         return
-    last = evaluations[-1] if evaluations else None
-    if last is not None and last["step"] == probe.steps_done:
+    step, looks = probe.evaluated
+    if step == probe.steps_done and not looks:
         return
+    looks = looks - 1 if step == probe.steps_done else _LOOKS
+    probe.evaluated = (probe.steps_done, looks)
     buffers = {
         name: b
         for name, b in _saved_buffers(module)
@@ -214,6 +220,7 @@ def _note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
     if not buffers:
         return
     counts = samples_per_tensor([b.numel() for b in buffers.values()])
+    probe.evaluated = (probe.steps_done, 0)
     evaluations.append(
         {
             "step": probe.steps_done,

@@ -60,9 +60,7 @@ def _more_often_than_others(track: SharedTrack, number: int) -> Finding | None:
     again = [
         name
         for name, (first, *others) in calls.items()
-        if others
-        and all(_adds_up(second, first) for second in others[:1])
-        and {_kept(track, rank, step, others[-1])} == once
+        if others and _adds_up(others[0], first) and {_kept(track, rank, step, others[-1])} == once
     ]
     if not again:
         return None

@@ -120,11 +120,11 @@ def _condition(finding: Finding) -> Iterator[Place]:
 
 def _setting(finding: Finding) -> Iterator[Place]:
     """Where a setting that differs is written by the program itself, or its schedule steps."""
-    for file in dict.fromkeys(place.file for place in finding.where):
-        for function in _functions(file):
-            for node in ast.walk(function):
-                if _writes_to(node, finding.evidence) or _steps_a_schedule(node):
-                    yield Place(file, getattr(node, "lineno", 0), function.name, "")
+
+    def fits(node: ast.AST) -> bool:
+        return _writes_to(node, finding.evidence) or _steps_a_schedule(node)
+
+    return _nodes_like(fits)(finding)
 
 
 def _writes_to(node: ast.AST, settings: dict[str, object]) -> bool:
@@ -149,6 +149,12 @@ def _calls_of(*attributes: str) -> Callable[[Finding], Iterator[Place]]:
     )
 
 
+def _of_the_window(finding: Finding) -> Iterator[Place]:
+    """Where a wrapper is told not to synchronise, if that is the reason."""
+    if finding.evidence.get("reason") in ("wrong window", "not reduced yet"):
+        yield from _calls_of("no_sync", "no_backward_sync", "set_requires_gradient_sync")(finding)
+
+
 def _own_backward(finding: Finding) -> Iterator[Place]:
     """What the backward of the Function returns whose forward communicates."""
     for place in finding.where:
@@ -165,10 +171,10 @@ def _own_backward(finding: Finding) -> Iterator[Place]:
 def _nodes_like(fits: Callable[[ast.AST], bool]) -> Callable[[Finding], Iterator[Place]]:
     def look(finding: Finding) -> Iterator[Place]:
         for file in dict.fromkeys(place.file for place in finding.where):
-            for function in _functions(file):
-                for node in ast.walk(function):
-                    if fits(node):
-                        yield Place(file, getattr(node, "lineno", 0), function.name, "")
+            near = Place(file, 0, "", "")
+            found = [node for node in ast.walk(parsed(file)) if fits(node)]
+            found.sort(key=lambda node: getattr(node, "lineno", 0))
+            yield from (_as_place(near, node) for node in found)
 
     return look
 
@@ -200,7 +206,7 @@ def _is_given(keyword: str) -> Callable[[ast.AST], bool]:
 
 
 _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
-    "LS101": _calls_of("no_sync", "no_backward_sync", "set_requires_gradient_sync"),
+    "LS101": _of_the_window,
     "LS102": _calls_of("fully_shard"),
     "LS104": _nodes_like(_writes_gradients),
     "LS106": _nodes_like(_leaves_out_none),

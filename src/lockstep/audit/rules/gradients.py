@@ -176,11 +176,7 @@ def _is_by_design(world: World, track: SharedTrack, differences: list[Difference
     different = {d.name for d in differences}
     from_the_start = {d.name for d in track.differences("entry", track.numbers[0])}
     unreduced = not any(p.wrapper for p in track.parameters if p.name in different)
-    return (
-        unreduced
-        and len(different) < len(track.parameters)
-        and (different <= from_the_start or bool(world.fact("all_to_all")))
-    )
+    return unreduced and len(different) < len(track.parameters) and different <= from_the_start
 
 
 def reduces_in_its_step(track: SharedTrack) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +40,8 @@ def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) ->
     step = next(iter(steps.values()))
     wrapped = [p for p in track.parameters if p.name in names and p.wrapper]
     unwrapped = sorted(names - {p.name for p in wrapped})
-    others = {p.name for t in track.tracks.values() for p in t.parameters} - names
+    held = Counter(p.name for t in track.tracks.values() for p in t.parameters)
+    others = {name for name, count in held.items() if count > 1} - names
     if step.inside_backward:
         return Reason(
             "stepped inside backward",

@@ -176,7 +176,7 @@ def _was_summed(track: SharedTrack, number: int, name: str, calls: dict[int, Col
         return False
     for rank, call in calls.items():
         left, found = track.steps(number - 1)[rank].exit, track.steps(number)[rank].entry
-        if left is None or found is None or left.norms is None or found.norms is None:
+        if left is None or found is None:
             return False
         index = shared.index[rank]
         if not is_near(float(left.norms[index]), call.before or 0.0):

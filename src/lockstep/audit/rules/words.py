@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _RANKS: Final = frozenset(
-    {"world", "worldsize", "worldsz", "getworldsize", "ws", "w", "n"}
+    {"world", "worldsize", "worldsz", "getworldsize"}
     | {"numprocesses", "nprocs", "nproc", "numranks", "nranks", "numreplicas"}
     | {"ngpu", "ngpus", "numgpus"}
 )
-"""In lower case, without underscores."""
+"""In lower case, without underscores. Shorter names may stand for anything: what the program gives
+them tells."""
 
 
 def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
@@ -40,8 +41,9 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
     wanted = ast.Div if divides else ast.Mult
     for place in lines[:3]:
         module = parsed(place.file)
+        ranks = _number_of_ranks(module)
         for statement in _about_the_loss(module, place.line):
-            number = _factor_in(statement, wanted)
+            number = _factor_in(statement, wanted, ranks)
             if number is not None:
                 text = linecache.getline(place.file, number).strip()
                 return Place(place.file, number, place.function, text)
@@ -51,13 +53,14 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
 def divides_rate(lines: Sequence[Place]) -> bool:
     """Is the learning rate of the optimizer that is made at `lines` divided by the ranks?"""
     for place in lines[:1]:
-        nodes = list(ast.walk(parsed(place.file)))
+        module = parsed(place.file)
+        nodes, ranks = list(ast.walk(module)), _number_of_ranks(module)
         calls = [n for n in nodes if isinstance(n, ast.Call) and spans(n, place.line)]
         rates = [k.value for c in calls for k in c.keywords if k.arg == "lr"]
         known = {last_name(rate) for rate in rates} - {""}
         # `args.batch_size` is not `args.lr`: the last name counts.
         assigned = [n for n in nodes if known.intersection(map(last_name, left_sides(n)))]
-        if any(_factor_in(n, ast.Div) is not None for n in (*rates, *assigned)):
+        if any(_factor_in(n, ast.Div, ranks) is not None for n in (*rates, *assigned)):
             return True
     return False
 
@@ -86,7 +89,30 @@ def _targets(node: ast.AST) -> list[str]:
     return [name for target in left_sides(node) for name in names_in(target)]
 
 
-def _factor_in(statement: ast.AST, wanted: type[ast.operator]) -> int | None:
+def _number_of_ranks(module: ast.Module) -> frozenset[str]:
+    """What the program calls it: by one of the known names, or what is set to such a one."""
+    found = set(_RANKS)
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                for name, value in _pairs(target, node.value):
+                    if _is_number_of_ranks(value, _RANKS):
+                        found.add(_as_written(name))
+    return frozenset(found)
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Of ``rank, n = get_rank(), get_world_size()``, both."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=False))
+    return [(target, value)]
+
+
+def _as_written(node: ast.expr) -> str:
+    return last_name(node).lower().replace("_", "")
+
+
+def _factor_in(statement: ast.AST, wanted: type[ast.operator], ranks: frozenset[str]) -> int | None:
     for node in ast.walk(statement):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, wanted):
             operands = [node.value]
@@ -94,7 +120,8 @@ def _factor_in(statement: ast.AST, wanted: type[ast.operator]) -> int | None:
             operands = [node.right] if wanted is ast.Div else [node.left, node.right]
         else:
             continue
-        if any(_is_number_of_ranks(factor) for operand in operands for factor in _factors(operand)):
+        factors = [factor for operand in operands for factor in _factors(operand)]
+        if any(_is_number_of_ranks(factor, ranks) for factor in factors):
             return node.lineno
     return None
 
@@ -106,9 +133,13 @@ def _factors(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
-def _is_number_of_ranks(node: ast.expr) -> bool:
+def _is_number_of_ranks(node: ast.expr, ranks: frozenset[str]) -> bool:
+    if isinstance(node, ast.Subscript):  # os.environ["WORLD_SIZE"]
+        return isinstance(node.slice, ast.Constant) and node.slice.value == "WORLD_SIZE"
     if isinstance(node, ast.Call):
+        if any(isinstance(a, ast.Constant) and a.value == "WORLD_SIZE" for a in node.args):
+            return True
         if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and node.args:
-            return _is_number_of_ranks(node.args[0])
+            return _is_number_of_ranks(node.args[0], ranks)
         node = node.func
-    return last_name(node).lower().replace("_", "") in _RANKS
+    return _as_written(node) in ranks
