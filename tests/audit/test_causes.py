@@ -28,6 +28,10 @@ def adapt(optimizer, loss):
         group["lr"] = 1 / loss  # leads LS305
 
 
+def refresh(model):
+    model.codebook[unused] = samples  # leads LS303
+
+
 def main():
     model = Net()  # leads LS302
     wrapped = DDP(model)
@@ -42,7 +46,7 @@ def main():
             loss.backward()  # measured LS203
         if loss < 3:  # leads LS308
             adapt(optimizer, loss)
-            optimizer.step()  # measured LS302 LS305 LS308
+            optimizer.step()  # measured LS302 LS303 LS305 LS308
 """
 
 
@@ -51,14 +55,25 @@ def _line(word, code):
     return next(n for n, text in enumerate(lines, 1) if f"# {word}" in text and code in text)
 
 
-@pytest.mark.parametrize("code", ["LS203", "LS208", "LS302", "LS305", "LS308", "LS311", "LS503"])
+@pytest.mark.parametrize(
+    "code", ["LS203", "LS208", "LS302", "LS303", "LS305", "LS308", "LS311", "LS503"]
+)
 def test_the_line_that_leads_there_comes_next(tmp_path, code):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     measured = Place(str(program), _line("measured", code), "main", "")
     outer = Place(str(program), 1, "<module>", "")
     found = with_causes(
-        Finding(code, "", "error", "", "", evidence={"lr": {}}, where=[measured, outer])
+        Finding(
+            code,
+            "",
+            "error",
+            "",
+            "",
+            parameters=["net.codebook"],
+            evidence={"lr": {}},
+            where=[measured, outer],
+        )
     )
     lines = [place.line for place in found.where]
     assert lines[0] == measured.line
@@ -66,9 +81,8 @@ def test_the_line_that_leads_there_comes_next(tmp_path, code):
     assert lines[-1] == 1
     assert all(place.text for place in found.where[:-1])
     leads = next(p for p in found.where if p.line == _line("leads", code))
-    assert leads.function == {"LS208": "backward", "LS305": "adapt", "LS503": "reader"}.get(
-        code, "main"
-    )
+    elsewhere = {"LS208": "backward", "LS303": "refresh", "LS305": "adapt", "LS503": "reader"}
+    assert leads.function == elsewhere.get(code, "main")
 
 
 def test_a_line_of_the_same_number_in_another_file_is_another_line(tmp_path):

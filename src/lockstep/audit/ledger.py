@@ -74,7 +74,8 @@ class Backward:
     """One ``backward()`` or ``autograd.grad()``.
 
     `factor` is what the whole loss was multiplied by in the end, and `terms` what it consists of;
-    `targets` stand for what it compares with.
+    `targets` stand for what it compares with, and `heads` are the parameters that it was computed
+    with last.
     By optimizer: `before` and `gradients` are what its parameters' gradients were when it began and
     when it returned, and `own` this rank's, as they went into a communication hook. `hooked` tells
     what hooks of the program's own made of the gradient of a parameter, by its name: it was
@@ -89,6 +90,7 @@ class Backward:
     terms: list[Term] = field(default_factory=list)
     factor: float | None = None
     targets: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     gathered: list[dict[str, Any]] = field(default_factory=list)
     before: dict[str, Fingerprint] = field(default_factory=dict)

@@ -13,9 +13,9 @@ from lockstep.audit.probe import gathers, passed_back, scattered
 from lockstep.audit.probe.arguments import targets_of
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.hooked import watched_hooks
-from lockstep.audit.probe.loss_graph import factor_of, terms_of
+from lockstep.audit.probe.loss_graph import factor_of, nearest_parameters, terms_of
 from lockstep.audit.probe.modes import note_mode
-from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions
+from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions, watch_made
 from lockstep.audit.probe.own_gradients import own_gradients
 from lockstep.audit.probe.probe import Window
 
@@ -96,10 +96,18 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
         record.loss = float(root.detach())
         record.factor = factor_of(root, weight)
         record.terms = terms_of(root, weight)
+        record.heads = _names(probe, nearest_parameters(root))
         record.targets = probe.harmlessly(targets_of, probe, root) or []
         gathers.describe(probe, record, root, weight)
     except RuntimeError:  # saved tensors are gone: a second backward through the same graph
         record.terms = []
+
+
+def _names(probe: Probe, parameters: list[torch.Tensor]) -> list[str]:
+    watch_made(probe)
+    known = [watched.names for watched in probe.optimizers.values()]
+    found = (next((n[id(p)] for n in known if id(p) in n), None) for p in parameters)
+    return [name for name in found if name is not None]
 
 
 def _note_reducers(probe: Probe, record: Backward, before: dict[str, int]) -> None:

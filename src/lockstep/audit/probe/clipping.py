@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
 
 if TYPE_CHECKING:
@@ -30,26 +31,37 @@ def install(probe: Probe) -> None:
 
 
 def _clipper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
         if not probe.detailed or probe.inside("clip"):
-            return original(*args, **kwargs)
+            return original(parameters, max_norm, *args, **kwargs)
+        held = _listed(parameters)
         probe.enter("clip")
         try:
-            norm = original(*args, **kwargs)
+            norm = original(held, max_norm, *args, **kwargs)
         finally:
             probe.enter("clip", -1)
-        largest = args[1] if len(args) > 1 else kwargs.get("max_norm")
-        if isinstance(norm, torch.Tensor) and hasattr(norm, "full_tensor"):
-            return norm
-        is_clipped = isinstance(largest, int | float) and float(norm) > largest
-        _note(probe, float(norm), is_clipped)
+        if not hasattr(norm, "full_tensor"):
+            probe.harmlessly(_note_norm, probe, held, norm, max_norm)
         return norm
 
     return watched
 
 
-def _note(probe: Probe, norm: float, is_clipped: bool) -> None:
-    clip = {"norm": norm, "is_clipped": is_clipped, "where": users_lines()}
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    """An iterator has one reader."""
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _note_norm(probe: Probe, held: list[torch.Tensor], norm: Any, largest: Any) -> None:
+    is_clipped = isinstance(largest, int | float) and float(norm) > largest
+    _note(probe, held, float(norm), is_clipped)
+
+
+def _note(probe: Probe, held: list[torch.Tensor], norm: float, is_clipped: bool) -> None:
+    watch_made(probe)
+    ids = set(map(id, held))
+    of = [w.track.key for w in probe.optimizers.values() if not ids.isdisjoint(w.names)]
+    clip = {"norm": norm, "is_clipped": is_clipped, "where": users_lines(), "of": of}
     for window in probe.each_window():
         if len(window.clips) < Window.LIMIT:
             window.clips.append(clip)
@@ -58,20 +70,18 @@ def _note(probe: Probe, norm: float, is_clipped: bool) -> None:
 def _by_value(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
         if probe.detailed:
-            if not isinstance(parameters, torch.Tensor):
-                parameters = list(parameters)  # an iterator has one reader
+            parameters = _listed(parameters)
             probe.harmlessly(_note_by_value, probe, parameters, clip_value)
         return original(parameters, clip_value, *args, **kwargs)
 
     return watched
 
 
-def _note_by_value(probe: Probe, parameters: Any, clip_value: float) -> None:
-    held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+def _note_by_value(probe: Probe, held: list[torch.Tensor], clip_value: float) -> None:
     gradients = [p.grad.detach() for p in held if p.grad is not None]
     if gradients and not any(hasattr(g, "to_local") for g in gradients):
         is_clipped = any(bool((g.abs() > clip_value).any()) for g in gradients)
-        _note(probe, float(torch.nn.utils.get_total_norm(gradients)), is_clipped)
+        _note(probe, held, float(torch.nn.utils.get_total_norm(gradients)), is_clipped)
 
 
 def _scaler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:

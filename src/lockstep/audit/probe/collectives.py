@@ -187,12 +187,21 @@ def _after(
         call.after = _size(tensor)
     if call.op in gathers.GATHERS:
         _note_piece(probe, tensor)
+        if tensor.numel() == 1 and result is None:
+            arrived = given.get("tensor_list", given.get("output_tensor"))
+            call.before, call.after = float(tensor), _sum_of(arrived)
     if call.op == "broadcast":
         handed_on.note_broadcast(probe, call, tensor, given)
     elif call.op in handed_on.SWAPS:
         handed_on.note_swap(probe, call, given)
     else:
         gathers.note(probe, call, tensor, given)
+
+
+def _sum_of(numbers: Any) -> float:
+    """Of one that each rank has sent, as how many elements it counts."""
+    each = numbers if isinstance(numbers, list | tuple) else [numbers]
+    return sum(float(number.detach().double().sum()) for number in each)
 
 
 def _note_piece(probe: Probe, tensor: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from lockstep.audit.probe.saved import saved
 _MEAN: Final = 1
 _SUM: Final = 2
 _NODES: Final = 64
+_LEAVES: Final = 2
 _LOSSES: Final = {
     "NllLossBackward0",
     "NllLoss2DBackward0",
@@ -100,6 +101,27 @@ def factor_of(loss: torch.Tensor, weight: float = 1.0) -> float:
             break
         node, factor, _ = operands[0]
     return factor
+
+
+def nearest_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The first leaves that one comes to from the loss: those of the head that it was made by.
+
+    Gradient:
+        None: it reads the graph.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting and len(seen) < _NODES and len(found) < _LEAVES:
+        node = waiting.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found.append(variable)
+        waiting.extend(fn for fn, _ in node.next_functions)
+    return found
 
 
 def _operands(

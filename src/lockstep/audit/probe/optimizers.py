@@ -178,7 +178,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     _name_late(probe, watched)
     step.backwards = _concerned(window.backwards, watched.track.key)
     step.collectives = list(window.collectives)
-    step.clips = list(window.clips)
+    step.clips = [c for c in window.clips if not c["of"] or watched.track.key in c["of"]]
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
     step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode

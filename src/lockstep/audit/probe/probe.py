@@ -118,6 +118,9 @@ class Watched:
         self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self.counts = [p.samples for p in track.parameters]
         self.held = sum(math.prod(p.shape) for p in track.parameters)
+        self.names = {
+            id(p): d.name for p, d in zip(self.parameters, track.parameters, strict=False)
+        }
         self.parts_sent: set[int] = set()
         self.step: Step | None = None
         self.next_is_detailed = True

@@ -124,12 +124,19 @@ def _setting(finding: Finding) -> Iterator[Place]:
     def fits(node: ast.AST) -> bool:
         return _writes_to(node, finding.evidence) or _steps_a_schedule(node)
 
-    return _nodes_like(fits)(finding)
+    yield from _nodes_like(fits)(finding)
+    # Else it depends on how the schedule was made, as on how long this rank's loader is.
+    yield from _nodes_like(_makes_a_schedule)(finding)
 
 
 def _writes_to(node: ast.AST, settings: dict[str, object]) -> bool:
     keys = [side.slice for side in left_sides(node) if isinstance(side, ast.Subscript)]
     return any(isinstance(key, ast.Constant) and key.value in settings for key in keys)
+
+
+def _makes_a_schedule(node: ast.AST) -> bool:
+    name = last_name(node.func) if isinstance(node, ast.Call) else ""
+    return name.endswith("LR") or (name.startswith("get_") and "schedule" in name)
 
 
 def _steps_a_schedule(node: ast.AST) -> bool:
@@ -188,6 +195,21 @@ def _writes_gradients(node: ast.AST) -> bool:
     return writes and isinstance(own, ast.Attribute) and own.attr == "grad"
 
 
+def _parameters_written(finding: Finding) -> Iterator[Place]:
+    """Where a parameter that changed is written by its name, or parameters are copied to."""
+    names = {name.rpartition(".")[2].partition("#")[0] for name in finding.parameters}
+    names -= {"weight", "bias"}  # of any layer
+
+    def by_name(node: ast.AST) -> bool:
+        written = [s.value for s in left_sides(node) if isinstance(s, ast.Subscript)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            written += [node.func.value] if node.func.attr.endswith("_") else []
+        return any(not names.isdisjoint(names_in(own)) for own in written)
+
+    yield from _nodes_like(by_name)(finding)
+    yield from _calls_of("copy_", "lerp_", "load_state_dict", "vector_to_parameters")(finding)
+
+
 def _leaves_out_none(node: ast.AST) -> bool:
     """``if p.grad is None: continue``, or the other way round."""
     return isinstance(node, ast.If) and any(
@@ -207,7 +229,7 @@ def _is_given(keyword: str) -> Callable[[ast.AST], bool]:
 
 _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
     "LS101": _of_the_window,
-    "LS102": _calls_of("fully_shard"),
+    "LS102": _calls_of("fully_shard", "prepare", "setup_module"),
     "LS104": _nodes_like(_writes_gradients),
     "LS106": _nodes_like(_leaves_out_none),
     "LS107": _calls_of(*_SENDING),
@@ -216,7 +238,10 @@ _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
     "LS206": _of_the_loss,
     "LS208": _own_backward,
     "LS302": _of_the_model,
+    "LS303": _parameters_written,
+    "LS304": _calls_of("load_state_dict"),
     "LS305": _setting,
+    "LS306": _calls_of("load_state_dict"),
     "LS308": _condition,
     "LS309": _nodes_like(_is_given("broadcast_buffers")),
     "LS311": _calls_of("eval"),

@@ -45,12 +45,15 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
         or _by_hand(track, number)
         or in_hooks(track, number)
         or _twice(track, number)
+        or _of_the_whole_twice(track, number)
         or _replicas_counted(track, number)
     )
 
 
 def _before(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
+    if track.differences("gradients", number):
+        return None  # steps of their own, before replicas are averaged: nothing is reduced
     for at_once in zip(*(s.clips for s in steps.values()), strict=False):
         norms = {rank: clip["norm"] for rank, clip in zip(steps, at_once, strict=True)}
         clipped = any(c["is_clipped"] for c in at_once)
@@ -145,17 +148,36 @@ def _twice(track: SharedTrack, number: int) -> Finding | None:
         after = sum(float(n) ** 2 for n in step.gradients.norms if n == n)
         call = _counted(step, squared)
         if call is not None and after < (1.0 - _CLOSE) * squared:
-            size = len(call.group)
-            return TWICE.finding(
-                f"step {number + 1}: the squared norm of gradients that are already the same on "
-                f"all ranks ({squared:.6g}) was added up over {size} ranks, and the gradients were "
-                f"made smaller by it: the norm is {size**0.5:.3g} times too large",
-                "gradients that are reduced have the global norm on every rank: do not reduce it",
-                rank=sorted(steps),
-                step=number + 1,
-                evidence={"squared_norm": squared, "reduced": call.after, "ranks": size},
-                where=call.where,
-            )
+            return _norm_twice(track, number, squared, call)
+    return None
+
+
+def _norm_twice(track: SharedTrack, number: int, squared: float, call: Collective) -> Finding:
+    size = len(call.group)
+    return TWICE.finding(
+        f"step {number + 1}: the squared norm of gradients that is already the same on all ranks "
+        f"({squared:.6g}) was added up over {size} ranks, and the gradients were made smaller by "
+        f"it: the norm is {size**0.5:.3g} times too large",
+        "gradients that are reduced or put together have the global norm on every rank: do not "
+        "reduce it",
+        rank=track.ranks,
+        step=number + 1,
+        evidence={"squared_norm": squared, "reduced": call.after, "ranks": size},
+        where=call.where,
+    )
+
+
+def _of_the_whole_twice(track: SharedTrack, number: int) -> Finding | None:
+    """The norm of sharded gradients, put together on every rank, and then added up over ranks."""
+    steps = track.steps(number)
+    held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
+    if len(steps) < len(track.ranks) or not all(p.sharded for p in held):
+        return None
+    squared = sum(sum(_squares(track, rank, step).values()) for rank, step in steps.items())
+    calls = [_counted(step, squared) for step in steps.values()]
+    smaller = all(_was_made_smaller(track, rank, step) for rank, step in steps.items())
+    if squared and smaller and calls[0] is not None and None not in calls:
+        return _norm_twice(track, number, squared, calls[0])
     return None
 
 

@@ -26,12 +26,13 @@ UNKNOWN = Code("LS102", "parameters that nobody synchronises")
 DIFFER = Code("LS104", "gradients differ after a reduction")
 MIXED = Code("LS105", "different parameters were reduced together")
 MISSING = Code("LS106", "gradients exist on some ranks only")
+COUNT = Code("LS308", "ranks took different numbers of steps")
 
 
 class Gradients:
     """Compares, at each step, what the optimizers of all ranks consumed."""
 
-    codes = (BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING)
+    codes = (BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING, COUNT)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         explained.tracks |= {track.key for track in world.alone}
@@ -45,8 +46,10 @@ class Gradients:
                 or _first_missing(track)
                 or _first_left_over(track)
             )
-            if found is not None and found.code == DIFFER.code and _counts_differ(track):
-                continue  # the k-th steps of these ranks are not the same step
+            if found is not None and found.code == DIFFER.code:
+                if _counts_differ(track):
+                    continue  # the k-th steps of these ranks are not the same step
+                found = _out_of_step(track) or found
             if found is not None:
                 explained.tracks.add(track.key)
                 explained.scales |= "scales" in found.evidence
@@ -75,6 +78,28 @@ def _as_own_models(track: SharedTrack) -> Finding:
 
 def _counts_differ(track: SharedTrack) -> bool:
     return len({t.count for t in track.tracks.values()}) > 1
+
+
+def _out_of_step(track: SharedTrack) -> Finding | None:
+    """Each rank skipped steps, as many as the others, and not the same ones."""
+    for number in track.numbers:
+        steps = track.steps(number)
+        counts = {rank: float(len(step.backwards)) for rank, step in steps.items()}
+        if len(set(counts.values())) > 1:
+            return COUNT.finding(
+                f"step {number + 1} of {track.key.split('#')[0]} ended other numbers of backwards "
+                f"({numbers(counts)}), and its gradients differ: some ranks skipped a step that "
+                "others took",
+                "decide by what all ranks share whether to step, e.g. by a loss that is averaged "
+                "over them, and skip a step on every rank or on none",
+                rank=track.ranks,
+                step=number + 1,
+                evidence={"backwards": {str(r): int(c) for r, c in counts.items()}},
+                where=next(iter(steps.values())).where,
+            )
+        if track.differences("gradients", number):
+            return None
+    return None
 
 
 def _first_mixed(track: SharedTrack) -> Finding | None:

@@ -96,8 +96,10 @@ def _without_wrapper(
 
 
 def _went_flat(step: Step, size: int) -> bool:
-    """Was a tensor added up that is as large as all of the optimizer's parameters together?"""
-    return any(c.op in _REDUCING and math.prod(c.shape) == size > 1 for c in step.collectives)
+    """Were tensors added up that are as large as all of the optimizer's parameters together?"""
+    sums = [c for c in step.collectives if c.op in _REDUCING and not c.parameter]
+    sizes = [math.prod(c.shape) for c in sums if c.shape]
+    return size > 1 and (size in sizes or sum(n for n in sizes if n > 1) == size)
 
 
 def _written_since_backward(track: SharedTrack, step: Step) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
-from lockstep.audit.rules.gradients import reduces_in_its_step
+from lockstep.audit.rules.gradients import COUNT, reduces_in_its_step
 from lockstep.audit.tables import drift_table
 from lockstep.audit.world import names_of
 
@@ -22,7 +22,6 @@ AFTER = Code("LS304", "replicas differ after a step from equal gradients")
 HYPER = Code("LS305", "optimizers have different settings")
 STATE = Code("LS306", "optimizers have different states")
 SCALE = Code("LS307", "loss scales differ")
-COUNT = Code("LS308", "ranks took different numbers of steps")
 
 
 class Replicas:
@@ -34,7 +33,7 @@ class Replicas:
         for track in world.compared:
             if track.returns_to_agreement:
                 continue
-            hyper = _settings(track) or _holdings(world, track)
+            hyper = _settings(world, track) or _holdings(world, track)
             if hyper is not None:
                 yield hyper
             if track.key in explained.tracks:
@@ -122,7 +121,9 @@ def _at_exit(track: SharedTrack, number: int, differences: list[Difference]) -> 
     )
 
 
-def _settings(track: SharedTrack) -> Finding | None:
+def _settings(world: World, track: SharedTrack) -> Finding | None:
+    if any(world.fact("joins")) and len({t.count for t in track.tracks.values()}) > 1:
+        return None  # a rank with fewer batches is in its next epoch in a step of that number
     for number in track.numbers:
         steps = track.steps(number)
         for place in range(min((len(s.hyper) for s in steps.values()), default=0)):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from lockstep.audit.world import SharedTrack, World
 
 
+_TELLING = {("all_reduce", "SUM"), ("all_gather", None), ("all_gather_into_tensor", None)}
+
+
 class Shares:
     """A sum over the counted elements of all ranks, of which an average is made."""
 
@@ -52,18 +55,24 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
 
 
 def _counted(step: Step) -> Collective | None:
-    """The all_reduce of the number of elements by whose result the loss was divided."""
+    """What told the ranks how many elements there are, by which the losses were divided.
+
+    Of one step: those of all its micro-batches together.
+    """
     backwards = [b for b in step.backwards if b.kind == "backward"]
-    if len(backwards) != 1 or len(backwards[0].terms) != 1 or backwards[0].gathered:
+    if not backwards or any(not b.terms or b.gathered for b in backwards):
         return None
-    term, reducers = backwards[0].terms[0], backwards[0].wrappers
-    if not any(facts["armed"] for facts in reducers.values()) or term.kind not in ("mean", "sum"):
+    # Beside the loss there may be others of the same elements, which count less.
+    terms = [max(b.terms, key=lambda term: abs(term.weight)) for b in backwards]
+    armed = any(facts["armed"] for b in backwards for facts in b.wrappers.values())
+    if not armed or any(t.kind not in ("mean", "sum") for t in terms):
         return None
-    share = abs(term.weight) * term.count
+    share = sum(abs(t.weight) * t.count for t in terms)
+    elements = sum(t.count for t in terms)
     for call in step.collectives:
-        if (call.op, call.reduction) != ("all_reduce", "SUM") or len(call.group) < 2:
+        if (call.op, call.reduction) not in _TELLING or len(call.group) < 2:
             continue
-        counts = call.before and call.after and is_near(call.before, term.count)
+        counts = call.before and call.after and is_near(call.before, elements)
         if counts and is_near(share, (call.before or 0.0) / (call.after or 1.0)):
             return call
     return None

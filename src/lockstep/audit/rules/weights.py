@@ -58,6 +58,8 @@ def _between_ranks(track: SharedTrack) -> Finding | None:
         windows = {r: _with_terms(s.backwards, track.key) for r, s in track.steps(number).items()}
         # The same backward of the window, on all ranks.
         for at_once in zip(*windows.values(), strict=False):
+            if any(b.heads != at_once[0].heads for b in at_once):
+                continue  # tasks that the ranks have drawn, with elements of their own kinds
             for terms in zip(*(b.terms for b in at_once), strict=False):
                 by_rank = dict(zip(windows, terms, strict=True))
                 if _is_uneven(list(terms)):
@@ -72,7 +74,7 @@ def _between_micro_batches(track: SharedTrack) -> Finding | None:
         for rank, step in track.steps(number).items():
             backwards = _with_terms(step.backwards, track.key)
             # Micro-batches are one line that runs again; other losses have lines of their own.
-            same = [b for b in backwards if b.where[:1] == backwards[0].where[:1]]
+            same = [b for b in backwards if _is_like(b, backwards[0])]
             if len(same) < 2 or any(len(b.terms) != 1 for b in same):
                 continue
             terms = [b.terms[0] for b in same]
@@ -84,13 +86,18 @@ def _between_micro_batches(track: SharedTrack) -> Finding | None:
     return None
 
 
+def _is_like(one: Backward, other: Backward) -> bool:
+    return one.where[:1] == other.where[:1] and one.heads == other.heads
+
+
 def _between_windows(track: SharedTrack) -> Finding | None:
     """All micro-batches of a step together, where ranks have different numbers of them."""
     for number in track.numbers:
         windows = {r: _with_terms(s.backwards, track.key) for r, s in track.steps(number).items()}
         lengths = {len(backwards) for backwards in windows.values()}
         lines = {(p.file, p.line) for w in windows.values() for b in w for p in b.where[:1]}
-        single = all(len(b.terms) == 1 for backwards in windows.values() for b in backwards)
+        every = [b for backwards in windows.values() for b in backwards]
+        single = all(len(b.terms) == 1 and b.heads == every[0].heads for b in every)
         if len(windows) < 2 or len(lengths) < 2 or 0 in lengths or len(lines) > 1 or not single:
             continue
         terms = {r: _together([b.terms[0] for b in w]) for r, w in windows.items()}
