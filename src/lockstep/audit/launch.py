@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _DUMP_S = 2.0
-_TERMINATE_S = 10.0
+_TERMINATE_S = 30.0
 _STALL_S = "LOCKSTEP_AUDIT_STALL_S"
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass
@@ -118,7 +118,9 @@ class _Run:
     def _start(self, port: str) -> None:
         for rank in range(self.nproc):
             reading, writing = os.pipe()
-            command = [sys.executable, "-m", "lockstep.audit", *self._arguments()]
+            # As torchrun: what a rank printed is there when it is killed. And a file that lies in
+            # the working directory is not taken for a module of Python's or ours.
+            command = [sys.executable, "-u", "-P", "-m", "lockstep.audit", *self._arguments()]
             popen = subprocess.Popen(
                 command,
                 env=self._environment(rank, port, reading),

@@ -60,7 +60,12 @@ class Rank:
             self._report_when_terminated()
         self._hand_in_before_leaving_at_once()
         when_imported("torch", self._start)
-        code = run_script(self.options.script, self.options.arguments, self._note_failure)
+        code = run_script(
+            self.options.script,
+            self.options.arguments,
+            self._note_failure,
+            launched=self.folder is not None,
+        )
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         return self._hand_in(code)
@@ -212,12 +217,18 @@ class Rank:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+        def wake(number: int, frame: object) -> None:
+            """The thread below does the work."""
+
+        signal.signal(signal.SIGTERM, wake)
 
         def wait() -> None:
             while os.read(reading, 1) != bytes([signal.SIGTERM]):
                 pass
-            if signal.getsignal(signal.SIGTERM) is not None and self.probe is not None:
+            if signal.getsignal(signal.SIGTERM) is not wake:
+                return  # the program has a handler of its own, and may be saving
+            if self.probe is not None:
                 from lockstep.audit.outcome import report
                 from lockstep.audit.session import stack_of_main_thread
 

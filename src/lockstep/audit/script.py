@@ -8,6 +8,7 @@ which begins in the script and not in the audit.
 
 from __future__ import annotations
 
+import builtins
 import io
 import os
 import sys
@@ -33,6 +34,8 @@ def run_script(
     arguments: Sequence[str],
     note_failure: Callable[[BaseException, list[Place]], None],
     show: Callable[[BaseException], None] | None = None,
+    *,
+    launched: bool = False,
 ) -> int:
     """Run it to its end.
 
@@ -41,30 +44,34 @@ def run_script(
         arguments: what follows it in ``sys.argv``.
         note_failure: called with what the script raised and the lines that it passed.
         show: prints an uncaught exception; by default as Python does.
+        launched: the interpreter was started so that it looks for nothing where it stands.
 
     Returns:
         The exit code that Python would end with.
     """
     path = Path(script)
     sys.argv = [script, *arguments]
-    if not getattr(sys.flags, "safe_path", False):
+    if launched and not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, str(path.resolve().parent))
+    elif not sys.flags.safe_path:
         sys.path[0] = str(path.resolve().parent)
+    full = os.path.abspath(script)  # what Python says of its main program, too
     module = types.ModuleType("__main__")
     vars(module).update(
-        __file__=script,
-        __builtins__=__builtins__,
-        __loader__=SourceFileLoader("__main__", script),
+        __file__=full,
+        __builtins__=builtins,
+        __loader__=SourceFileLoader("__main__", full),
         __cached__=None,
     )
     sys.modules["__main__"] = module
     try:
         with io.open_code(str(path.resolve())) as file:
-            code = compile(file.read(), script, "exec")
+            code = compile(file.read(), full, "exec", dont_inherit=True)
         exec(code, vars(module))
     except SystemExit as leaving:
         return _exit_code(leaving)
     except BaseException as error:
-        _drop_our_frames(error, script)
+        _drop_our_frames(error, full)
         note_failure(error, lines_of(error))
         (show or _show)(error)
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED

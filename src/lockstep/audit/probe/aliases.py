@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.audit.probe.frames import users_frames
+from lockstep.audit.probe.frames import looks_at_its_locals, users_frames
 from lockstep.audit.probe.loss_graph import constant_of, weight_at
 from lockstep.audit.probe.passed_back import has_hooks
 from lockstep.audit.probe.saved import saved
@@ -51,6 +51,8 @@ def with_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _values(frame: FrameType) -> list[Any]:
+    if looks_at_its_locals(frame):
+        return []
     names = frame.f_locals
     values = list(names.values())
     in_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED

@@ -88,7 +88,8 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
     if not isinstance(root, torch.Tensor) or root.numel() != 1 or root.is_meta:
         return
     given = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given
-    weight = float(given) if isinstance(given, torch.Tensor) and given.numel() == 1 else 1.0
+    alone = isinstance(given, torch.Tensor) and given.numel() == 1
+    weight = float(given.detach()) if alone else 1.0
     if probe.sync_of_lockstep():
         probe.ledger.facts["lockstep"] = True  # it may be detached when the script ends
         weight = 1.0  # what the batch counts for, which the reduction divides by

@@ -24,27 +24,41 @@ _SCALES_KEPT = 256
 
 def install(probe: Probe) -> None:
     """Watch clipping and ``GradScaler.step``."""
-    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        probe.patches.wrap(module, "clip_grad_norm_", functools.partial(_clipper, probe))
-        probe.patches.wrap(module, "clip_grad_value_", functools.partial(_by_value, probe))
+    modules = (torch.nn.utils.clip_grad, torch.nn.utils)
+    probe.patches.wrap_in_each(modules, "clip_grad_norm_", functools.partial(_clipper, probe))
+    probe.patches.wrap_in_each(modules, "clip_grad_value_", functools.partial(_by_value, probe))
     probe.patches.wrap(torch.amp.GradScaler, "step", functools.partial(_scaler, probe))
 
 
 def _clipper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if not probe.detailed or probe.inside("clip"):
-            return original(parameters, max_norm, *args, **kwargs)
-        held = _listed(parameters)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("parameters", "max_norm"), args, strict=False)) | kwargs
+        if (
+            not probe.detailed
+            or probe.inside("clip")
+            or not {"parameters", "max_norm"} <= given.keys()
+        ):
+            return original(*args, **kwargs)
+        held = _listed(given["parameters"])
         probe.enter("clip")
         try:
-            norm = original(held, max_norm, *args, **kwargs)
+            norm = _with_first(original, held, args, kwargs)
         finally:
             probe.enter("clip", -1)
         if not hasattr(norm, "full_tensor"):
-            probe.harmlessly(_note_norm, probe, held, norm, max_norm)
+            probe.harmlessly(_note_norm, probe, held, norm, given["max_norm"])
         return norm
 
     return watched
+
+
+def _with_first(
+    original: Callable[..., Any], held: list[torch.Tensor], args: Any, kwargs: Any
+) -> Any:
+    """Called as the program called it, with the parameters as a list."""
+    if args:
+        return original(held, *args[1:], **kwargs)
+    return original(**{**kwargs, "parameters": held})
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
@@ -68,11 +82,13 @@ def _note(probe: Probe, held: list[torch.Tensor], norm: float, is_clipped: bool)
 
 
 def _by_value(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
-        if probe.detailed:
-            parameters = _listed(parameters)
-            probe.harmlessly(_note_by_value, probe, parameters, clip_value)
-        return original(parameters, clip_value, *args, **kwargs)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("parameters", "clip_value"), args, strict=False)) | kwargs
+        if not probe.detailed or not {"parameters", "clip_value"} <= given.keys():
+            return original(*args, **kwargs)
+        held = _listed(given["parameters"])
+        probe.harmlessly(_note_by_value, probe, held, given["clip_value"])
+        return _with_first(original, held, args, kwargs)
 
     return watched
 

@@ -65,11 +65,11 @@ _KEPT: Final = 64
 
 def install(probe: Probe) -> None:
     """Watch the functions of ``torch.distributed``, and the start of process groups."""
-    for module in (dist, dist.distributed_c10d):
-        for name in NAMES:
-            probe.patches.wrap(module, name, functools.partial(_watcher, probe, name))
-        probe.patches.wrap(module, "init_process_group", functools.partial(_starter, probe))
-        probe.patches.wrap(module, "new_group", functools.partial(_grouper, probe))
+    modules = (dist.distributed_c10d, dist)
+    for name in NAMES:
+        probe.patches.wrap_in_each(modules, name, functools.partial(_watcher, probe, name))
+    probe.patches.wrap_in_each(modules, "init_process_group", functools.partial(_starter, probe))
+    probe.patches.wrap_in_each(modules, "new_group", functools.partial(_grouper, probe))
 
 
 def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,9 +187,9 @@ def _after(
         call.after = _size(tensor)
     if call.op in gathers.GATHERS:
         _note_piece(probe, tensor)
-        if tensor.numel() == 1 and result is None:
+        if tensor.numel() == 1 and result is None and not tensor.is_complex():
             arrived = given.get("tensor_list", given.get("output_tensor"))
-            call.before, call.after = float(tensor), _sum_of(arrived)
+            call.before, call.after = float(tensor.detach()), _sum_of(arrived)
     if call.op == "broadcast":
         handed_on.note_broadcast(probe, call, tensor, given)
     elif call.op in handed_on.SWAPS:
@@ -224,7 +224,7 @@ def _size(tensor: torch.Tensor) -> float | None:
         if tensor.is_meta or not tensor.numel():
             return None
         if tensor.numel() == 1:
-            return float(tensor)
+            return None if tensor.is_complex() else float(tensor)
         return float(tensor.detach().double().norm()) if tensor.is_floating_point() else None
 
 

@@ -26,8 +26,8 @@ NAME = "batch_isend_irecv"
 
 def install(probe: Probe) -> None:
     """Watch exchanges between two ranks."""
-    for module in (dist, dist.distributed_c10d):
-        probe.patches.wrap(module, NAME, functools.partial(_watcher, probe))
+    modules = (dist.distributed_c10d, dist)
+    probe.patches.wrap_in_each(modules, NAME, functools.partial(_watcher, probe))
 
 
 def _watcher(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:

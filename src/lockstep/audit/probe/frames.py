@@ -22,6 +22,7 @@ _LIBRARY: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platst
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _RAY: Final = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in _INSTALLED)
 _DEPTH: Final = 4
+_LOCALS: Final = frozenset({"locals", "vars", "dir", "eval", "exec", "f_locals"})
 
 _known: dict[str, int] = {}
 
@@ -59,6 +60,11 @@ def users_frames(count: int) -> list[FrameType]:
             found.append(walked)
         walked = walked.f_back
     return found
+
+
+def looks_at_its_locals(frame: FrameType) -> bool:
+    """May the program hold the frame's dictionary of locals? To ask for it would write to it."""
+    return not _LOCALS.isdisjoint(frame.f_code.co_names)
 
 
 def users_lines(frame: FrameType | None = None) -> list[Place]:

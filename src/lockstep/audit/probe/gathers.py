@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.audit.probe import aliases, arrivals, passed_back
+from lockstep.audit.probe.frames import looks_at_its_locals
 from lockstep.audit.probe.graphs import Graph, Mark, mark_of
 from lockstep.audit.probe.loss_graph import weight_at
 
@@ -174,7 +175,8 @@ def _function_context() -> Any:
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         code = frame.f_code
-        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+        of_function = code.co_name == "forward" and code.co_varnames[:1] == ("ctx",)
+        if of_function and not looks_at_its_locals(frame):
             context = frame.f_locals.get("ctx")
             return context if getattr(context, "next_functions", True) else None
         if frame.f_back is None:

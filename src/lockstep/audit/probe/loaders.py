@@ -72,15 +72,17 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
         return
     keys = probe.loader_keys
     if loader not in keys:
-        keys[loader] = f"{type(loader.dataset).__name__}#{len(keys)}"
+        # A dataset of a loader stays; its indices may be millions.
+        keys[loader] = (f"{type(loader.dataset).__name__}#{len(keys)}", _part(loader.dataset))
+    key, part = keys[loader]
     loading = Loading(
-        keys[loader],
+        key,
         users_lines(),
         sampler=_sampler_name(loader),
         replicas=_replicas(loader),
         shuffles=getattr(_sampler(loader), "shuffle", None),
         size=_size(loader.dataset),
-        part=_part(loader.dataset),
+        part=part,
         step=probe.steps_done,
         worker_seed=int(iterator._base_seed) if loader.num_workers else None,
     )

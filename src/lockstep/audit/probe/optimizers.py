@@ -379,7 +379,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, int | float) or (
             isinstance(value, torch.Tensor) and value.numel() == 1
         ):
-            found[name] = float(value)
+            found[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
     return found
 
 

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MISSING = object()
-_HAS_CUDA = torch.backends.cuda.is_built()
 
 
 def is_recorded() -> bool:
     """Is what is called written down, by a compiler, a tracer or a CUDA graph? Ours would be, too.
 
-    To read a number would end a capture of a CUDA graph.
+    To read a number would end a capture of a CUDA graph. A torch for CUDA on a machine without a
+    driver raises where it is asked for one.
     """
     recorded = torch.compiler.is_compiling() or torch._C._is_tracing()
-    return recorded or (_HAS_CUDA and torch.cuda.is_current_stream_capturing())
+    return recorded or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 class Patches:
@@ -54,6 +54,28 @@ class Patches:
 
         setattr(owner, name, stand_in)
         self._undo.append((owner, name, held, stand_in))
+
+    def wrap_in_each(
+        self,
+        owners: tuple[Any, ...],
+        name: str,
+        around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        """As `wrap`, of what several modules hold: they go on holding one and the same.
+
+        The first is the one that defines it; there a pickle looks for it.
+        """
+        first, *others = owners
+        original = getattr(first, name, None)
+        self.wrap(first, name, around)
+        for owner in others:
+            held = vars(owner).get(name, _MISSING)
+            if held is original and original is not None:
+                stand_in = getattr(first, name)
+                setattr(owner, name, stand_in)
+                self._undo.append((owner, name, held, stand_in))
+            elif held is not _MISSING:
+                self.wrap(owner, name, around)
 
     def wrap_operator(
         self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]

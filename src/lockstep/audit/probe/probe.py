@@ -69,16 +69,16 @@ class Wrapper:
         self.ref = weakref.ref(module)
         self.key = key
         self.ranks = dist.get_process_group_ranks(module.process_group)
-        self.known = {
-            id(p)
-            for name, p in module.module.named_parameters(remove_duplicate=False)
-            if p.requires_grad and name not in getattr(module, "parameters_to_ignore", ())
+        # Not by `named_parameters`, which modules override.
+        held = {
+            f"{prefix}.{name}" if prefix else name: p
+            for prefix, part in module.module.named_modules(remove_duplicate=False)
+            for name, p in part._parameters.items()
+            if p is not None
         }
-        self.ignored = {
-            id(p)
-            for name, p in module.module.named_parameters()
-            if name in getattr(module, "parameters_to_ignore", ())
-        }
+        left_out = getattr(module, "parameters_to_ignore", ())
+        self.known = {id(p) for name, p in held.items() if p.requires_grad and name not in left_out}
+        self.ignored = {id(p) for name, p in held.items() if name in left_out}
         self.forwards = 0
         self.is_armed = False
         self.was_unsynced = False
@@ -253,7 +253,9 @@ class Probe:
         self.living: list[weakref.ref[torch.nn.Module]] = []
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self.loader_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.loader_keys: weakref.WeakKeyDictionary[Any, tuple[str, int | None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.draws: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None

@@ -132,7 +132,7 @@ def _waiting(world: World, lost: list[int]) -> Finding:
     return WAITING.finding(
         f"{what}: " + "; ".join(lines),
         "every rank has to make the same collective calls in the same order: look for a condition "
-        "on the rank or on this rank's own data before the lines below",
+        "on the rank or on this rank's own data before the lines above",
         rank=missing,
         evidence={"calls": {str(r): c for r, c in calls.items()}, "waiting": waiting},
         where=where,

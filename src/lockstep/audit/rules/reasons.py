@@ -255,7 +255,7 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
     return _in_another_order(track) or Reason(
         "unknown",
         "collectives ran between backward and the step, and still they differ",
-        "compare what is reduced with what the optimizer holds, at the lines below",
+        "compare what is reduced with what the optimizer holds, at the lines above",
         kind="after",
     )
 
