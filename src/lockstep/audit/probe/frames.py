@@ -22,7 +22,7 @@ _LIBRARY: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platst
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _RAY: Final = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in _INSTALLED)
 _DEPTH: Final = 4
-_LOCALS: Final = frozenset({"locals", "vars", "dir", "eval", "exec", "f_locals"})
+_LOCALS: Final = frozenset({"locals", "vars", "f_locals"})
 
 _known: dict[str, int] = {}
 
