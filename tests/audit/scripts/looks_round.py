@@ -22,6 +22,11 @@ class OwnNames(nn.Linear):
         return super().named_parameters(prefix, recurse)
 
 
+def say(line):
+    """At once: `print` writes the end of the line by itself, and the ranks share the output."""
+    sys.stdout.write(f"{line}\n")
+
+
 def trained(rate, steps):
     config = locals()
     model = DistributedDataParallel(OwnNames(3, 2))
@@ -36,7 +41,7 @@ def trained(rate, steps):
     return config
 
 
-print("before anything else", os.environ["RANK"])
+say(f"before anything else {os.environ['RANK']}")
 here = os.getcwd()
 os.chdir("/")
 dist.init_process_group("gloo")
@@ -59,7 +64,7 @@ try:
     nn.utils.clip_grad_norm_([])
 except TypeError as error:
     wrong += [] if "clip_grad_norm_()" in str(error) else [str(error)]
-print(f"rank {dist.get_rank()}: {wrong}")
+say(f"rank {dist.get_rank()}: {wrong}")
 if dist.get_rank():
     os.kill(os.getpid(), 9)
 dist.destroy_process_group()
