@@ -14,7 +14,7 @@ from lockstep.audit import session
 from lockstep.audit.fingerprint import take
 from lockstep.audit.ledger import FIRST_STEPS_WATCH, Backward, Parameter, Track
 from lockstep.audit.packed import MOST_BYTES, SMALL, packed
-from lockstep.audit.probe import backwards, models_sent, optimizers, scattered, wrappers
+from lockstep.audit.probe import backwards, described, models_sent, optimizers, scattered, wrappers
 from lockstep.audit.probe.probe import Probe, Watched
 
 _TRANSFERS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
@@ -183,6 +183,19 @@ def test_an_optimizer_for_each_round_is_not_written_down_for_ever():
     assert tracks == optimizers._TRACKS
     assert max(made, waiting) <= optimizers._TRACKS + 50
     assert not detailed
+
+
+def test_later_optimizers_are_described_as_earlier_ones_without_a_search_of_the_process():
+    def train(probe):
+        for _ in range(described.SEARCHES + 4):
+            model = torch.nn.Linear(3, 1)
+            _stepped(torch.optim.SGD(model.parameters(), lr=0.1))
+        named = [[p.name for p in track.parameters] for track in probe.ledger.tracks]
+        return named, any(found() is model for found in probe.living)
+
+    named, was_searched_for = _watching(train)
+    assert named[-1] == named[0] == ["weight", "bias"]
+    assert not was_searched_for
 
 
 def test_an_evaluation_without_buffers_is_looked_through_a_few_times_only():

@@ -19,28 +19,22 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.audit.fingerprint import random_states, take
-from lockstep.audit.ledger import Backward, Parameter, Step, Track, is_detailed, thin_out
-from lockstep.audit.prints import Fingerprint, samples_per_tensor
+from lockstep.audit.ledger import Backward, Step, Track, is_detailed, thin_out
 from lockstep.audit.probe import schedules
 from lockstep.audit.probe.arrivals import join
+from lockstep.audit.probe.described import describe
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
-from lockstep.audit.probe.fully_sharded import names_of_pieces, note_reductions
-from lockstep.audit.probe.names import living_modules, parameter_names
+from lockstep.audit.probe.fully_sharded import note_reductions
+from lockstep.audit.probe.names import parameter_names
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
-from lockstep.audit.probe.shards import (
-    is_fully_sharded,
-    is_piece,
-    pieces_of_flat_parameters,
-    replicas_of,
-)
 from lockstep.lazy_compiler import outside_graphs
-from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.probe import Probe
 
 CLOSELY: Final = 8
@@ -317,7 +311,7 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
     probe.note_group()
     if watched is not None:
         # More parameters than before (layers unfrozen): the same track, described anew.
-        watched.track.parameters = _describe(probe, optimizer)
+        watched.track.parameters = describe(probe, optimizer)
         watched.track.steps.clear()
         fresh = Watched(optimizer, watched.track)
     else:
@@ -327,48 +321,13 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
             f"{kind}#{same}",
             kind,
             probe.made_at.get(id(optimizer), []),
-            parameters=_describe(probe, optimizer),
+            parameters=describe(probe, optimizer),
             count=probe.run.first_step if probe.run else 0,
         )
         probe.ledger.tracks.append(track)
         fresh = Watched(optimizer, track)
     probe.optimizers[optimizer] = fresh
     return fresh
-
-
-def _describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
-    held = [p for g in optimizer.param_groups for p in g["params"]]
-    modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
-    probe.living = [weakref.ref(module) for module in modules]
-    names = {**names_of_pieces(modules), **parameter_names(modules)}
-    pieces = pieces_of_flat_parameters(modules)
-    probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
-    counts = samples_per_tensor([_local_size(p) for p in held])
-    described = []
-    known: dict[str, int] = {}
-    for place, (param, count) in enumerate(zip(held, counts, strict=True)):
-        wrapper = probe.wrapper_of(param)
-        ignored = any(id(param) in w.ignored for w in probe.wrappers)
-        name = names.get(id(param), f"parameter {place}")
-        known[name] = known.get(name, -1) + 1
-        described.append(
-            Parameter(
-                f"{name}#{known[name]}" if known[name] else name,
-                list(param.shape),
-                str(param.dtype).removeprefix("torch."),
-                wrapper=wrapper.key if wrapper else None,
-                group=wrapper.ranks if wrapper else replicas_of(param),
-                sharded=is_piece(param) or id(param) in pieces,
-                local=is_local(param) or ignored,
-                in_module=id(param) in names,
-                samples=count,
-            )
-        )
-    return described
-
-
-def _local_size(param: torch.Tensor) -> int:
-    return int(param.to_local().numel()) if hasattr(param, "to_local") else param.numel()
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
