@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.cli import main
 
@@ -107,6 +108,8 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path, capsys):
     assert codes(report) == set()
     assert main(["audit", str(tmp_path)]) == 2
     assert "is a directory" in capsys.readouterr().err
+    assert main(["audit", ""]) == 2
+    assert "is empty" in capsys.readouterr().err
     wrong = tmp_path / "wrong.py"
     wrong.write_text("def f(:\n    pass\n")
     assert main(["audit", str(wrong)]) == 1
@@ -136,6 +139,13 @@ def test_wrong_usage_is_2(arguments, capsys):
     assert "required: SCRIPT, ARGS" not in said, "a script need not have any"
 
 
+def test_the_versions_are_printed(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["--version"])
+    assert leaving.value.code == 0
+    assert f"torch {torch.__version__.partition('+')[0]}" in capsys.readouterr().out
+
+
 def test_the_help_is_for_terminals(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -148,6 +158,7 @@ def test_the_help_is_for_terminals(capsys):
         ["--json", "new.json"],
         ["--json=new.json", "--unknown", "x.py"],
         ["--steps", "many", "--json", "new.json", "x.py"],
+        ["-m", "--json", "new.json", "--unknown", "x"],
     ],
 )
 def test_the_json_is_written_on_wrong_usage_too(arguments, tmp_path, monkeypatch):
@@ -278,6 +289,9 @@ def test_interrupting_a_hang_says_who_waits_for_whom(tmp_path, number):
     assert finding["rank"] == [1]
     assert line in [place["line"] for place in finding["where"]]
     assert "rank 1 is missing" in " ".join(said.split())
+    passed_on = f"lockstep audit: {number.name} passed on to the ranks"
+    assert said.count(passed_on) == 1
+    assert "the third one kills them" in said
 
 
 @pytest.mark.slow

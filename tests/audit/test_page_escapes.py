@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports show what a program calls its things, and never let it become a part of the page."""
 
+from dataclasses import replace
 from html.parser import HTMLParser
 
 from lockstep.audit.finding import Finding, Place
 from lockstep.audit.ledger import Ledger, Parameter, Track
+from lockstep.audit.outcome import summarise
 from lockstep.audit.report.page import page
 from lockstep.audit.world import World
 from lockstep.parity import ParityReport, ParityRow
@@ -64,8 +66,16 @@ def test_the_audits_page(tmp_path):
             ]
         },
     )
-    shown = page([finding], world, {"torch": HOSTILE, "lockstep": HOSTILE})
-    assert holds_nothing_of_its_own(shown) >= 8
+    names = ("torch", "lockstep", "finished")
+    summary = {
+        **summarise([finding], world, 2),
+        **dict.fromkeys(names, HOSTILE),
+        "command": [HOSTILE],
+        "ignore": ["LS2", HOSTILE],
+    }
+    ticked = replace(finding, message=f"`{HOSTILE}`", code="LS201")
+    shown = page([finding, ticked], world, summary, [finding])
+    assert holds_nothing_of_its_own(shown) >= 18
 
 
 def test_the_table_of_verify():

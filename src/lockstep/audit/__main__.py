@@ -21,7 +21,7 @@ def main() -> int:
 
     rank = Rank(options)
     rank.begin_report()
-    problem = problem_with(options.script)
+    problem = problem_with(options)
     if problem is not None:
         print(f"lockstep audit: {problem}", file=sys.stderr)
         return USAGE

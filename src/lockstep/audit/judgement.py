@@ -9,6 +9,7 @@ from lockstep.audit.finding import SEVERITIES, Finding
 from lockstep.audit.rules import RULES
 from lockstep.audit.rules.base import Explained
 from lockstep.audit.rules.causes import with_causes
+from lockstep.audit.selection import Selection
 from lockstep.audit.world import World
 
 if TYPE_CHECKING:
@@ -34,11 +35,7 @@ def judge(
     world = World(ledgers)
     explained = Explained()
     found = [f for rule in RULES for f in _judged_by(rule, world, explained)]
-    kept = [
-        f
-        for f in found
-        if (not only or f.code.startswith(tuple(only))) and not f.code.startswith(tuple(ignore))
-    ]
+    kept, _ = Selection(tuple(only), tuple(ignore)).split(found)
     return sorted(map(with_causes, kept), key=lambda f: (-SEVERITIES.index(f.severity), f.code))
 
 

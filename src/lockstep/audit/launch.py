@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.ledger import Ledger
-from lockstep.audit.options import DEFAULT_RANKS, USAGE, Options, problem_with
+from lockstep.audit.options import DEFAULT_RANKS, USAGE, Options, file_of, problem_with
 from lockstep.audit.outcome import exit_code_of, report, write_nothing_found
 from lockstep.audit.rank import DUMP, FOLDER, PIPE
 
@@ -35,6 +35,7 @@ _POLL_S = 0.05
 _DUMP_S = 2.0
 _TERMINATE_S = 30.0
 _STALL_S = "LOCKSTEP_AUDIT_STALL_S"
+_INSISTS = 3
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -56,13 +57,16 @@ class _Process:
 
 def launch(options: Options) -> int:
     """Run `options.script` on its ranks. Returns the exit code."""
-    problem = problem_with(options.script)
+    problem = problem_with(options)
     if problem is not None:
         write_nothing_found(options.json, options.nproc or DEFAULT_RANKS)
         print(f"lockstep audit: {problem}", file=sys.stderr)
         return USAGE
-    source = _parsed(options.script)
-    if source is None:
+    try:
+        source = _parsed(file_of(options))
+    except (SyntaxError, ValueError) as error:
+        # Once, as Python shows it, and not by every rank.
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         write_nothing_found(options.json, options.nproc or DEFAULT_RANKS)
         return 1
     nproc = options.nproc or (1 if _starts_its_own(source) else DEFAULT_RANKS)
@@ -70,13 +74,8 @@ def launch(options: Options) -> int:
         return _Run(options, nproc, folder).run()
 
 
-def _parsed(script: str) -> ast.Module | None:
-    """A syntax error is shown once, as Python shows it, and not by every rank."""
-    try:
-        return ast.parse(Path(script).read_bytes(), filename=script)
-    except (SyntaxError, ValueError) as error:
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
-        return None
+def _parsed(script: Path | None) -> ast.Module:
+    return ast.parse(b"" if script is None else script.read_bytes(), filename=str(script))
 
 
 def _starts_its_own(source: ast.Module) -> bool:
@@ -87,6 +86,15 @@ def _starts_its_own(source: ast.Module) -> bool:
             if name in ("spawn", "start_processes") and (node.args or node.keywords):
                 return True
     return False
+
+
+def _after(number: int, left: int) -> str:
+    """What a signal to the launcher did, and how to insist. A rank may wait in C++, deaf to it."""
+    name = signal.Signals(number).name
+    if not left:
+        return f"lockstep audit: {name}: the ranks are killed\n"
+    insist = "once more kills them" if left == 1 else "the third one kills them"
+    return f"lockstep audit: {name} passed on to the ranks, which may save or clean up; {insist}\n"
 
 
 class _Run:
@@ -132,7 +140,8 @@ class _Run:
 
     def _arguments(self) -> list[str]:
         steps = [] if self.options.steps is None else ["--steps", str(self.options.steps)]
-        return [*steps, self.options.script, *self.options.arguments]
+        module = ["-m"] if self.options.is_module else []
+        return [*steps, *module, self.options.script, *self.options.arguments]
 
     def _environment(self, rank: int, port: str, pipe: int) -> dict[str, str]:
         environment = {
@@ -161,11 +170,14 @@ class _Run:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Ask where everybody stands, then pass the signal on; insist at the third."""
         self.interrupted += 1
+        if self.interrupted <= _INSISTS:
+            # Not `print`, which a signal may have interrupted.
+            os.write(2, _after(number, _INSISTS - self.interrupted).encode())
         if self.interrupted == 1:
             self._ask_all()
         for process in self.processes:
             if process.popen.poll() is None:
-                process.send(signal.SIGKILL if self.interrupted > 2 else number)
+                process.send(signal.SIGKILL if self.interrupted >= _INSISTS else number)
 
     def _ask_all(self) -> None:
         """Everybody's ledger, within a short time; who cannot answer has none."""
@@ -238,8 +250,10 @@ class _Run:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(max(0.0, deadline - time.monotonic()))
         for process in self.processes:
-            # Whatever the rank started is in its session.
-            process.send(signal.SIGKILL)
+            if process.popen.poll() != 0:
+                # Whatever the rank started is in its session. A rank that ended well may have left
+                # something there on purpose, as without us.
+                process.send(signal.SIGKILL)
             process.popen.wait()
             os.close(process.pipe)
 

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,12 +21,16 @@ DEFAULT_RANKS = 2
 
 FailOn = Literal["error", "warning", "never"]
 
+_IS_MODULE = ("-m", "--module")
 _LATIN = re.compile(r"LS\d{0,3}")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. `nproc` and `fail_on` are None where the user did not say."""
+    """What was asked for. `nproc` and `fail_on` are None where the user did not say.
+
+    With `is_module` the script is the name of a module, as after ``python -m``.
+    """
 
     script: str
     arguments: list[str]
@@ -37,6 +41,7 @@ class Options:
     only: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     fail_on: FailOn | None = None
+    is_module: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"exit with {FOUND} if there are findings as grave as that (default error; under "
         "another launcher never)",
     )
+    parser.add_argument(
+        *_IS_MODULE,
+        action="store_true",
+        dest="is_module",
+        help="SCRIPT is the name of a module, as after `python -m`",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the training script, unmodified")
     own = parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="the script's own arguments; those of the audit stand before SCRIPT",
     )
     own.required = False  # else argparse asks for them too where the script is missing
 
@@ -110,6 +124,8 @@ def _json_among(arguments: Sequence[str]) -> str | None:
     """What ``--json`` names; what follows the script is the script's own."""
     option = ""
     for word in arguments:
+        if word in _IS_MODULE:
+            continue
         if word.startswith("-"):
             option, _, value = word.partition("=")
             if option == "--json" and value:
@@ -127,19 +143,35 @@ def _json_among(arguments: Sequence[str]) -> str | None:
 def from_namespace(read: argparse.Namespace) -> Options:
     """The options of what argparse has read."""
     values: dict[str, Any] = vars(read)
-    names = ("script", "arguments", "steps", "json", "html", "only", "ignore", "fail_on")
-    return Options(nproc=values["nproc_per_node"], **{name: values[name] for name in names})
+    values["nproc"] = values["nproc_per_node"]
+    return Options(**{each.name: values[each.name] for each in fields(Options)})
 
 
-def problem_with(script: str) -> str | None:
-    """Why there is no such script to run, in a sentence; None if there is."""
-    path = Path(script)
+def problem_with(options: Options) -> str | None:
+    """Why there is no such script to run, in a sentence; None if there is, or if Python knows."""
+    script, path = options.script, Path(options.script)
+    if not script:
+        return "the name of the script is empty"
+    if options.is_module:
+        return None
     if path.is_dir():
         return f"{script} is a directory; name the script in it"
     if not path.exists():
         return f"there is no file {script} (looked in {Path.cwd()})"
     if not os.access(path, os.R_OK):
         return f"{script} cannot be read"
+    return None
+
+
+def file_of(options: Options) -> Path | None:
+    """The file that will run; None if only an import would tell, which is the ranks' business."""
+    if not options.is_module:
+        return Path(options.script)
+    inner = Path(*options.script.split("."))
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        for candidate in (inner.with_suffix(".py"), inner / "__main__.py"):
+            if (folder / candidate).is_file():
+                return folder / candidate
     return None
 
 

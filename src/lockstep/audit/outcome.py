@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
 from lockstep.audit.options import FOUND
 from lockstep.audit.report.terminal import render
+from lockstep.audit.selection import Selection, counted_by_code
 from lockstep.audit.world import World
 
 if TYPE_CHECKING:
@@ -35,17 +37,26 @@ def report(
     Returns:
         The findings.
     """
-    findings = judge(ledgers, only=options.only, ignore=options.ignore)
+    asked = Selection(options.only, options.ignore)
+    findings, left_out = asked.split(judge(ledgers))
     world = World(ledgers)
-    summary = summarise(findings, world, world_size)
+    summary = {
+        **summarise(findings, world, world_size),
+        "command": [*["-m"] * options.is_module, options.script, *options.arguments],
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "only": list(options.only),
+        "ignore": list(options.ignore),
+        "left_out": counted_by_code(left_out),
+    }
     if options.json is not None:
         write_json(options.json, summary)
     if options.html is not None:
         from lockstep.audit.report.page import page
 
-        Path(options.html).write_text(page(findings, world, summary), encoding="utf-8")
+        text = page(findings, world, summary, left_out)
+        Path(options.html).write_text(text, encoding="utf-8")
     if not quiet:
-        print(render(findings, world), file=sys.stderr, flush=True)
+        print(render(findings, world, asked, left_out), file=sys.stderr, flush=True)
     return findings
 
 
@@ -57,6 +68,11 @@ def summarise(findings: Sequence[Finding], world: World, world_size: int) -> dic
         "world_size": max(world_size, world.size),
         "lockstep": _version("lockstep-train"),
         "torch": _version("torch"),
+        "command": [],
+        "finished": None,
+        "only": [],
+        "ignore": [],
+        "left_out": {},
     }
 
 

@@ -8,8 +8,10 @@ group was made with, and rank 0 reports.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.importing import when_imported
-from lockstep.audit.script import describe_failure, run_script
+from lockstep.audit.script import describe_failure, run_module, run_script
 
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
@@ -60,7 +62,8 @@ class Rank:
             self._report_when_terminated()
         self._hand_in_before_leaving_at_once()
         when_imported("torch", self._start)
-        code = run_script(
+        run = run_module if self.options.is_module else run_script
+        code = run(
             self.options.script,
             self.options.arguments,
             self._note_failure,
@@ -68,6 +71,12 @@ class Rank:
         )
         with contextlib.suppress(Exception):
             sys.stdout.flush()
+        if os.getpid() != self._pid:
+            return code  # a child of `os.fork`, which left through the end of the script
+        if self.folder is not None and _has_threads():
+            # One of them may be what trains: Python waits for them next, and then calls this.
+            atexit.register(self._hand_in, code)
+            return code
         return self._hand_in(code)
 
     def _start(self) -> None:
@@ -149,6 +158,8 @@ class Rank:
                 if os.read(pipe, 1) == DUMP:
                     self._write_where_it_stands()
                 elif os.path.samestat(as_given, os.fstat(pipe)):
+                    # The launcher was killed, and tidies up no more.
+                    shutil.rmtree(str(self.folder), ignore_errors=True)
                     os.killpg(0, signal.SIGKILL)
 
     def _write_where_it_stands(self) -> None:
@@ -240,3 +251,9 @@ class Rank:
             os._exit(128 + signal.SIGTERM)
 
         threading.Thread(target=wait, name="lockstep.audit", daemon=True).start()
+
+
+def _has_threads() -> bool:
+    """Are there threads that Python waits for before it ends?"""
+    others = (t for t in threading.enumerate() if t is not threading.main_thread())
+    return any(not thread.daemon for thread in others)

@@ -9,6 +9,7 @@ which begins in the script and not in the audit.
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import io
 import os
 import sys
@@ -22,6 +23,7 @@ from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -49,31 +51,94 @@ def run_script(
     Returns:
         The exit code that Python would end with.
     """
-    path = Path(script)
-    sys.argv = [script, *arguments]
-    if launched and not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, str(path.resolve().parent))
-    elif not sys.flags.safe_path:
-        sys.path[0] = str(path.resolve().parent)
+    path = Path(script).resolve()
+    _look_in(str(path.parent), launched=launched)
     full = os.path.abspath(script)  # what Python says of its main program, too
-    module = types.ModuleType("__main__")
-    vars(module).update(
-        __file__=full,
-        __builtins__=builtins,
-        __loader__=SourceFileLoader("__main__", full),
-        __cached__=None,
-    )
-    sys.modules["__main__"] = module
-    try:
-        with io.open_code(str(path.resolve())) as file:
+    main = _main_module(full, __loader__=SourceFileLoader("__main__", full))
+
+    def run() -> None:
+        with io.open_code(str(path)) as file:
             code = compile(file.read(), full, "exec", dont_inherit=True)
-        exec(code, vars(module))
+        exec(code, vars(main))
+
+    sys.argv = [script, *arguments]
+    return _outcome(run, full, note_failure, show or _show)
+
+
+def run_module(
+    name: str,
+    arguments: Sequence[str],
+    note_failure: Callable[[BaseException, list[Place]], None],
+    *,
+    launched: bool = False,
+) -> int:
+    """The same with what ``python -m name`` would run; a package's ``__main__``."""
+    _look_in(os.getcwd(), launched=launched)
+    sys.argv = ["-m", *arguments]  # so it is while the packages around it are imported
+    try:
+        spec, code = _found(name)
+    except ImportError as error:
+        print(f"{sys.executable}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    full = str(spec.origin)
+    main = _main_module(
+        full,
+        __loader__=spec.loader,
+        __spec__=spec,
+        __package__=spec.parent,
+        __cached__=spec.cached,
+    )
+    sys.argv[0] = full
+    return _outcome(lambda: exec(code, vars(main)), full, note_failure, _show)
+
+
+def _found(name: str) -> tuple[ModuleSpec, types.CodeType]:
+    """Raises: ImportError, in a sentence."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ImportError(f"No module named {name}")
+    if spec.submodule_search_locations is not None:
+        if name.endswith(".__main__"):
+            raise ImportError(f"Cannot use package {name} as the main program")
+        return _found(f"{name}.__main__")
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise ImportError(f"No code object available for {name}")
+    return spec, code
+
+
+def _look_in(folder: str, *, launched: bool) -> None:
+    """The first place where modules are looked for."""
+    if launched and not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, folder)
+    elif not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _main_module(file: str, **attributes: object) -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    given = {"__file__": file, "__builtins__": builtins, "__cached__": None, **attributes}
+    vars(module).update(given)
+    sys.modules["__main__"] = module
+    return module
+
+
+def _outcome(
+    run: Callable[[], None],
+    file: str,
+    note_failure: Callable[[BaseException, list[Place]], None],
+    show: Callable[[BaseException], None],
+) -> int:
+    """The exit code that Python would end with."""
+    try:
+        run()
     except SystemExit as leaving:
         return _exit_code(leaving)
     except BaseException as error:
-        _drop_our_frames(error, full)
+        _drop_our_frames(error, file)
         note_failure(error, lines_of(error))
-        (show or _show)(error)
+        show(error)
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
     return 0
 

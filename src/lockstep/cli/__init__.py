@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     from lockstep.cli.options import add_arguments as add_train
 
     parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and leave")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -39,6 +42,18 @@ def make_parser() -> argparse.ArgumentParser:
     completion = commands.add_parser("completion", help="print a completion script for a shell")
     completion.add_argument("shell", choices=SHELLS)
     return parser
+
+
+class _Version(argparse.Action):
+    """Read from the installed packages, and only when asked: torch need not be imported."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        versions = [f"lockstep {metadata.version('lockstep-train')}"]
+        for package in ("torch", "ray"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions.append(f"{package} {metadata.version(package)}")
+        print(", ".join(versions))
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

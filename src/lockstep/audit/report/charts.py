@@ -7,7 +7,7 @@ import html
 import math
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.tables import drift_table, gradient_table
+from lockstep.audit.tables import TABLE_ROWS, drift_table, gradient_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +30,18 @@ def curves(evidence: dict[str, Any]) -> str:
             f"rank {rank}": [(row["step"], row["values"].get(rank)) for row in gradients]
             for rank in ranks[:_COLOURS]
         }
-        found += _chart(f"Gradient of {gradients[0]['parameter']}[0], by rank", lines)
+        title = f"Gradient of {gradients[0]['parameter']}[0], by rank{_cut(gradients)}"
+        found += _chart(title, lines)
     drift = evidence.get("drift") or []
     if drift:
         points = {"drift": [(row["step"], row["drift"]) for row in drift]}
-        found += _chart("Largest difference between replicas after the step", points)
+        title = f"Largest difference between replicas after the step{_cut(drift)}"
+        found += _chart(title, points)
     return found
+
+
+def _cut(rows: Sequence[Any]) -> str:
+    return f" (the first {TABLE_ROWS} steps)" if len(rows) == TABLE_ROWS else ""
 
 
 def curves_of_tracks(world: World) -> str:
@@ -115,17 +121,26 @@ def _track_map(track: SharedTrack) -> str:
     names = list(dict.fromkeys(p.name for t in track.tracks.values() for p in t.parameters))
     names.sort(key=lambda name: name not in differing)
     rows = [
-        _row(place, name, track.ranks, differing.get(name, set()), name in compared)
+        _row(place + 1, name, track.ranks, differing.get(name, set()), name in compared)
         for place, name in enumerate(names[:_ROWS])
     ]
     more = f"<p class=soft>and {len(names) - _ROWS} more</p>" if len(names) > _ROWS else ""
     width = 24 + _CELL * len(track.ranks) + 320
-    height = _CELL * len(rows) + 4
+    height = _CELL * (len(rows) + 1) + 4
     return (
         f"<p class=soft>{html.escape(track.key)}</p><div class=chart>"
         f'<svg viewBox="0 0 {width} {height}" width={width} role=img '
-        f'aria-label="differences by rank and parameter">{"".join(rows)}</svg></div>{more}'
+        f'aria-label="differences by rank and parameter">{_headings(track.ranks)}'
+        f"{''.join(rows)}</svg></div>{more}"
     )
+
+
+def _headings(ranks: Sequence[int]) -> str:
+    numbers = "".join(
+        f'<text class=rank x="{column * _CELL + (_CELL - 2) / 2}" y=13>{rank}</text>'
+        for column, rank in enumerate(ranks)
+    )
+    return f"{numbers}<text x={len(ranks) * _CELL + 8} y=13>(rank)</text>"
 
 
 def _row(place: int, name: str, ranks: Sequence[int], differs: set[int], compared: bool) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import html
 import linecache
+import re
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.report.charts import curves, curves_of_tracks, differences_map
+from lockstep.audit.rules import all_codes
+from lockstep.audit.selection import Selection, left_out_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 _AROUND = 3
 _FINDINGS = 40
+_CODE = re.compile(r"`([^`]+)`")
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #5f6670; --ground: #ffffff;
@@ -40,6 +45,8 @@ mark { background: var(--mark); color: inherit; display: inline-block; min-width
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 td, th { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
 .chart svg { height: auto; } svg text { fill: var(--soft); font-size: 13px; }
+svg text.rank { text-anchor: middle; font-size: 12px; }
+code { background: var(--panel); padding: 0 .2rem; border-radius: .2rem; font-size: .9em; }
 .plot { display: grid; grid-template-columns: auto 1fr; gap: 0 .5rem; color: var(--soft);
   font-size: .8rem; } .plot svg { width: 100%; height: 150px; grid-column: 2; }
 .scale, .steps { display: flex; justify-content: space-between; }
@@ -56,7 +63,12 @@ polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
 """
 
 
-def page(findings: Sequence[Finding], world: World, summary: dict[str, Any]) -> str:
+def page(
+    findings: Sequence[Finding],
+    world: World,
+    summary: dict[str, Any],
+    left_out: Sequence[Finding] = (),
+) -> str:
     """The whole page as text. What comes from the program is escaped."""
     shown = findings[:_FINDINGS]
     more = len(findings) - len(shown)
@@ -65,19 +77,34 @@ def page(findings: Sequence[Finding], world: World, summary: dict[str, Any]) -> 
         body += f"<p class=soft>and {more} more in the JSON report</p>"
     if not any("gradients" in f.evidence or "drift" in f.evidence for f in shown):
         body += curves_of_tracks(world)
-    verdict = _verdict(findings, world)
+    title = _text(f"lockstep audit {shlex.join(summary['command'])}".strip())
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>lockstep audit</title><style>{_STYLE}</style></head><body>"
-        f"<h1>lockstep audit</h1><p>{verdict}<br><span class=soft>{world.steps} steps, "
-        f"{world.size} ranks, torch {_text(summary['torch'])}, lockstep "
-        f"{_text(summary['lockstep'])}</span></p>"
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{title}</h1><p>{_verdict(findings, world, left_out)}"
+        f"<br><span class=soft>{_about(world, summary, left_out)}</span></p>"
         f"{body}{differences_map(world)}</body></html>\n"
     )
 
 
-def _verdict(findings: Sequence[Finding], world: World) -> str:
+def _about(world: World, summary: dict[str, Any], left_out: Sequence[Finding]) -> str:
+    asked = Selection(tuple(summary["only"]), tuple(summary["ignore"]))
+    ran = [
+        f"{world.steps} step{'s' * (world.steps != 1)}",
+        f"{world.size} rank{'s' * (world.size != 1)}",
+        asked.rules(all_codes()),
+        left_out_in_words(left_out),
+    ]
+    where = [
+        f"ended {summary['finished']}" if summary["finished"] else "",
+        f"torch {summary['torch']}",
+        f"lockstep {summary['lockstep']}",
+    ]
+    return "<br>".join(_text(", ".join(filter(None, part))) for part in (ran, where))
+
+
+def _verdict(findings: Sequence[Finding], world: World, left_out: Sequence[Finding]) -> str:
     counts = {
         kind: sum(1 for f in findings if f.severity == kind)
         for kind in ("error", "warning", "notice")
@@ -85,6 +112,8 @@ def _verdict(findings: Sequence[Finding], world: World) -> str:
     if not findings:
         if world.has_failed:
             return "the run failed; nothing else was found until then"
+        if left_out:
+            return "nothing else was found"
         return "<b class=good>in lockstep</b>" if world.steps else "no optimizer step was seen"
     return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
 
@@ -96,7 +125,7 @@ def _section(finding: Finding) -> str:
     parts = [
         f"<section class={finding.severity} id={finding.code}>",
         f"<h2>{finding.code} {_text(finding.name)}</h2><p class=soft>{_text(about)}</p>",
-        f"<p>{_text(finding.message)}</p><p><b>Fix:</b> {_text(finding.fix)}</p>",
+        f"<p>{_prose(finding.message)}</p><p><b>Fix:</b> {_prose(finding.fix)}</p>",
         "".join(_source(place) for place in finding.where[:4]),
     ]
     if finding.parameters:
@@ -116,6 +145,11 @@ def _source(place: Place) -> str:
         lines.append(f"<mark>{shown}</mark>" if number == place.line else shown)
     head = f"{_text(place.file)}:{place.line} in {_text(place.function)}"
     return f"<div class=soft>{head}</div><pre>{chr(10).join(lines)}</pre>"
+
+
+def _prose(text: str) -> str:
+    """Escaped, with what stands between backticks set as code."""
+    return _CODE.sub(r"<code>\1</code>", _text(text))
 
 
 def _text(value: Any) -> str:

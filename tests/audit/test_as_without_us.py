@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that is audited is what it is without us: modules, threads, children, its leftovers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.cli import main
+
+STEPS = """
+def train():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+"""
+
+ITSELF = """
+import sys
+from . import beside
+names = [__name__, __package__, __spec__.name, __file__, __cached__, type(__loader__).__name__]
+print(names, sys.argv, sys.path[0], beside.__name__)
+sys.exit(beside.CODE)
+"""
+
+
+def run(*arguments, **options):
+    command = [sys.executable, *map(str, arguments)]
+    settings = {"capture_output": True, "text": True, "timeout": 55, "check": False}
+    return subprocess.run(command, **settings, **options)
+
+
+def audit(*arguments, **options):
+    return run("-P", "-m", "lockstep.cli", "audit", *arguments, **options)
+
+
+@pytest.fixture
+def package(tmp_path):
+    folder = tmp_path / "their" / "inner"
+    folder.mkdir(parents=True)
+    for each in (folder, folder.parent):
+        (each / "__init__.py").write_text("")
+    (folder / "beside.py").write_text("CODE = 3")
+    (folder / "program.py").write_text(ITSELF)
+    (folder / "__main__.py").write_text(ITSELF)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["their.inner.program", "their.inner"])
+def test_a_module_is_what_python_m_makes_of_it(package, name):
+    expected = run("-m", name, "--lr", "0.1", cwd=package)
+    assert expected.returncode == 3, expected.stderr
+    done = audit("--nproc-per-node", "1", "-m", name, "--lr", "0.1", cwd=package)
+    assert done.stdout == expected.stdout
+    assert done.returncode == 3
+
+
+def test_a_module_that_is_not_there_is_named(package):
+    done = audit("--nproc-per-node", "1", "-m", "their.other", cwd=package)
+    assert done.returncode == 1
+    assert "No module named their.other" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_module_with_a_syntax_error_is_shown_once(package, monkeypatch, capsys):
+    (package / "their" / "wrong.py").write_text("def f(:\n")
+    monkeypatch.chdir(package)
+    assert main(["audit", "-m", "their.wrong"]) == 1
+    assert capsys.readouterr().err.count("SyntaxError") == 1
+
+
+def test_steps_of_a_thread_that_python_waits_for_are_seen(tmp_path):
+    script = tmp_path / "threaded.py"
+    started = "threading.Thread(target=train).start()"
+    script.write_text(f"import threading\nimport torch\n{STEPS}\n{started}")
+    report = tmp_path / "report.json"
+    done = audit("--nproc-per-node", "1", "--json", report, script)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(report.read_text())["steps"] == 3
+
+
+LEAVES = """
+import os, subprocess, sys
+held = os.open(sys.argv[1], os.O_WRONLY)
+waits = [sys.executable, "-c", "import signal; signal.pause()"]
+null = subprocess.DEVNULL
+print(subprocess.Popen(waits, stdin=null, stdout=null, stderr=null, pass_fds=[held]).pid)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("code", "runs_on"), [(0, True), (1, False)])
+def test_what_a_script_leaves_running_runs_on_only_if_the_script_ended_well(
+    tmp_path, code, runs_on
+):
+    script, held = tmp_path / "leaves.py", tmp_path / "held"
+    script.write_text(LEAVES)
+    os.mkfifo(held)
+    reading = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    done = audit("--nproc-per-node", "1", script, held, code)
+    assert done.returncode == code
+    try:
+        ended = os.read(reading, 1) == b""
+    except BlockingIOError:  # somebody can still write
+        ended = False
+        os.kill(int(done.stdout), signal.SIGKILL)
+    os.close(reading)
+    assert ended != runs_on
+
+
+def test_a_fork_that_goes_through_the_end_of_the_script_does_not_report(tmp_path):
+    script = tmp_path / "forks.py"
+    script.write_text(f"import os\nimport torch\n{STEPS}\ntrain()\nif os.fork():\n    os.wait()")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = run("-m", "lockstep.audit", script, env={**os.environ, **alone})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("lockstep audit: ") == 1
+
+
+def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
+    (tmp_path / "waits.py").write_text("print('here', flush=True)\ninput()")
+    command = [sys.executable, "-m", "lockstep.cli", "audit", tmp_path / "waits.py"]
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as running:
+        assert running.stdout.readline() == b"here\n"
+        assert list(tmp_path.glob("lockstep-audit-*"))
+        running.send_signal(signal.SIGKILL)
+        running.stdout.read()  # until the last rank has ended
+    assert not list(tmp_path.glob("lockstep-audit-*"))
