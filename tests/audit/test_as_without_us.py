@@ -76,7 +76,8 @@ def test_a_module_with_a_syntax_error_is_shown_once(package, monkeypatch, capsys
 
 def test_steps_of_a_thread_that_python_waits_for_are_seen(tmp_path):
     script = tmp_path / "threaded.py"
-    started = "threading.Thread(target=train).start()"
+    later = "def later():\n    threading.main_thread().join()\n    train()\n"
+    started = f"{later}threading.Thread(target=later).start()"
     script.write_text(f"import threading\nimport torch\n{STEPS}\n{started}")
     report = tmp_path / "report.json"
     done = audit("--nproc-per-node", "1", "--json", report, script)

@@ -203,8 +203,8 @@ class Loading:
     the first `indices` held, and `shapes` are those of the first batch. What a sampler says of
     itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
     `used` are the places of the batches that a backward followed. `drawn` tells of each worker what
-    its ``worker_init_fn``, at `seeded_at`, left the generators at; see
-    `lockstep.audit.probe.worker_draws`.
+    its generators began with, as the loader or a ``worker_init_fn``, at `seeded_at`, left them, and
+    what its first samples drew; see `lockstep.audit.probe.worker_draws`.
     """
 
     key: str

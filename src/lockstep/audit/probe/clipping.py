@@ -75,7 +75,7 @@ def _note(probe: Probe, held: list[torch.Tensor], norm: float, is_clipped: bool)
     watch_made(probe)
     ids = set(map(id, held))
     of = [w.track.key for w in probe.optimizers.values() if not ids.isdisjoint(w.names)]
-    clip = {"norm": norm, "is_clipped": is_clipped, "where": users_lines(), "of": of}
+    clip = {"norm": norm, "is_clipped": is_clipped, "where": users_lines(), "of": of, "used": []}
     for window in probe.each_window():
         if len(window.clips) < Window.LIMIT:
             window.clips.append(clip)

@@ -35,7 +35,7 @@ _OF_A_BATCH: Final = 4096
 
 
 def install(probe: Probe) -> None:
-    """Watch iterations over ``DataLoader``; of its workers, only those that a function seeds."""
+    """Watch iterations over ``DataLoader``."""
     iterator = module._BaseDataLoaderIter
     probe.patches.wrap(iterator, "__init__", functools.partial(_beginner, probe))
     with_workers = module._MultiProcessingDataLoaderIter
@@ -91,14 +91,12 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
 
 
 def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Without a ``worker_init_fn`` the loader's own seed says it all."""
-
     def watched(self: Any, loader: DataLoader[Any]) -> None:
-        theirs: Any = vars(loader).get("worker_init_fn")
-        memory = probe.harmlessly(_shared, probe, loader) if theirs is not None else None
-        if memory is None:
+        memory = probe.harmlessly(_shared, probe, loader)
+        if memory is None or "worker_init_fn" not in vars(loader):
             original(self, loader)
             return
+        theirs: Any = vars(loader)["worker_init_fn"]
         stand_in = SeenInit(theirs, memory)
         loader.worker_init_fn = stand_in
         try:

@@ -172,7 +172,9 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     _name_late(probe, watched)
     step.backwards = _concerned(window.backwards, watched.track.key)
     step.collectives = list(window.collectives)
-    step.clips = [c for c in window.clips if not c["of"] or watched.track.key in c["of"]]
+    step.clips = [clip for clip in window.clips if _concerns(probe, clip, watched)]
+    for clip in step.clips:
+        clip["used"].append(watched.track.key)
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
     step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode
@@ -184,6 +186,15 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     probe.harmlessly(note_reductions, probe, watched, window)
     if step.number == 0:
         step.unowned = _unowned(probe, watched)
+
+
+def _concerns(probe: Probe, clip: dict[str, Any], watched: Watched) -> bool:
+    """Was it of gradients that this optimizer is the first to use? An outer one has its own."""
+    if clip["of"] and watched.track.key not in clip["of"]:
+        return False
+    others = [w for w in probe.optimizers.values() if w is not watched]
+    users = [other for other in others if other.track.key in clip["used"]]
+    return all(user.names.keys().isdisjoint(watched.names) for user in users)
 
 
 def _concerned(backwards: list[Backward], key: str) -> list[Backward]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ``worker_init_fn`` leaves the generators of a loader's worker at, and who draws from them.
+"""What the generators of a loader's worker begin with, and whether its samples draw from them.
 
 Runs in the workers, which may import this anew: a few standard modules. A worker writes numbers
 into memory that it shares with its rank; nothing else in it is changed once its first batch is
@@ -33,11 +33,11 @@ class SeenInit:
     """Stands in for a loader's ``worker_init_fn`` while its workers are started.
 
     Args:
-        original: what the program gave the loader.
+        original: what the program gave the loader, if anything.
         memory: shared integers, `room_for` as many as there are workers.
     """
 
-    def __init__(self, original: Callable[[int], Any], memory: Any) -> None:
+    def __init__(self, original: Callable[[int], Any] | None, memory: Any) -> None:
         self.original = original
         self.memory = memory
 
@@ -45,7 +45,7 @@ class SeenInit:
         before: list[int] = []
         with suppress(Exception):
             before = _states()
-        result = self.original(worker)
+        result = self.original(worker) if self.original is not None else None
         with suppress(Exception):
             self._note_begun(worker * _WIDTH, before)
         return result
@@ -55,8 +55,7 @@ class SeenInit:
         bits = [_CHANGED << k for k, state in enumerate(before) if after[k] != state]
         self.memory[start + 1 : start + 1 + len(KINDS)] = after
         self.memory[start] = _BEGUN + sum(bits)
-        if bits:
-            _look_at_first_batch(functools.partial(self._note_read, start))
+        _look_at_first_batch(functools.partial(self._note_read, start))
 
     def _note_read(self, start: int) -> None:
         with suppress(Exception):

@@ -106,13 +106,18 @@ def _first_mixed(track: SharedTrack) -> Finding | None:
     """The k-th reduction of a step must concern one parameter on all ranks."""
     for number in track.numbers:
         steps = track.steps(number)
+        # Those without a name count as well: zeros, say, that stand for a gradient.
         calls = {
-            rank: [c for c in step.collectives if c.op == "all_reduce" and c.parameter]
+            rank: [
+                c
+                for c in step.collectives
+                if c.op == "all_reduce" and set(track.ranks) <= set(c.group)
+            ]
             for rank, step in steps.items()
         }
         for at_once in zip(*calls.values(), strict=False):
             names = {rank: call.parameter for rank, call in zip(calls, at_once, strict=True)}
-            if len(set(names.values())) > 1:
+            if all(names.values()) and len(set(names.values())) > 1:
                 listed = ", ".join(f"`{name}` on rank {rank}" for rank, name in names.items())
                 return MIXED.finding(
                     f"one all_reduce added up the gradients of different parameters: {listed}",

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loader workers that draw the same random numbers on all ranks: seeded by the loader, or by hand.
 
-Without a ``worker_init_fn`` the loader's seed decides, and that samples are drawn from is not
-measured: a notice. With one, each worker has told what it began with and what its first samples
-left.
+Each worker has told what its generators began with and what its first samples left. A warning says
+that samples were drawn alike; where that could not be measured there is a notice.
 """
 
 from __future__ import annotations
@@ -27,15 +26,25 @@ def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
     first = with_workers[min(with_workers)]
     if len({x.worker_seed for x in with_workers.values()}) > 1:
         return _by_function(with_workers)
-    if _differ_by_function(with_workers):
+    workers = _side_by_side(with_workers)
+    drawn, otherwise = _drawn(workers, by_hand=False)
+    told = [seen for at_once in workers for seen in at_once]
+    if _differ_by_function(with_workers) or (told and _draw_nothing(told)):
         return None
+    measured = drawn and not otherwise and first.indices and _trains_on_different(with_workers)
+    how = (
+        f", and reading their first samples drew from {' and '.join(sorted(drawn))} the same way"
+        if measured
+        else ""
+    )
     return SEEDS.finding(
-        f"the loader workers of {first.key} have the same seeds on ranks {sorted(with_workers)}: "
-        "random augmentation repeats from rank to rank",
-        "DataLoader(..., generator=torch.Generator().manual_seed(seed + rank)), if the dataset "
-        "draws random numbers",
+        f"the loader workers of {first.key} have the same seeds on ranks {sorted(with_workers)}"
+        f"{how}: random augmentation repeats from rank to rank",
+        "DataLoader(..., generator=torch.Generator().manual_seed(seed + rank))"
+        + ("" if measured else ", if the dataset draws random numbers"),
+        severity="warning" if measured else None,
         rank=sorted(with_workers),
-        evidence={"base_seed": first.worker_seed},
+        evidence={"base_seed": first.worker_seed, "generators": sorted(drawn)},
         where=[*(first.seeded_at if any(map(_changes, first.drawn)) else ()), *first.where],
     )
 
@@ -62,11 +71,8 @@ def _differ_by_function(loadings: dict[int, Loading]) -> bool:
 
 def _by_function(loadings: dict[int, Loading]) -> Finding | None:
     first = loadings[min(loadings)]
-    # What is evaluated may be seeded alike on purpose, so that its numbers are those of any run.
-    if not _read_different_samples(loadings) or not any(x.training for x in loadings.values()):
-        return None
-    drawn, differs = _drawn(_side_by_side(loadings))
-    if not drawn:
+    drawn, differs = _drawn(_side_by_side(loadings), by_hand=True)
+    if not drawn or not _trains_on_different(loadings):
         return None
     names = " and ".join(sorted(drawn))
     return SEEDS.finding(
@@ -82,15 +88,26 @@ def _by_function(loadings: dict[int, Loading]) -> Finding | None:
     )
 
 
-def _read_different_samples(loadings: dict[int, Loading]) -> bool:
+def _draw_nothing(told: list[dict[str, Any]]) -> bool:
+    """Did every worker read samples, and none of them draw from anything?"""
+    return all(seen.get("after") == seen["began"] for seen in told)
+
+
+def _trains_on_different(loadings: dict[int, Loading]) -> bool:
+    """What is evaluated may be seeded alike on purpose: its numbers are those of any run, then."""
     read = {
         (*x.indices[:256], *(x.batches[:8] if not x.indices else ())) for x in loadings.values()
     }
-    return len(read) == len(loadings)
+    return len(read) == len(loadings) and any(x.training for x in loadings.values())
 
 
-def _drawn(workers: list[list[dict[str, Any]]]) -> tuple[set[str], bool]:
-    """The generators that were seeded and drawn from alike; was one drawn from in another way?"""
+def _drawn(workers: list[list[dict[str, Any]]], *, by_hand: bool) -> tuple[set[str], bool]:
+    """The generators that were seeded and drawn from alike; was one drawn from in another way?
+
+    Args:
+        workers: the k-th of every rank, side by side.
+        by_hand: those alone that the program's own function seeded.
+    """
     alike: set[str] = set()
     otherwise: set[str] = set()
     for at_once in workers:
@@ -100,8 +117,8 @@ def _drawn(workers: list[list[dict[str, Any]]]) -> tuple[set[str], bool]:
             began = {seen["began"][kind] for seen in at_once}
             after = {seen["after"][kind] for seen in at_once}
             is_drawn = any(seen["began"][kind] != seen["after"][kind] for seen in at_once)
-            by_hand = all(kind in seen["changed"] for seen in at_once)
+            counts = not by_hand or all(kind in seen["changed"] for seen in at_once)
             if is_drawn:
-                same = by_hand and len(began) == 1 and len(after) == 1
+                same = counts and len(began) == 1 and len(after) == 1
                 (alike if same else otherwise).add(kind)
     return alike - otherwise, bool(otherwise)
