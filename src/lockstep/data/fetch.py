@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.structure import concatenate
+from lockstep.data.whole_tensors import rows_at_once
 from lockstep.randomness import derive_seed, preserved, seed_all
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class RequestedDataset(Dataset[Any]):
         self._collate = collate
         self._seed = seed
         self._keeps_generators = keeps_generators
+        self._takes_rows = kind is ItemKind.SAMPLE_INDEX and collate is default_collate
         self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
 
     def __getitems__(self, request: Request) -> Any:
@@ -135,6 +137,12 @@ class RequestedDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def _batch(self, request: Request) -> Any:
+        # A loader's worker stacks rows into memory that it shares, which spares a copy.
+        if self._takes_rows and get_worker_info() is None:
+            indices = [index for segment in request.segments for index in segment.items]
+            rows = rows_at_once(self.dataset, indices)
+            if rows is not None:
+                return rows
         pieces = []
         for segment in request.segments:
             if self._may_draw:
