@@ -38,3 +38,9 @@ def test_a_short_name_is_the_number_of_ranks_where_the_program_says_so(
     program.write_text(TEXT.format(name=name, given=given))
     found = line_with_factor([Place(str(program), 7, "<module>", "")], divides=True)
     assert (found is not None and found.line == 6) is is_found
+
+
+def test_a_place_below_the_working_directory_is_short(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(Place(str(tmp_path / "src" / "train.py"), 3, "main", "")) == "src/train.py:3 main"
+    assert Place(f"{tmp_path}s/train.py", 3, "main", "").at == f"{tmp_path}s/train.py:3"

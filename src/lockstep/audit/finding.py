@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -21,7 +23,15 @@ class Place:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.function}"
+        return f"{self.at} {self.function}"
+
+    @property
+    def at(self) -> str:
+        """``file:line``, short where the file lies below the working directory."""
+        short = self.file
+        with contextlib.suppress(OSError):  # the folder may have been deleted
+            short = short.removeprefix(os.path.join(os.getcwd(), ""))
+        return f"{short}:{self.line}"
 
 
 @dataclass(frozen=True)

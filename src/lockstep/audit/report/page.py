@@ -143,7 +143,7 @@ def _source(place: Place) -> str:
             break
         shown = f"{number:>5}  {_text(text)}"
         lines.append(f"<mark>{shown}</mark>" if number == place.line else shown)
-    head = f"{_text(place.file)}:{place.line} in {_text(place.function)}"
+    head = f"{_text(place.at)} in {_text(place.function)}"
     return f"<div class=soft>{head}</div><pre>{chr(10).join(lines)}</pre>"
 
 

@@ -186,7 +186,7 @@ def _not_called(
         return _wrong_window(evidence, backward, "every forward of this window ran")
     lines = [place for places in went_round for place in places]
     issued = sum(f["issued"] for f in evidence["backwards"])
-    at = f" (it went round it at {lines[0].file}:{lines[0].line})" if lines else ""
+    at = f" (it went round it at {lines[0].at})" if lines else ""
     # Of the nested lines, the outermost that the model's own class does not hold says most.
     return Reason(
         "wrapper not called",
