@@ -67,6 +67,37 @@ def test_a_module_that_is_not_there_is_named(package):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("raised", ["import not_installed", "1 / 0", "raise SystemExit(5)"])
+def test_what_a_package_raises_is_shown_as_without_us(package, raised):
+    (package / "their" / "__init__.py").write_text(raised)
+    expected = run("-m", "their.inner", cwd=package)
+    done = audit("--nproc-per-node", "1", "-m", "their.inner", cwd=package)
+    assert done.returncode == expected.returncode
+    theirs, _, _ = done.stderr.partition("lockstep audit: ")
+    assert theirs.splitlines()[-2:] == expected.stderr.splitlines()[-2:]
+    assert "/lockstep/audit" not in theirs
+
+
+def test_a_package_is_preferred_to_a_file_beside_it_as_python_does(package):
+    (package / "their" / "inner.py").write_text("def f(:\n")
+    assert audit("--nproc-per-node", "1", "-m", "their.inner", cwd=package).returncode == 3
+
+
+def test_an_interrupt_is_reported_when_nobody_reads_what_is_printed(tmp_path):
+    report = tmp_path / "report.json"
+    (tmp_path / "waits.py").write_text("print('here', flush=True)\ninput()")
+    words = ["--nproc-per-node", "1", "--json", report, tmp_path / "waits.py"]
+    command = [sys.executable, "-m", "lockstep.cli", "audit", *words]
+    pipe, (reading, writing) = subprocess.PIPE, os.pipe()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=writing) as running:
+        assert running.stdout.readline() == b"here\n"
+        os.close(reading)
+        os.close(writing)
+        running.send_signal(signal.SIGTERM)
+        running.stdout.read()
+    assert json.loads(report.read_text())["world_size"] == 1
+
+
 def test_a_module_with_a_syntax_error_is_shown_once(package, monkeypatch, capsys):
     (package / "their" / "wrong.py").write_text("def f(:\n")
     monkeypatch.chdir(package)

@@ -198,6 +198,17 @@ def test_later_optimizers_are_described_as_earlier_ones_without_a_search_of_the_
     assert not was_searched_for
 
 
+def test_an_optimizer_for_each_parameter_is_described_by_the_models_own_names():
+    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(described.SEARCHES)])
+
+    def train(probe):
+        for param in model.parameters():
+            _stepped(torch.optim.SGD([param], lr=0.1))
+        return [track.parameters[0].name for track in probe.ledger.tracks]
+
+    assert _watching(train) == [name for name, _ in model.named_parameters()]
+
+
 def test_an_evaluation_without_buffers_is_looked_through_a_few_times_only():
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(60)]).eval()
     probe = Probe()

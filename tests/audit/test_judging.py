@@ -4,9 +4,10 @@
 import numpy as np
 
 from lockstep.audit.judgement import judge
-from lockstep.audit.ledger import Ledger, Parameter, Step, Track
+from lockstep.audit.ledger import Collective, Ledger, Parameter, Step, Track
 from lockstep.audit.prints import Fingerprint
 from lockstep.audit.rules import RULES
+from lockstep.audit.rules.gradients import _reduced_together
 from lockstep.audit.world import World
 
 
@@ -28,6 +29,17 @@ def test_ranks_that_kept_other_elements_are_compared_by_their_norms():
     assert track.drift() == []
     near = World([_ledger(0, kept=3, norm=1.0), _ledger(1, kept=2, norm=1.0)])
     assert near.tracks[0].differences("exit", 0) == []
+
+
+def test_reductions_meet_within_their_group():
+    def step(*calls):
+        return Step(0, [], collectives=[Collective("all_reduce", [], group) for group in calls])
+
+    everyone, pair, other = [0, 1, 2, 3], [0, 1], [2, 3]
+    steps = {0: step(pair, everyone), 1: step(everyone, pair, pair), 2: step(other, everyone)}
+    met = [{rank: call.group for rank, call in each.items()} for each in _reduced_together(steps)]
+    assert sorted(sorted(each) for each in met) == [[0, 1], [0, 1, 2], [2]]
+    assert all(len(set(map(str, each.values()))) == 1 for each in met)
 
 
 def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers with equal seeds: a warning where their samples drew alike, silence where none drew."""
+"""Workers with equal seeds: a warning where their samples were seen to draw alike."""
 
 import pytest
 
@@ -35,20 +35,24 @@ def test_draws_that_repeat_are_a_warning():
     assert "drew from torch the same way" in found.message
 
 
-def test_workers_that_draw_nothing_are_left_alone():
-    assert equal_seeds(_loadings(BEGAN, BEGAN)) is None
-
-
 @pytest.mark.parametrize(
     "loadings",
     [
         _loadings(None, None),
+        _loadings(BEGAN, BEGAN),
         _loadings(DREW, {**BEGAN, "torch": 5}),
         _loadings(DREW, DREW, training=False),
         _loadings(DREW, DREW, indices=[0, 1]),
         _loadings(DREW, DREW, drawn=[]),
     ],
-    ids=["none has read", "drawn apart", "evaluated", "the same samples", "not told"],
+    ids=[
+        "none has read",
+        "from generators of their own",
+        "drawn apart",
+        "evaluated",
+        "the same samples",
+        "not told",
+    ],
 )
 def test_what_was_not_measured_is_a_notice(loadings):
     assert equal_seeds(loadings).severity == "notice"

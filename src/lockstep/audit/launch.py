@@ -170,14 +170,15 @@ class _Run:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Ask where everybody stands, then pass the signal on; insist at the third."""
         self.interrupted += 1
-        if self.interrupted <= _INSISTS:
-            # Not `print`, which a signal may have interrupted.
-            os.write(2, _after(number, _INSISTS - self.interrupted).encode())
         if self.interrupted == 1:
             self._ask_all()
         for process in self.processes:
             if process.popen.poll() is None:
                 process.send(signal.SIGKILL if self.interrupted >= _INSISTS else number)
+        if self.interrupted <= _INSISTS:
+            # Last: who reads it may have gone. Not `print`, which a signal may have interrupted.
+            with contextlib.suppress(OSError):
+                os.write(2, _after(number, _INSISTS - self.interrupted).encode())
 
     def _ask_all(self) -> None:
         """Everybody's ledger, within a short time; who cannot answer has none."""

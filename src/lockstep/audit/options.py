@@ -169,9 +169,10 @@ def file_of(options: Options) -> Path | None:
         return Path(options.script)
     inner = Path(*options.script.split("."))
     for folder in (Path.cwd(), *map(Path, sys.path)):
-        for candidate in (inner.with_suffix(".py"), inner / "__main__.py"):
-            if (folder / candidate).is_file():
-                return folder / candidate
+        package = (folder / inner / "__init__.py").is_file()
+        found = folder / (inner / "__main__.py" if package else inner.with_suffix(".py"))
+        if package or found.is_file():
+            return found if os.access(found, os.R_OK) else None
     return None
 
 

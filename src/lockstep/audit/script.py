@@ -9,6 +9,7 @@ which begins in the script and not in the audit.
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.util
 import io
 import os
@@ -62,7 +63,7 @@ def run_script(
         exec(code, vars(main))
 
     sys.argv = [script, *arguments]
-    return _outcome(run, full, note_failure, show or _show)
+    return _outcome(run, note_failure, show or _show)
 
 
 def run_module(
@@ -74,37 +75,48 @@ def run_module(
 ) -> int:
     """The same with what ``python -m name`` would run; a package's ``__main__``."""
     _look_in(os.getcwd(), launched=launched)
-    sys.argv = ["-m", *arguments]  # so it is while the packages around it are imported
-    try:
+
+    def run() -> None:
         spec, code = _found(name)
-    except ImportError as error:
-        print(f"{sys.executable}: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    full = str(spec.origin)
-    main = _main_module(
-        full,
-        __loader__=spec.loader,
-        __spec__=spec,
-        __package__=spec.parent,
-        __cached__=spec.cached,
-    )
-    sys.argv[0] = full
-    return _outcome(lambda: exec(code, vars(main)), full, note_failure, _show)
+        main = _main_module(
+            str(spec.origin),
+            __loader__=spec.loader,
+            __spec__=spec,
+            __package__=spec.parent,
+            __cached__=spec.cached,
+        )
+        sys.argv[0] = str(spec.origin)
+        exec(code, vars(main))
+
+    sys.argv = ["-m", *arguments]  # so it is while the packages around it are imported
+    return _outcome(run, note_failure, _show)
+
+
+class _NotFoundError(Exception):
+    """There is no such module, in a sentence; what a package raises by itself is the program's."""
 
 
 def _found(name: str) -> tuple[ModuleSpec, types.CodeType]:
-    """Raises: ImportError, in a sentence."""
-    spec = importlib.util.find_spec(name)
+    package = name.rpartition(".")[0]
+    try:
+        if package:
+            importlib.import_module(package)
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing or not f"{package}.".startswith(f"{missing}."):
+            raise
+        raise _NotFoundError(f"No module named {missing}") from None
     if spec is None:
-        raise ImportError(f"No module named {name}")
+        raise _NotFoundError(f"No module named {name}")
     if spec.submodule_search_locations is not None:
         if name.endswith(".__main__"):
-            raise ImportError(f"Cannot use package {name} as the main program")
+            raise _NotFoundError(f"Cannot use package {name} as the main program")
         return _found(f"{name}.__main__")
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
     if code is None:
-        raise ImportError(f"No code object available for {name}")
+        raise _NotFoundError(f"No code object available for {name}")
     return spec, code
 
 
@@ -126,7 +138,6 @@ def _main_module(file: str, **attributes: object) -> types.ModuleType:
 
 def _outcome(
     run: Callable[[], None],
-    file: str,
     note_failure: Callable[[BaseException, list[Place]], None],
     show: Callable[[BaseException], None],
 ) -> int:
@@ -135,8 +146,11 @@ def _outcome(
         run()
     except SystemExit as leaving:
         return _exit_code(leaving)
+    except _NotFoundError as error:
+        print(f"{sys.executable}: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except BaseException as error:
-        _drop_our_frames(error, file)
+        _drop_our_frames(error)
         note_failure(error, lines_of(error))
         show(error)
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
@@ -153,15 +167,8 @@ def _exit_code(leaving: SystemExit) -> int:
     return EXIT_FAILED
 
 
-def _drop_our_frames(error: BaseException, script: str) -> None:
-    """Begin the traceback at the script's first frame, and leave out ours further in.
-
-    A syntax error has no frame of the script at all.
-    """
-    walked = error.__traceback__
-    while walked is not None and walked.tb_frame.f_code.co_filename != script:
-        walked = walked.tb_next
-    error.__traceback__ = walked
+def _drop_our_frames(error: BaseException) -> None:
+    """The traceback begins in the program, and ours are left out further in, too."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -15,6 +15,11 @@ from torch.utils.data import Subset, TensorDataset
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 _NUMBERS: Final = frozenset({int})
+_DTYPES: Final = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
+    | {torch.int64, torch.int32, torch.int16, torch.int8}
+)
+"""Of others torch stacks numbers, and does not select them."""
 
 
 def rows_at_once(dataset: Any, indices: list[Any]) -> list[torch.Tensor] | None:
@@ -27,11 +32,11 @@ def rows_at_once(dataset: Any, indices: list[Any]) -> list[torch.Tensor] | None:
     Returns:
         One tensor for each of the dataset's; None where samples have to be read one by one.
     """
-    while type(dataset) is Subset and _are_places(indices, len(dataset)):
+    while type(dataset) is Subset and _reads_one_by_one(dataset, indices):
         held = dataset.indices
         indices = [held[index] for index in indices]
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or not _are_places(indices, len(dataset)):
+    if type(dataset) is not TensorDataset or not _reads_one_by_one(dataset, indices):
         return None
     if not (all(map(_is_plain, dataset.tensors)) and _stacks_tensors()):
         return None
@@ -39,10 +44,13 @@ def rows_at_once(dataset: Any, indices: list[Any]) -> list[torch.Tensor] | None:
     return [tensor.index_select(0, where) for tensor in dataset.tensors]
 
 
-def _are_places(indices: list[Any], length: int) -> bool:
-    """Plain numbers within the dataset; what else a sampler may yield is the dataset's business."""
-    numbers = _NUMBERS.issuperset(map(type, indices))
-    return numbers and bool(indices) and min(indices) >= 0 and max(indices) < length
+def _reads_one_by_one(dataset: Any, indices: list[Any]) -> bool:
+    """Are these plain numbers within it? What else a sampler may yield is the dataset's business.
+
+    So is a ``__getitems__`` that a program has given this one dataset.
+    """
+    numbers = _NUMBERS.issuperset(map(type, indices)) and "__getitems__" not in vars(dataset)
+    return numbers and bool(indices) and min(indices) >= 0 and max(indices) < len(dataset)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -51,12 +59,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_complex())
-        and not (tensor.is_nested or tensor.is_quantized)
+        and tensor.dtype in _DTYPES
+        and not (tensor.requires_grad or tensor.is_nested)
     )
 
 
 def _stacks_tensors() -> bool:
     """Programs may teach torch's collating another way."""
     known = default_collate_fn_map
-    return known.get(torch.Tensor) is collate_tensor_fn and tuple not in known
+    return known.get(torch.Tensor) is collate_tensor_fn and not any(
+        isinstance((), kind) for kind in known
+    )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are taken at once are what torch collates from the samples, or are not taken."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lockstep.data.whole_tensors import rows_at_once
+from lockstep.data.whole_tensors import _DTYPES, rows_at_once
 
 PLACES = [3, 0, 3, 7]
 
@@ -19,6 +21,7 @@ def _tensors(rows=8):
         torch.rand(rows, 1, 4, 4, generator=source) > 0.5,
         torch.randn(rows, 0, 2, generator=source),
         torch.randn(rows, 2, 5, generator=source).to(torch.bfloat16),
+        *(torch.arange(rows).to(dtype) for dtype in sorted(_DTYPES, key=str)),
     )
 
 
@@ -49,9 +52,18 @@ class Own(torch.Tensor):
     pass
 
 
+def _with_own_reader(dataset):
+    dataset.__getitems__ = lambda indices: [dataset[0] for _ in indices]
+    return dataset
+
+
 @pytest.mark.parametrize(
     ("dataset", "indices"),
     [
+        (_with_own_reader(TensorDataset(*_tensors())), PLACES),
+        (_with_own_reader(Subset(TensorDataset(*_tensors()), range(8))), PLACES),
+        (TensorDataset(torch.arange(8).to(torch.uint16)), PLACES),
+        (TensorDataset(torch.arange(8) * 1j), PLACES),
         (Doubled(*_tensors()), PLACES),
         (Subset(Doubled(*_tensors()), range(8)), PLACES),
         (TensorDataset(_tensors()[0].as_subclass(Own)), PLACES),
@@ -69,7 +81,8 @@ def test_what_is_not_certain_is_read_sample_by_sample(dataset, indices):
     assert rows_at_once(dataset, indices) is None
 
 
-def test_a_way_of_collating_that_a_program_has_taught_torch_is_respected(monkeypatch):
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple, (tuple, list), Sequence])
+def test_a_way_of_collating_that_a_program_has_taught_torch_is_respected(monkeypatch, kind):
     dataset = TensorDataset(*_tensors())
-    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: batch)
+    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, **_: batch)
     assert rows_at_once(dataset, PLACES) is None

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.optimizer import Optimizer
 
+    from lockstep.audit.ledger import Track
     from lockstep.audit.probe.probe import Probe
 
 SEARCHES: Final = 16
-"""Optimizers for which every object of the process is looked at; a program with more makes them
-round by round, and what one of them holds is like what an earlier one held."""
+"""Optimizers for which every object of the process is looked at. A program with more has one for
+each parameter of models that are known by then, or makes them round by round, and then what one
+of them holds is called as in an earlier round."""
 
 
 def describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
@@ -59,20 +61,31 @@ def describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
 
 def _named(probe: Probe, held: list[torch.Tensor]) -> tuple[dict[int, str], set[int]]:
     """By ``id(parameter)``: what the user calls it; and which are pieces of flat parameters."""
-    tracks = probe.ledger.tracks
-    if len(tracks) >= SEARCHES and not probe.run:
-        shapes = [list(param.shape) for param in held]
-        for track in reversed(tracks):
-            if [param.shape for param in track.parameters] == shapes:
-                pairs = list(zip(held, track.parameters, strict=True))
-                names = {id(param): earlier.name for param, earlier in pairs if earlier.in_module}
-                return names, {id(param) for param, earlier in pairs if earlier.sharded}
+    if len(probe.ledger.tracks) >= SEARCHES and not probe.run:
+        known = [m for reference in probe.living if (m := reference()) is not None]
+        names = _names_in(known)
+        if all(id(param) in names for param in held):
+            return names, pieces_of_flat_parameters(known)
+        if (track := _like(probe, held)) is not None:
+            pairs = list(zip(held, track.parameters, strict=True))
+            names = {id(param): earlier.name for param, earlier in pairs if earlier.in_module}
+            return names, {id(param) for param, earlier in pairs if earlier.sharded}
     modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
     probe.living = [weakref.ref(module) for module in modules]
-    names = {**names_of_pieces(modules), **parameter_names(modules)}
     pieces = pieces_of_flat_parameters(modules)
     probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
-    return names, set(pieces)
+    return _names_in(modules), pieces
+
+
+def _names_in(modules: list[torch.nn.Module]) -> dict[int, str]:
+    return {**names_of_pieces(modules), **parameter_names(modules)}
+
+
+def _like(probe: Probe, held: list[torch.Tensor]) -> Track | None:
+    """The last one that held parameters of the same shapes."""
+    shapes = [list(param.shape) for param in held]
+    tracks = reversed(probe.ledger.tracks)
+    return next((t for t in tracks if [p.shape for p in t.parameters] == shapes), None)
 
 
 def _local_size(param: torch.Tensor) -> int:

@@ -34,6 +34,10 @@ _OF_A_BATCH: Final = 4096
 """Elements of each of its tensors, about."""
 
 
+_shared_with_workers: Final[list[Any]] = []
+"""For as long as the process lives: a worker may write late, and memory let go is another's."""
+
+
 def install(probe: Probe) -> None:
     """Watch iterations over ``DataLoader``."""
     iterator = module._BaseDataLoaderIter
@@ -96,7 +100,10 @@ def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
         if memory is None or "worker_init_fn" not in vars(loader):
             original(self, loader)
             return
+        _shared_with_workers.append(memory)
         theirs: Any = vars(loader)["worker_init_fn"]
+        if isinstance(theirs, SeenInit):
+            theirs = theirs.original  # another thread begins with the same loader
         stand_in = SeenInit(theirs, memory)
         loader.worker_init_fn = stand_in
         try:

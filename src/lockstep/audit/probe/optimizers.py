@@ -189,12 +189,15 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
 
 
 def _concerns(probe: Probe, clip: dict[str, Any], watched: Watched) -> bool:
-    """Was it of gradients that this optimizer is the first to use? An outer one has its own."""
+    """Was it of gradients of this optimizer's, and not all of them used by another one since?
+
+    An outer optimizer that holds what the inner one holds steps with gradients of its own.
+    """
     if clip["of"] and watched.track.key not in clip["of"]:
         return False
     others = [w for w in probe.optimizers.values() if w is not watched]
     users = [other for other in others if other.track.key in clip["used"]]
-    return all(user.names.keys().isdisjoint(watched.names) for user in users)
+    return not any(watched.names.keys() <= user.names.keys() for user in users)
 
 
 def _concerned(backwards: list[Backward], key: str) -> list[Backward]:

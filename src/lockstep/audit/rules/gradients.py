@@ -15,10 +15,10 @@ from lockstep.audit.tables import drift_table, gradient_table
 from lockstep.audit.world import names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from lockstep.audit.finding import Finding, Place
-    from lockstep.audit.ledger import Backward
+    from lockstep.audit.ledger import Backward, Collective, Step
     from lockstep.audit.world import Difference, SharedTrack, World
 
 BYPASSED = Code("LS101", "gradients passed no reduction")
@@ -106,17 +106,8 @@ def _first_mixed(track: SharedTrack) -> Finding | None:
     """The k-th reduction of a step must concern one parameter on all ranks."""
     for number in track.numbers:
         steps = track.steps(number)
-        # Those without a name count as well: zeros, say, that stand for a gradient.
-        calls = {
-            rank: [
-                c
-                for c in step.collectives
-                if c.op == "all_reduce" and set(track.ranks) <= set(c.group)
-            ]
-            for rank, step in steps.items()
-        }
-        for at_once in zip(*calls.values(), strict=False):
-            names = {rank: call.parameter for rank, call in zip(calls, at_once, strict=True)}
+        for at_once in _reduced_together(steps):
+            names = {rank: call.parameter for rank, call in at_once.items()}
             if all(names.values()) and len(set(names.values())) > 1:
                 listed = ", ".join(f"`{name}` on rank {rank}" for rank, name in names.items())
                 return MIXED.finding(
@@ -128,9 +119,24 @@ def _first_mixed(track: SharedTrack) -> Finding | None:
                     step=number + 1,
                     parameters=sorted({str(name) for name in names.values()}),
                     evidence={"reduced": {str(r): n for r, n in names.items()}},
-                    where=[place for call in at_once for place in call.where],
+                    where=[place for call in at_once.values() for place in call.where],
                 )
     return None
+
+
+def _reduced_together(steps: dict[int, Step]) -> Iterator[dict[int, Collective]]:
+    """By rank: the calls that met, group by group.
+
+    Those without a name count as well: zeros, say, that stand for a gradient.
+    """
+    groups: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
+    for rank, step in steps.items():
+        for call in step.collectives:
+            if call.op == "all_reduce" and rank in call.group:
+                groups.setdefault(tuple(call.group), {}).setdefault(rank, []).append(call)
+    for calls in groups.values():
+        for at_once in zip(*calls.values(), strict=False):
+            yield dict(zip(calls, at_once, strict=True))
 
 
 def _first_missing(track: SharedTrack) -> Finding | None:

@@ -28,8 +28,7 @@ def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
         return _by_function(with_workers)
     workers = _side_by_side(with_workers)
     drawn, otherwise = _drawn(workers, by_hand=False)
-    told = [seen for at_once in workers for seen in at_once]
-    if _differ_by_function(with_workers) or (told and _draw_nothing(told)):
+    if _differ_by_function(with_workers):
         return None
     measured = drawn and not otherwise and first.indices and _trains_on_different(with_workers)
     how = (
@@ -86,11 +85,6 @@ def _by_function(loadings: dict[int, Loading]) -> Finding | None:
         evidence={"generators": sorted(drawn), "workers": len(first.drawn)},
         where=[*first.seeded_at, *first.where],
     )
-
-
-def _draw_nothing(told: list[dict[str, Any]]) -> bool:
-    """Did every worker read samples, and none of them draw from anything?"""
-    return all(seen.get("after") == seen["began"] for seen in told)
 
 
 def _trains_on_different(loadings: dict[int, Loading]) -> bool:
