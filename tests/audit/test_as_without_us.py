@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from audit.commands import audit, run
 from lockstep.cli import main
 
 STEPS = """
@@ -27,16 +28,6 @@ names = [__name__, __package__, __spec__.name, __file__, __cached__, type(__load
 print(names, sys.argv, sys.path[0], beside.__name__)
 sys.exit(beside.CODE)
 """
-
-
-def run(*arguments, **options):
-    command = [sys.executable, *map(str, arguments)]
-    settings = {"capture_output": True, "text": True, "timeout": 55, "check": False}
-    return subprocess.run(command, **settings, **options)
-
-
-def audit(*arguments, **options):
-    return run("-P", "-m", "lockstep.cli", "audit", *arguments, **options)
 
 
 @pytest.fixture
@@ -96,6 +87,13 @@ def test_an_interrupt_is_reported_when_nobody_reads_what_is_printed(tmp_path):
         running.send_signal(signal.SIGTERM)
         running.stdout.read()
     assert json.loads(report.read_text())["world_size"] == 1
+
+
+def test_a_file_after_m_is_refused_before_it_runs(package, monkeypatch, capsys):
+    (package / "train.py").write_text("raise AssertionError('imported')")
+    monkeypatch.chdir(package)
+    assert main(["audit", "-m", "train.py"]) == 2
+    assert "train.py is a file, and -m takes the name of a module" in capsys.readouterr().err
 
 
 def test_a_module_with_a_syntax_error_is_shown_once(package, monkeypatch, capsys):

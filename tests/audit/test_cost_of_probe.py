@@ -209,6 +209,22 @@ def test_an_optimizer_for_each_parameter_is_described_by_the_models_own_names():
     assert _watching(train) == [name for name, _ in model.named_parameters()]
 
 
+@pytest.mark.parametrize(
+    ("held", "counted"), [((2, 2), [1, 0]), ((1, 2), [1, 1])], ids=["an outer one", "tied weights"]
+)
+def test_a_clip_belongs_to_optimizers_whose_gradients_nobody_has_used_yet(held, counted):
+    def clips(probe):
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in "ab"]
+        optimizers = [torch.optim.SGD(params[:number], lr=0.1) for number in held]
+        sum(param.sum() for param in params).backward()
+        torch.nn.utils.clip_grad_norm_(params, 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+        return [len(probe.optimizers[each].track.steps[-1].clips) for each in optimizers]
+
+    assert _watching(clips) == counted
+
+
 def test_an_evaluation_without_buffers_is_looked_through_a_few_times_only():
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(60)]).eval()
     probe = Probe()

@@ -3,31 +3,22 @@
 
 import numpy as np
 
+from audit.ledgers import of_one_step
 from lockstep.audit.judgement import judge
-from lockstep.audit.ledger import Collective, Ledger, Parameter, Step, Track
-from lockstep.audit.prints import Fingerprint
+from lockstep.audit.ledger import Collective, Step
 from lockstep.audit.rules import RULES
 from lockstep.audit.rules.gradients import _reduced_together
 from lockstep.audit.world import World
 
 
-def _ledger(rank, kept, norm):
-    """Of a rank that kept so many elements of one parameter, whose gradient had that norm."""
-    held = Fingerprint(np.array([rank]), np.array([norm]), np.arange(float(kept)))
-    track = Track("SGD#0", "SGD", [], [Parameter("weight", [99], "float32", samples=kept)])
-    track.steps = [Step(0, [], entry=held, gradients=held, exit=held)]
-    track.count = 1
-    return Ledger(rank=rank, world_size=2, tracks=[track], started_group=True)
-
-
 def test_ranks_that_kept_other_elements_are_compared_by_their_norms():
-    world = World([_ledger(0, kept=3, norm=1.0), _ledger(1, kept=2, norm=2.0)])
+    world = World([of_one_step(0, kept=3, norm=1.0), of_one_step(1, kept=2, norm=2.0)])
     (track,) = world.tracks
     (difference,) = track.differences("exit", 0)
     assert list(difference.norms.values()) == [1.0, 2.0]
     assert np.isnan(difference.largest)
     assert track.drift() == []
-    near = World([_ledger(0, kept=3, norm=1.0), _ledger(1, kept=2, norm=1.0)])
+    near = World([of_one_step(0, kept=3, norm=1.0), of_one_step(1, kept=2, norm=1.0)])
     assert near.tracks[0].differences("exit", 0) == []
 
 
@@ -43,7 +34,7 @@ def test_reductions_meet_within_their_group():
 
 
 def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeypatch):
-    ledgers = [_ledger(0, kept=2, norm=1.0), _ledger(1, kept=2, norm=2.0)]
+    ledgers = [of_one_step(0, kept=2, norm=1.0), of_one_step(1, kept=2, norm=2.0)]
     expected = [f.code for f in judge(ledgers)]
     assert expected
 

@@ -12,23 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from audit.commands import audit
 from lockstep.cli import main
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
 BYPASS = HERE / "bugs" / "a_method_of_module.py"
-
-
-def audit(*arguments, **options):
-    """Run the command and wait for it. As the installed one, it does not look where it stands."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "lockstep.cli", "audit", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-        **options,
-    )
 
 
 def codes(path):

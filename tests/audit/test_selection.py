@@ -3,21 +3,11 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from lockstep.audit.ledger import Ledger, Parameter, Step, Track
+from audit.ledgers import of_one_step
 from lockstep.audit.options import Options
 from lockstep.audit.outcome import report
-from lockstep.audit.prints import Fingerprint
-
-
-def _ledger(rank, norm):
-    held = Fingerprint(np.array([rank]), np.array([norm]), np.array([norm, norm]))
-    track = Track("SGD#0", "SGD", [], [Parameter("weight", [2], "float32", samples=2)])
-    track.steps = [Step(0, [], entry=held, gradients=held, exit=held)]
-    track.count = 1
-    return Ledger(rank=rank, world_size=2, tracks=[track], started_group=True)
 
 
 @pytest.fixture
@@ -25,8 +15,8 @@ def reported(tmp_path, capsys):
     def of(norms, **asked):
         files = {"json": str(tmp_path / "report.json"), "html": str(tmp_path / "report.html")}
         options = Options("train.py", ["--lr", "0.1"], **files, **asked)
-        ledgers = [_ledger(rank, norm) for rank, norm in enumerate(norms)]
-        codes = [finding.code for finding in report(options, ledgers, 2)]
+        ledgers = [of_one_step(*each, world_size=len(norms)) for each in enumerate(norms)]
+        codes = [finding.code for finding in report(options, ledgers, len(norms))]
         held = json.loads((tmp_path / "report.json").read_text())
         return codes, held, capsys.readouterr().err, (tmp_path / "report.html").read_text()
 
@@ -66,3 +56,10 @@ def test_the_page_says_what_ran(reported):
     assert held["command"] == ["train.py", "--lr", "0.1"]
     assert "<h1>lockstep audit train.py --lr 0.1</h1>" in page
     assert f"ended {held['finished']}" in page
+
+
+def test_one_process_is_in_lockstep_with_nobody_on_the_page_too(reported):
+    _, _, said, page = reported((1.0,))
+    for text in (said, page):
+        assert "one process trained, so there was nothing to compare" in text
+        assert "in lockstep" not in text

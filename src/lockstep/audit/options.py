@@ -153,7 +153,8 @@ def problem_with(options: Options) -> str | None:
     if not script:
         return "the name of the script is empty"
     if options.is_module:
-        return None
+        is_file = script.endswith(".py") and path.is_file()
+        return f"{script} is a file, and -m takes the name of a module" if is_file else None
     if path.is_dir():
         return f"{script} is a directory; name the script in it"
     if not path.exists():

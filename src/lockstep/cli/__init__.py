@@ -48,11 +48,11 @@ class _Version(argparse.Action):
     """Read from the installed packages, and only when asked: torch need not be imported."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        versions = [f"lockstep {metadata.version('lockstep-train')}"]
-        for package in ("torch", "ray"):
+        versions = []
+        for package in ("lockstep-train", "torch", "ray"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 versions.append(f"{package} {metadata.version(package)}")
-        print(", ".join(versions))
+        print(", ".join(versions) or "not installed: run from its source")
         parser.exit()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections import deque
 from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,8 +35,8 @@ _OF_A_BATCH: Final = 4096
 """Elements of each of its tensors, about."""
 
 
-_shared_with_workers: Final[list[Any]] = []
-"""For as long as the process lives: a worker may write late, and memory let go is another's."""
+_shared_with_workers: Final[deque[Any]] = deque(maxlen=4 * _LOADINGS)
+"""Held on to: a worker may write late, and memory that is let go is another's."""
 
 
 def install(probe: Probe) -> None:

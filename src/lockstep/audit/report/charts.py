@@ -7,7 +7,8 @@ import html
 import math
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.tables import TABLE_ROWS, drift_table, gradient_table
+from lockstep.audit.report.words import cut
+from lockstep.audit.tables import drift_table, gradient_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,18 +31,14 @@ def curves(evidence: dict[str, Any]) -> str:
             f"rank {rank}": [(row["step"], row["values"].get(rank)) for row in gradients]
             for rank in ranks[:_COLOURS]
         }
-        title = f"Gradient of {gradients[0]['parameter']}[0], by rank{_cut(gradients)}"
+        title = f"Gradient of {gradients[0]['parameter']}[0], by rank{cut(gradients)}"
         found += _chart(title, lines)
     drift = evidence.get("drift") or []
     if drift:
         points = {"drift": [(row["step"], row["drift"]) for row in drift]}
-        title = f"Largest difference between replicas after the step{_cut(drift)}"
+        title = f"Largest difference between replicas after the step{cut(drift)}"
         found += _chart(title, points)
     return found
-
-
-def _cut(rows: Sequence[Any]) -> str:
-    return f" (the first {TABLE_ROWS} steps)" if len(rows) == TABLE_ROWS else ""
 
 
 def curves_of_tracks(world: World) -> str:

@@ -10,6 +10,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.report.charts import curves, curves_of_tracks, differences_map
+from lockstep.audit.report.words import many, verdict
 from lockstep.audit.rules import all_codes
 from lockstep.audit.selection import Selection, left_out_in_words
 
@@ -91,8 +92,8 @@ def page(
 def _about(world: World, summary: dict[str, Any], left_out: Sequence[Finding]) -> str:
     asked = Selection(tuple(summary["only"]), tuple(summary["ignore"]))
     ran = [
-        f"{world.steps} step{'s' * (world.steps != 1)}",
-        f"{world.size} rank{'s' * (world.size != 1)}",
+        many(world.steps, "step"),
+        many(world.size, "rank"),
         asked.rules(all_codes()),
         left_out_in_words(left_out),
     ]
@@ -110,12 +111,9 @@ def _verdict(findings: Sequence[Finding], world: World, left_out: Sequence[Findi
         for kind in ("error", "warning", "notice")
     }
     if not findings:
-        if world.has_failed:
-            return "the run failed; nothing else was found until then"
-        if left_out:
-            return "nothing else was found"
-        return "<b class=good>in lockstep</b>" if world.steps else "no optimizer step was seen"
-    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
+        said = verdict(world, has_left_out=bool(left_out))
+        return f"<b class=good>{said}</b>" if said == "in lockstep" else _text(said)
+    return ", ".join(many(count, kind) for kind, count in counts.items())
 
 
 def _section(finding: Finding) -> str:

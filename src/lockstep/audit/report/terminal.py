@@ -4,30 +4,28 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.report.words import cut, many, verdict
 from lockstep.audit.rules import all_codes
-from lockstep.audit.rules.liveness_text import standing
-from lockstep.audit.selection import Selection, left_out_in_words
-from lockstep.audit.tables import TABLE_ROWS
+from lockstep.audit.selection import left_out_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.audit.finding import Finding
+    from lockstep.audit.selection import Selection
     from lockstep.audit.world import World
 
 _WIDTH = 98
 _LABEL = 9
 
-EVERYTHING: Final = Selection()
-
 
 def render(
     findings: Sequence[Finding],
     world: World,
-    asked: Selection = EVERYTHING,
-    left_out: Sequence[Finding] = (),
+    asked: Selection,
+    left_out: Sequence[Finding],
 ) -> str:
     """The report as text.
 
@@ -40,53 +38,26 @@ def render(
     graver = [f for f in findings if f.severity != "notice"]
     notices = [f for f in findings if f.severity == "notice"]
     rules = asked.rules(all_codes())
-    head = f"lockstep audit: {_many(world.steps, 'step')}, {_many(world.size, 'rank')}, {rules}"
+    head = f"lockstep audit: {many(world.steps, 'step')}, {many(world.size, 'rank')}, {rules}"
     rest = [f"  {words}" for words in [left_out_in_words(left_out)] if words] + _unseen(world)
     if not graver:
-        verdict = _verdict(world, bool(notices), bool(left_out))
-        lines = [f"{head}: {verdict}"]
+        said = verdict(world, has_left_out=bool(left_out))
+        if notices and said == "in lockstep":
+            said += ", with notices"
+        lines = [f"{head}: {said}"]
         lines += [f"  notice {f.code}: {f.message}" for f in notices]
         return "\n".join([*lines, *rest])
     errors = sum(1 for f in graver if f.severity == "error")
-    counted = f"{_many(errors, 'error')}, {_many(len(graver) - errors, 'warning')}"
+    counted = f"{many(errors, 'error')}, {many(len(graver) - errors, 'warning')}"
     blocks = [f"{head}: {counted}", *(_block(f) for f in graver)]
     blocks += [f"notice {f.code}: {f.message}" for f in notices]
     return "\n\n".join([*blocks, *rest])
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _unseen(world: World) -> list[str]:
     """What the audit wanted to look at and could not: nothing is said of that."""
     errors = [error for errors in world.fact("unseen") for error in errors]
     return [f"  could not look at everything, e.g. {errors[0]}"] if errors else []
-
-
-def _verdict(world: World, has_notices: bool, has_left_out: bool) -> str:
-    if world.has_failed:
-        return f"the run failed ({_failures(world)}); nothing else was found until then"
-    if world.size == 1 and world.steps:
-        return (
-            "one process trained, so there was nothing to compare; run it on two: "
-            "lockstep audit --nproc-per-node 2 ..."
-        )
-    if not world.steps:
-        return "no optimizer step was seen, so nothing was compared"
-    if has_left_out:
-        return "nothing else was found"
-    return "in lockstep" + (", with notices" if has_notices else "")
-
-
-def _failures(world: World) -> str:
-    failed = {
-        rank: led for rank, led in world.ledgers.items() if led.failure is not None or led.exit_code
-    }
-    lost = [
-        f"rank {rank} left no record" for rank in range(world.size) if rank not in world.ledgers
-    ]
-    return "; ".join([*(f"rank {r} {standing(led)}" for r, led in failed.items()), *lost])
 
 
 def _block(finding: Finding) -> str:
@@ -117,7 +88,7 @@ def _gradient_table(evidence: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     ranks = sorted({rank for row in rows for rank in row["values"]}, key=int)[:4]
-    lines = ["", f"  gradient of {rows[0]['parameter']}[0], by rank{_cut(rows)}"]
+    lines = ["", f"  gradient of {rows[0]['parameter']}[0], by rank{cut(rows)}"]
     lines.append("  step | " + " ".join(f"{'rank ' + r:>11}" for r in ranks) + " | the same")
     for row in rows:
         values = [row["values"].get(rank) for rank in ranks]
@@ -132,11 +103,7 @@ def _drift_table(evidence: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     drift = "largest difference between replicas after the step (sampled elements)"
-    lines = ["", f"  drift: {drift}{_cut(rows)}"]
+    lines = ["", f"  drift: {drift}{cut(rows)}"]
     lines.append("  step |        drift")
     lines += [f"  {row['step']:>4} | {row['drift']:>12.6f}" for row in rows]
     return lines
-
-
-def _cut(rows: Sequence[Any]) -> str:
-    return f", the first {TABLE_ROWS} steps" if len(rows) == TABLE_ROWS else ""

@@ -26,10 +26,9 @@ def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
     first = with_workers[min(with_workers)]
     if len({x.worker_seed for x in with_workers.values()}) > 1:
         return _by_function(with_workers)
-    workers = _side_by_side(with_workers)
-    drawn, otherwise = _drawn(workers, by_hand=False)
     if _differ_by_function(with_workers):
         return None
+    drawn, otherwise = _drawn(_side_by_side(with_workers), by_hand=False)
     measured = drawn and not otherwise and first.indices and _trains_on_different(with_workers)
     how = (
         f", and reading their first samples drew from {' and '.join(sorted(drawn))} the same way"
