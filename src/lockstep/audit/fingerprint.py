@@ -29,7 +29,8 @@ def take(
 ) -> Fingerprint:
     """The fingerprint of `tensors`, of which `counts` elements each are sampled.
 
-    Without `norms`, which cost twice as much as the hashes, they are NaN.
+    Without `norms`, which cost twice as much as the hashes, they are NaN. The samples of a sparse
+    tensor are sums of its elements.
 
     Gradient:
         None: it reads.
@@ -51,6 +52,10 @@ def take(
         if large:
             hashes[list(large)] = stacked([_lane_sum(t) for t in large.values()]).numpy()
             _fill_samples(samples, large, counts)
+        for place, tensor in enumerate(tensors):
+            if tensor is not None and tensor.is_sparse and counts[place]:
+                end = sum(counts[: place + 1])
+                samples[end - counts[place] : end] = _folded(tensor, counts[place])
         present = [t for t in plain if t is not None]
         if norms and present:
             lengths[[place for place, t in enumerate(plain) if t is not None]] = _norms(present)
@@ -99,6 +104,23 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         tensor = torch.zeros(0)
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _folded(tensor: torch.Tensor, count: int) -> np.ndarray[Any, Any]:
+    """What a sparse tensor's elements add up to, by their place modulo `count`; shape (count,).
+
+    Ranks have rows of their own, so that picked elements would be of none or of other rows; sums
+    are still those of the ranks' where rows are added up.
+    """
+    held = tensor.detach().coalesce()
+    values = held.values().double()
+    rows = torch.zeros_like(held.indices()[0])
+    for indices, size in zip(held.indices(), held.shape, strict=False):
+        rows = rows * size + indices
+    width = values[0].numel() if len(values) else 1
+    places = rows[:, None] * width + torch.arange(width, device=rows.device)
+    sums = values.new_zeros(count).index_add_(0, (places % count).reshape(-1), values.reshape(-1))
+    return sums.cpu().numpy()
 
 
 def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,8 @@ class Backward:
 class Collective:
     """One call of a function of ``torch.distributed``.
 
-    `parameter` is the one whose gradient was communicated, `weights` the one that was itself.
+    `parameter` is the one whose gradient was communicated, `weights` the one that was itself;
+    `given` are elements of that gradient as it was handed over, in the first steps.
     """
 
     op: str
@@ -115,6 +116,7 @@ class Collective:
     reduction: str | None = None
     parameter: str | None = None
     weights: str | None = None
+    given: list[float] = field(default_factory=list)
     before: float | None = None
     after: float | None = None
     in_backward: bool = False
@@ -133,6 +135,10 @@ class Step:
     ``prints``, ``where``). `unreduced` are the parameters whose gradients ``fully_shard`` still
     kept back (``names``, the ``backwards`` that left them, ``where``), and `divided` what the
     program had it divide others by (``factor``) when it adds them up over so many ``ranks``.
+    `unowned` have gradients and no optimizer; where there are any, `beside` tells of all parameters
+    of modules that have one: ``names``, ``sizes``, ``weights``, ``gradients``, those that are
+    ``left_out`` of models held otherwise, the collectives ``within`` the step, and whether ``all``
+    are there.
     """
 
     number: int
@@ -148,6 +154,7 @@ class Step:
     clips: list[dict[str, Any]] = field(default_factory=list)
     bypasses: list[list[Place]] = field(default_factory=list)
     unowned: list[str] = field(default_factory=list)
+    beside: dict[str, Any] = field(default_factory=dict)
     inside_backward: bool = False
     has_closure: bool = False
     random: dict[str, int] = field(default_factory=dict)

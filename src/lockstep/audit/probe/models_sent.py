@@ -40,6 +40,7 @@ def install(probe: Probe) -> None:
 
 def _sender(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        probe.ledger.facts["sends"] = True
         if probe.is_on and not probe.in_backward and not probe.is_elsewhere():
             for tensor in tensors:
                 probe.harmlessly(note, probe, SENDING, tensor)

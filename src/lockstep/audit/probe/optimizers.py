@@ -26,9 +26,9 @@ from lockstep.audit.probe.described import describe
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
 from lockstep.audit.probe.fully_sharded import note_reductions
-from lockstep.audit.probe.names import parameter_names
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
+from lockstep.audit.probe.unheld import note_told_within, note_unheld
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
@@ -184,8 +184,8 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.random = random_states()
     step.scale = probe.scale
     probe.harmlessly(note_reductions, probe, watched, window)
-    if step.number == 0:
-        step.unowned = _unowned(probe, watched)
+    if step.number < CLOSELY:
+        probe.harmlessly(note_unheld, probe, watched)
 
 
 def _concerns(probe: Probe, clip: dict[str, Any], watched: Watched) -> bool:
@@ -251,6 +251,7 @@ def _note_step(probe: Probe, optimizer: Optimizer, watched: Watched) -> None:
         step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
         if _looks_at_all(probe, step):
             step.state = _state(optimizer, watched)
+        note_told_within(watched, probe.windows.get(optimizer) or probe.recent)
         track.steps.append(step)
         watched.step = None
         if probe.run is not None:
@@ -367,20 +368,3 @@ def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
         return None
     watched.track.state_names = names
     return take(tensors, [0] * len(tensors))
-
-
-def _unowned(probe: Probe, watched: Watched) -> list[str]:
-    """Parameters of living modules that have a gradient and that no optimizer holds."""
-    held = probe.parameters_held()
-    modules = [m for r in probe.living if (m := r()) is not None]
-    names = parameter_names(modules)
-    found = []
-    seen: set[int] = set()
-    for module in modules:
-        for param in module._parameters.values():
-            if param is None or id(param) in seen or id(param) in held:
-                continue
-            seen.add(id(param))
-            if param.requires_grad and param.grad is not None:
-                found.append(f"{names.get(id(param), '?')} {list(param.shape)}")
-    return found

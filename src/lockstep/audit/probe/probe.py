@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.ledger import FIRST_STEPS, FIRST_STEPS_WATCH, Ledger
+from lockstep.audit.probe.evaluations import Evaluated
 from lockstep.audit.probe.patches import Patches
 
 if TYPE_CHECKING:
@@ -121,9 +122,11 @@ class Watched:
         self.names = {
             id(p): d.name for p, d in zip(self.parameters, track.parameters, strict=False)
         }
+        self.counted = dict(zip(map(id, self.parameters), self.counts, strict=False))
         self.parts_sent: set[int] = set()
         self.step: Step | None = None
         self.next_is_detailed = True
+        self.looks_beside = False
         self._put_back: Callable[[], None] | None = None
 
     def look_behind_hooks(self, look: Callable[[Any], None]) -> None:
@@ -261,7 +264,7 @@ class Probe:
         self.delivered: Loading | None = None
         self.stepping: list[int] = []
         self.steps_done = 0
-        self.evaluated = (-1, 0)
+        self.evaluated = Evaluated()
         self.detailed = True
         self.forward_hook: Callable[[bool], None] | None = None
         self.is_on = False

@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.audit.fingerprint import random_states, take
-from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.arguments import arguments_of
+from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.loaders import tensors_in
@@ -30,14 +30,11 @@ from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from lockstep.audit.probe.probe import Probe
 
-_EVALUATIONS = 200
 _LINES_PER_WINDOW = 8
-_LOOKS = 16
-"""At modules that are evaluated and have no buffers, nor have their parts, between two steps."""
 
 
 def install(probe: Probe) -> None:
@@ -124,7 +121,7 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
         if torch.is_grad_enabled():
             _note_forward(probe, module, args)
         elif not module.training and probe.ledger.started_group:
-            probe.harmlessly(_note_evaluation, probe, module)
+            probe.harmlessly(note_evaluation, probe, module)
 
     return before_forward
 
@@ -192,42 +189,3 @@ def _note_bypass(probe: Probe) -> None:
     for window in probe.each_window():
         if len(window.bypasses) < _LINES_PER_WINDOW and lines not in window.bypasses:
             window.bypasses.append(lines)
-
-
-def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What its state dict holds: caches and masks are no part of a model."""
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
-    """The buffers with which a whole model is evaluated; once between two optimizer steps."""
-    evaluations = probe.ledger.evaluations
-    if isinstance(module, DistributedDataParallel) or len(evaluations) >= _EVALUATIONS:
-        return
-    step, looks = probe.evaluated
-    if step == probe.steps_done and not looks:
-        return
-    looks = looks - 1 if step == probe.steps_done else _LOOKS
-    probe.evaluated = (probe.steps_done, looks)
-    buffers = {
-        name: b
-        for name, b in _saved_buffers(module)
-        if b.is_floating_point() and not getattr(b, "_lockstep_local", False)
-    }
-    if not buffers:
-        return
-    counts = samples_per_tensor([b.numel() for b in buffers.values()])
-    probe.evaluated = (probe.steps_done, 0)
-    evaluations.append(
-        {
-            "step": probe.steps_done,
-            "module": type(module).__name__,
-            "names": list(buffers),
-            "counts": counts,
-            "buffers": take(list(buffers.values()), counts),
-            "where": users_lines(),
-        }
-    )

@@ -29,6 +29,7 @@ from lockstep.audit.rules.scattered import Scattered
 from lockstep.audit.rules.schedules import Schedules
 from lockstep.audit.rules.sharded import Undivided, Unreduced
 from lockstep.audit.rules.shares import Shares
+from lockstep.audit.rules.unheld import Unheld
 from lockstep.audit.rules.weights import Weights
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ RULES: Final[tuple[Rule, ...]] = (
     OneRank(),
     Unreduced(),
     Pieces(),
+    Unheld(),
     Replicas(),
     Frozen(),
     States(),

@@ -27,10 +27,8 @@ class Buffers:
         ledgers = world.ledgers
         if len(ledgers) < 2 or explained.tracks:
             return
-        for at_once in zip(*(led.evaluations for led in ledgers.values()), strict=False):
+        for at_once in _of_all_ranks([led.evaluations for led in ledgers.values()]):
             first = at_once[0]
-            if any(e["names"] != first["names"] or e["step"] != first["step"] for e in at_once):
-                continue
             at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
             different = [
                 index
@@ -56,6 +54,19 @@ class Buffers:
                     where=first["where"],
                 )
                 return
+
+
+def _of_all_ranks(evaluations: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any], ...]]:
+    """The first after a step with the first on all ranks, the second with the second."""
+    by_rank: list[dict[tuple[object, ...], dict[str, Any]]] = []
+    for of_rank in evaluations:
+        found: dict[tuple[object, ...], dict[str, Any]] = {}
+        for one in of_rank:
+            place = sum(known[0] == one["step"] for known in found)
+            found[one["step"], place, tuple(one["names"])] = one
+        by_rank.append(found)
+    shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
+    return [tuple(found[known] for found in by_rank) for known in shared]
 
 
 def _different(at_once: Sequence[dict[str, Any]]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, first_of_each, numbers
+from lockstep.audit.rules.clipped_elements import by_elements
 from lockstep.audit.rules.clipping_hooks import BEFORE, in_hooks
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
         _before(track, number)
         or _by_hand(track, number)
         or in_hooks(track, number)
+        or by_elements(track, number)
         or _twice(track, number)
         or _of_the_whole_twice(track, number)
         or _replicas_counted(track, number)

@@ -8,58 +8,33 @@ the numbers: flat, asynchronous and hand-written reductions are all seen alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained, first_found, numbers
+from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
 from lockstep.audit.rules.clipping_hooks import BEFORE as CLIPPED
-from lockstep.audit.rules.scale import TWICE, UNDIVIDED, is_made_up_for, is_one_mean
+from lockstep.audit.rules.multiples import LEAST, Samples, factors_of, samples_of
+from lockstep.audit.rules.scale import (
+    TWICE,
+    UNDIVIDED,
+    compute_one_loss,
+    is_made_up_for,
+    is_one_mean,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step
-    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.world import SharedTrack, World
 
 ONE_RANK = Code("LS107", "the gradients of one rank were used, and the others' were lost")
 
-_CLOSE: Final = {"float16": 5e-3, "bfloat16": 2e-2}
-_CLOSE_OTHERWISE: Final = 1e-4
-_CLOSE_AFTER_A_HOOK: Final = 2e-2
-"""Hooks send half precision; a sum of two ranks is twice their mean."""
 _SMALLER: Final = 0.01
 """Factors of ranks that are further apart than this are no rounding."""
 _ONE_LENGTH: Final = 0.003
-_LEAST: Final = 3
-"""So few elements would agree by chance."""
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """`then`: (ranks, S) after the last backward; `used`: (S,) by the optimizers of all ranks.
-
-    `tensors` (S,) tells of which parameter each of the S elements is, and `lengths` (ranks,) how
-    long all of a rank's gradients were together.
-    """
-
-    then: np.ndarray[Any, Any]
-    used: np.ndarray[Any, Any]
-    tensors: np.ndarray[Any, Any]
-    lengths: np.ndarray[Any, Any]
-    ranks: list[int]
-    close: float
-
-    def are_used(self, values: np.ndarray[Any, Any]) -> bool:
-        return bool(np.abs(self.used - values).max() <= self.close * np.abs(self.used).max())
-
-    @property
-    def were_equal(self) -> bool:
-        spread = self.then.max(axis=0) - self.then.min(axis=0)
-        return bool(spread.max() <= self.close * np.abs(self.then).max())
 
 
 class Consumed:
@@ -85,7 +60,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
         return None
     if any(step.has_closure for step in steps.values()):
         return None  # evaluated again: not what backward left
-    samples = _samples(track, steps)
+    samples = samples_of(track, steps)
     if samples is None:
         return None
     if any(step.clips for step in steps.values()):
@@ -95,47 +70,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     return _of_different(track, number, samples, list(steps.values()))
 
 
-def _samples(track: SharedTrack, steps: dict[int, Step]) -> _Samples | None:
-    then: dict[int, list[float]] = {rank: [] for rank in steps}
-    used: dict[int, list[float]] = {rank: [] for rank in steps}
-    close = _CLOSE_OTHERWISE
-    tensors: list[int] = []
-    for place, shared in enumerate(track.parameters):
-        if shared.groups != [sorted(steps)]:
-            continue
-        close = max(close, _CLOSE.get(shared.dtype, 0.0))
-        for rank, step in steps.items():
-            last = _left_by_backward(step, track.key)
-            if last is None or step.gradients is None:
-                return None
-            if step.backwards[-1].own:
-                close = max(close, _CLOSE_AFTER_A_HOOK)
-            then[rank] += track.sampled(last, shared, rank)
-            used[rank] += track.sampled(step.gradients, shared, rank)
-        tensors += [place] * (len(next(iter(then.values()))) - len(tensors))
-    before, after = np.array(list(then.values())), np.array(list(used.values()))
-    whole = np.isfinite(before).all(axis=0) & np.isfinite(after).all(axis=0)
-    before, after = before[:, whole], after[:, whole]
-    first = after[0]
-    if np.count_nonzero(first) < _LEAST or np.abs(before).max(axis=1).min() <= 1e-12:
-        return None
-    lengths = np.array([_length(step, track.key) for step in steps.values()])
-    found = _Samples(before, first, np.array(tensors)[whole], lengths, sorted(steps), close)
-    return found if all(found.are_used(row) for row in after) else None
-
-
-def _left_by_backward(step: Step, key: str) -> Fingerprint | None:
-    """This rank's own gradients: as a communication hook was given them, or as backward left."""
-    last = step.backwards[-1] if step.backwards else None
-    return None if last is None else last.own.get(key) or last.gradients.get(key)
-
-
-def _length(step: Step, key: str) -> float:
-    last = _left_by_backward(step, key)
-    return 0.0 if last is None else float(np.linalg.norm(np.nan_to_num(last.norms)))
-
-
-def _of_equal(track: SharedTrack, number: int, samples: _Samples, step: Step) -> Finding | None:
+def _of_equal(track: SharedTrack, number: int, samples: Samples, step: Step) -> Finding | None:
     """The wrapper had averaged already."""
     size = len(samples.ranks)
     if any(term.kind == "sum" for b in step.backwards for term in b.terms):
@@ -159,7 +94,7 @@ def _of_equal(track: SharedTrack, number: int, samples: _Samples, step: Step) ->
 
 
 def _of_different(
-    track: SharedTrack, number: int, samples: _Samples, steps: list[Step]
+    track: SharedTrack, number: int, samples: Samples, steps: list[Step]
 ) -> Finding | None:
     size = len(samples.ranks)
     if samples.are_used(samples.then.sum(axis=0)) and all(map(is_one_mean, steps)):
@@ -180,15 +115,45 @@ def _of_different(
     for place, rank in enumerate(samples.ranks):
         if samples.are_used(samples.then[place]):
             return _of_one(track, number, samples, rank)
-    return _scaled(track, number, samples, steps[0])
+    return _partly_undivided(track, number, samples, steps) or _scaled(
+        track, number, samples, steps[0]
+    )
 
 
-def _of_one_clipped(track: SharedTrack, number: int, samples: _Samples) -> Finding | None:
+def _partly_undivided(
+    track: SharedTrack, number: int, samples: Samples, steps: list[Step]
+) -> Finding | None:
+    """The sum of some gradients and the mean of the others, of one and the same loss."""
+    if not all(map(is_one_mean, steps)) or compute_one_loss(steps):
+        return None
+    if any(b.gathered for s in steps for b in s.backwards):
+        return None
+    summed = [p for p in samples.parameters if samples.of(p).are_used(samples.of(p).then.sum(0))]
+    others = [samples.of(p) for p in samples.parameters if p not in summed]
+    if not summed or not others or not all(s.are_used(s.then.mean(axis=0)) for s in others):
+        return None
+    if any(samples.of(p).were_equal or not samples.of(p).used.any() for p in summed):
+        return None
+    names, size = [track.parameters[p].name for p in summed], len(samples.ranks)
+    return UNDIVIDED.finding(
+        f"step {number + 1}: each rank's loss is a mean over its own batch, and the optimizer used "
+        f"the sum of the {size} ranks' gradients of {named(names)}, and the mean of all others': "
+        f"they are {size} times those of the mean over all samples",
+        f"divide the gradients of {named(names)} by the world size, too",
+        rank=track.ranks,
+        step=number + 1,
+        parameters=names,
+        evidence={"ranks": size},
+        where=[*steps[0].backwards[-1].where, *steps[0].where],
+    )
+
+
+def _of_one_clipped(track: SharedTrack, number: int, samples: Samples) -> Finding | None:
     """One factor for all its elements, at most 1, makes one rank's gradients those that were used.
 
     The ranks' mean must be no multiple of it: gradients that nearly agree prove nothing.
     """
-    if len(set(samples.tensors.tolist())) < _LEAST or _fits(samples, samples.then.mean(axis=0)):
+    if len(set(samples.tensors.tolist())) < LEAST or _fits(samples, samples.then.mean(axis=0)):
         return None
     fitting = [
         rank for place, rank in enumerate(samples.ranks) if _fits(samples, samples.then[place])
@@ -196,13 +161,13 @@ def _of_one_clipped(track: SharedTrack, number: int, samples: _Samples) -> Findi
     return _of_one(track, number, samples, fitting[0]) if len(fitting) == 1 else None
 
 
-def _fits(samples: _Samples, values: np.ndarray[Any, Any]) -> bool:
+def _fits(samples: Samples, values: np.ndarray[Any, Any]) -> bool:
     square = float(values @ values)
     factor = float(samples.used @ values) / square if square else 0.0
     return 0.0 < factor <= 1.0 + samples.close and samples.are_used(values * factor)
 
 
-def _of_one(track: SharedTrack, number: int, samples: _Samples, rank: int) -> Finding:
+def _of_one(track: SharedTrack, number: int, samples: Samples, rank: int) -> Finding:
     others = [other for other in samples.ranks if other != rank]
     return ONE_RANK.finding(
         f"step {number + 1}: the ranks had different gradients when backward had returned, "
@@ -216,9 +181,9 @@ def _of_one(track: SharedTrack, number: int, samples: _Samples, rank: int) -> Fi
     )
 
 
-def _scaled(track: SharedTrack, number: int, samples: _Samples, step: Step) -> Finding | None:
+def _scaled(track: SharedTrack, number: int, samples: Samples, step: Step) -> Finding | None:
     """A mean of gradients that each rank had clipped, or scaled to one length, before."""
-    factors = _factors(samples)
+    factors = factors_of(samples)
     if factors is None:
         return None
     if _only_smaller(factors, samples.close):
@@ -242,37 +207,20 @@ def _scaled(track: SharedTrack, number: int, samples: _Samples, step: Step) -> F
 
 def _again(track: SharedTrack, number: int) -> bool:
     """In another step, too: once, weights by counts make lengths equal by chance."""
-    others = [_samples(track, track.steps(other)) for other in track.numbers if other != number]
-    known = [(samples, _factors(samples)) for samples in others if samples is not None]
+    others = [samples_of(track, track.steps(other)) for other in track.numbers if other != number]
+    known = [(samples, factors_of(samples)) for samples in others if samples is not None]
     return any(
         factors is not None and _to_one_length(factors, samples.lengths)
         for samples, factors in known
     )
 
 
-def _factors(samples: _Samples) -> np.ndarray[Any, Any] | None:
-    """(tensors, ranks): by what each rank's gradients were multiplied before the average.
-
-    None where what was used is no sum of multiples of them.
-    """
-    size = len(samples.ranks)
-    factors = []
-    for tensor in set(samples.tensors.tolist()):
-        of_tensor = samples.tensors == tensor
-        then, used = samples.then[:, of_tensor], samples.used[of_tensor]
-        if then.shape[1] < size + _LEAST or not used.any():
-            continue
-        found, _, rank, _ = np.linalg.lstsq(then.T, used, rcond=1e-6)
-        if rank < size or np.abs(found @ then - used).max() > samples.close * np.abs(used).max():
-            return None
-        factors.append(size * found)
-    return np.array(factors) if factors else None
-
-
 def _only_smaller(factors: np.ndarray[Any, Any], close: float) -> bool:
-    """A weighted mean, as by counts, makes the gradients of some ranks larger."""
-    apart = bool(np.ptp(factors, axis=1).max() >= _SMALLER)
-    return apart and bool(factors.min() > 0.0 and factors.max() <= 1.0 + 10 * close)
+    """A weighted mean, as by counts, makes the gradients of some ranks larger, others smaller."""
+    apart = np.ptp(factors, axis=1) >= _SMALLER
+    most = 1.0 + min(10 * close, _SMALLER)
+    lost = factors.mean(axis=1) < 1.0 - _SMALLER / 4
+    return bool((apart & lost).any() and factors.min() > 0.0 and factors.max() <= most)
 
 
 def _to_one_length(factors: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bool:

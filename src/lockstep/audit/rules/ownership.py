@@ -73,18 +73,33 @@ def _foreign(rank: int, track: Track) -> Finding | None:
 
 def _unowned(rank: int, track: Track) -> Finding | None:
     """Everything held is fine; something else was differentiated for nothing."""
-    if not track.steps or not track.steps[0].unowned:
+    if not track.steps or not track.steps[0].unowned or _is_carried_back(track):
         return None
-    names = [entry.rsplit(" [", maxsplit=1)[0] for entry in track.steps[0].unowned]
+    step = track.steps[0]
+    names = [entry.rsplit(" [", maxsplit=1)[0] for entry in step.unowned]
+    left_out = [name for name in names if name in step.beside.get("left_out", ())]
+    names = left_out or names
+    beside = ", while others of their model are held" if left_out else ""
     return UNOWNED.finding(
         f"{named(names)} had gradients at {track.optimizer}'s first step, and no optimizer holds "
-        "them: they do not train",
+        f"them{beside}: they do not train",
         "add them to an optimizer, or `requires_grad_(False)` if they are meant to stay",
+        severity="warning" if left_out else "notice",
         rank=[rank],
         step=1,
         parameters=names,
         where=track.where,
     )
+
+
+def _is_carried_back(track: Track) -> bool:
+    """Did what no optimizer holds change all the same? Copies or parts of it are held."""
+    first, second = (step.beside for step in (track.steps * 2)[:2])
+    if not first or not second or first["names"] != second["names"]:
+        return False
+    changed = first["weights"].hashes != second["weights"].hashes
+    moved = {name for name, has in zip(first["names"], changed, strict=True) if has}
+    return all(entry.rsplit(" [", maxsplit=1)[0] in moved for entry in track.steps[0].unowned)
 
 
 class Participation:

@@ -21,6 +21,7 @@ UNDIVIDED = Code("LS205", "what the ranks added up was not divided")
 TIMES = Code("LS206", "the loss or its schedule is scaled by the number of ranks", "warning")
 
 _CLOSE = 1e-4
+_ONE_LOSS = 1e-6
 
 _ALIGNED = 0.7
 """Of the lengths of replicas that have drifted apart, what is left when they are added up."""
@@ -198,6 +199,12 @@ def is_one_mean(step: Step) -> bool:
     if len(terms) != 1 or len(terms[0]) != 1 or terms[0][0].kind != "mean":
         return False
     return is_near(abs(terms[0][0].weight) * terms[0][0].count, 1.0)
+
+
+def compute_one_loss(steps: Iterable[Step]) -> bool:
+    """Ranks that share one loss have a part of its gradient each: the sum is the whole."""
+    losses = [b.loss or 0.0 for step in steps for b in step.backwards]
+    return max(losses) - min(losses) <= _ONE_LOSS * max(map(abs, losses))
 
 
 def is_made_up_for(track: SharedTrack) -> bool:

@@ -7,13 +7,19 @@ long the gradients were that backward left, that went in, that came out and that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.audit.ledger import SCATTERING
 from lockstep.audit.rules.base import Code, Explained, first_found
-from lockstep.audit.rules.scale import UNDIVIDED, is_made_up_for, is_near, is_one_mean
+from lockstep.audit.rules.scale import (
+    UNDIVIDED,
+    compute_one_loss,
+    is_made_up_for,
+    is_near,
+    is_one_mean,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,8 +27,6 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.world import SharedTrack, World
-
-_ONE_LOSS: Final = 1e-6
 
 
 class Scattered:
@@ -46,7 +50,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     size = len(steps)
     if size < track.world_size or not all(_is_own_mean(step) for step in steps.values()):
         return None
-    if _compute_one_loss(steps) or not all(_used_the_sum(s, size) for s in steps.values()):
+    if compute_one_loss(steps.values()) or not all(_used_the_sum(s, size) for s in steps.values()):
         return None
     step = next(iter(steps.values()))
     call = _scatters(step)[0]
@@ -71,12 +75,6 @@ def _is_own_mean(step: Step) -> bool:
     changed = step.clips or step.scale is not None or step.has_closure
     apart = not any(b.gathered or b.wrappers or b.own or b.hooked for b in step.backwards)
     return not changed and apart and is_one_mean(step)
-
-
-def _compute_one_loss(steps: dict[int, Step]) -> bool:
-    """Ranks that share one loss have a part of its gradient each: the sum is the whole."""
-    losses = [b.loss or 0.0 for step in steps.values() for b in step.backwards]
-    return max(losses) - min(losses) <= _ONE_LOSS * max(map(abs, losses))
 
 
 def _used_the_sum(step: Step, size: int) -> bool:

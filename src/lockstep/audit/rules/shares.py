@@ -10,10 +10,10 @@ from lockstep.audit.rules.left_by_backward import uses_what_backward_left
 from lockstep.audit.rules.scale import TIMES, is_near
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Collective, Step
+    from lockstep.audit.ledger import Collective, Step, Term
     from lockstep.audit.world import SharedTrack, World
 
 
@@ -34,6 +34,8 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
     if len(steps) < 2 or len(steps) < len(track.ranks):
         return None
+    if not all(_is_averaged(track, rank, step) for rank, step in steps.items()):
+        return None
     calls = {rank: _counted(step) for rank, step in steps.items()}
     if not all(_uses_the_average(step, track.key) for step in steps.values()):
         return None
@@ -44,14 +46,25 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     call = next(call for call in calls.values() if call)
     return TIMES.finding(
         f"step {number + 1}: each rank's loss is its share of a mean over all ranks' "
-        f"{call.after:g} elements ({numbers(counts)} of them are its own), and the wrapper divides "
-        f"by {size} as well: gradients are 1/{size} of those of the mean over all samples",
-        f"multiply the loss by the number of ranks, which the wrapper divides by: {size} here",
+        f"{call.after:g} elements ({numbers(counts)} of them are its own), and {_who(step)} "
+        f"divides by {size} as well: gradients are 1/{size} of those of the mean over all samples",
+        f"multiply the loss by the number of ranks, which {_who(step)} divides by: {size} here",
         rank=track.ranks,
         step=number + 1,
         evidence={"ratio": 1.0 / size, "counts": {str(r): n for r, n in counts.items()}},
         where=[*step.backwards[-1].where, *call.where],
     )
+
+
+def _is_averaged(track: SharedTrack, rank: int, step: Step) -> bool:
+    """By a wrapper, or by ``fully_shard``, which was not told to divide by another number."""
+    if any(b.wrappers for b in step.backwards):
+        return any(f["armed"] for b in step.backwards for f in b.wrappers.values())
+    return not step.divided and all(p.sharded for p in track.tracks[rank].parameters)
+
+
+def _who(step: Step) -> str:
+    return "the wrapper" if any(b.wrappers for b in step.backwards) else "`fully_shard`"
 
 
 def _counted(step: Step) -> Collective | None:
@@ -64,18 +77,27 @@ def _counted(step: Step) -> Collective | None:
         return None
     # Beside the loss there may be others of the same elements, which count less.
     terms = [max(b.terms, key=lambda term: abs(term.weight)) for b in backwards]
-    armed = any(facts["armed"] for b in backwards for facts in b.wrappers.values())
-    if not armed or any(t.kind not in ("mean", "sum") for t in terms):
+    if any(t.kind not in ("mean", "sum") for t in terms):
         return None
-    share = sum(abs(t.weight) * t.count for t in terms)
-    elements = sum(t.count for t in terms)
     for call in step.collectives:
-        if (call.op, call.reduction) not in _TELLING or len(call.group) < 2:
-            continue
-        counts = call.before and call.after and is_near(call.before, elements)
-        if counts and is_near(share, (call.before or 0.0) / (call.after or 1.0)):
+        if (call.op, call.reduction) in _TELLING and len(call.group) > 1 and _divided(call, terms):
             return call
     return None
+
+
+def _divided(call: Collective, terms: Sequence[Term]) -> bool:
+    """Does every element count as one of all that the ranks have told of?
+
+    A mean was weighed by the rank's share; a sum was divided by how many there are, also where its
+    elements are masked and only the program knows how many count.
+    """
+    if not call.before or not call.after or call.parameter or is_near(call.before, call.after):
+        return False
+    if all(is_near(abs(t.weight), 1.0 / call.after) for t in terms):
+        return call.after > 1.0
+    share = sum(abs(t.weight) * t.count for t in terms)
+    counts = is_near(call.before, sum(t.count for t in terms))
+    return counts and is_near(share, call.before / call.after)
 
 
 def _uses_the_average(step: Step, key: str) -> bool:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lockstep.audit.ledger import Term
 from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.multiples import factors_of, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,6 +27,7 @@ UNEVEN = Code("LS203", "a plain mean over unequal counts")
 
 _SEVERE = 1.2
 _EQUAL = 1.001
+_WEIGHED = 0.01
 
 _FIX = (
     "weigh every element the same: divide the sum of the losses by the number of elements on all "
@@ -52,7 +56,7 @@ class Weights:
 
 
 def _between_ranks(track: SharedTrack) -> Finding | None:
-    if len(track.ranks) < 2:
+    if len(track.ranks) < 2 or _weighs_gradients(track):
         return None
     for number in track.numbers:
         windows = {r: _with_terms(s.backwards, track.key) for r, s in track.steps(number).items()}
@@ -67,6 +71,22 @@ def _between_ranks(track: SharedTrack) -> Finding | None:
                         track, number, by_rank, at_once[0], "rank", [f"rank {r}" for r in by_rank]
                     )
     return None
+
+
+def _weighs_gradients(track: SharedTrack) -> bool:
+    """Were gradients multiplied by what differs between ranks, by counts, on their way?
+
+    By a communication hook, say; a mean over them is no plain one. Factors far from one in a step
+    where counts are apart tell, and of a weighted mean they are one on average.
+    """
+    for number in track.numbers:
+        samples = samples_of(track, track.steps(number))
+        factors = None if samples is None else factors_of(samples)
+        if factors is None or np.ptp(factors, axis=1).min() < _WEIGHED:
+            continue
+        if np.abs(factors.mean(axis=1) - 1.0).max() < _WEIGHED / 4:
+            return True
+    return False
 
 
 def _between_micro_batches(track: SharedTrack) -> Finding | None:

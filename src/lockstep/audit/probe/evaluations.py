@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffers with which a model is evaluated, as its forward begins.
+
+Between two optimizer steps they are looked at once, and again where the program has written them
+between two forwards, as a threshold that it calibrates. What forwards themselves write, as counts
+of a metric, is no part of what they are evaluated with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.audit.fingerprint import take
+from lockstep.audit.prints import samples_per_tensor
+from lockstep.audit.probe.frames import users_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from lockstep.audit.probe.probe import Probe
+
+_EVALUATIONS: Final = 200
+_LOOKS: Final = 16
+"""At modules that are evaluated and have no buffers, nor have their parts, between two steps."""
+_FORWARDS: Final = 256
+"""Of one module between two steps, before which it is asked whether its buffers were written."""
+
+_Versions = list[tuple[int, int]]
+
+
+@dataclass
+class Evaluated:
+    """What is known of the evaluation since the last optimizer step.
+
+    Attributes:
+        step: the steps before it.
+        looks: so many modules are looked at until one has buffers.
+        module: that one.
+        written: how often its buffers had been, when they were written down.
+        before: and when its last forward began.
+        forwards: so many of them are still asked for it.
+    """
+
+    step: int = -1
+    looks: int = _LOOKS
+    module: weakref.ref[torch.nn.Module] | None = None
+    written: _Versions = field(default_factory=list)
+    before: _Versions = field(default_factory=list)
+    forwards: int = _FORWARDS
+
+
+def note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
+    """A forward of `module` begins, in evaluation."""
+    if isinstance(module, DistributedDataParallel):
+        return
+    if probe.evaluated.step != probe.steps_done:
+        probe.evaluated = Evaluated(probe.steps_done)
+    known = probe.evaluated
+    if known.module is None:
+        if known.looks:
+            known.looks -= 1
+            if _write_down(probe, module):
+                known.module = weakref.ref(module)
+                known.before = known.written = _versions(module)
+    elif known.module() is module and known.forwards:
+        known.forwards -= 1
+        now = _versions(module)
+        # Equal before two forwards that follow one another: the first of them wrote nothing.
+        if now != known.written and now == known.before and _write_down(probe, module):
+            known.written = now
+        known.before = now
+
+
+def _write_down(probe: Probe, module: torch.nn.Module) -> bool:
+    buffers = {
+        name: b
+        for name, b in _saved_buffers(module)
+        if b.is_floating_point() and not getattr(b, "_lockstep_local", False)
+    }
+    evaluations = probe.ledger.evaluations
+    if not buffers or len(evaluations) >= _EVALUATIONS:
+        return False
+    counts = samples_per_tensor([b.numel() for b in buffers.values()])
+    noted: dict[str, Any] = {
+        "step": probe.steps_done,
+        "module": type(module).__name__,
+        "names": list(buffers),
+        "counts": counts,
+        "buffers": take(list(buffers.values()), counts),
+        "where": users_lines(),
+    }
+    evaluations.append(noted)
+    return True
+
+
+def _versions(module: torch.nn.Module) -> _Versions:
+    return [(id(b), b._version) for _, b in _saved_buffers(module)]
+
+
+def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What its state dict holds: caches and masks are no part of a model."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of modules that have gradients and that no optimizer of this rank holds.
+
+They were forgotten; or optimizers hold copies, or a part on each rank, and the program carries the
+gradients there and the weights back by hand. Then both are written down, for the first steps, with
+what the ranks told one another in each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from lockstep.audit.fingerprint import take
+from lockstep.audit.probe.names import outermost, parameter_names
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.audit.probe.probe import Probe, Watched, Window
+
+
+def note_unheld(probe: Probe, watched: Watched) -> None:
+    """Before a step: which there are, and all parameters and gradients if there are any."""
+    step = watched.step
+    assert step is not None
+    if step.number and not watched.looks_beside:
+        return
+    parameters = _with_gradients(probe)
+    if step.number == 0:
+        held = probe.parameters_held()
+        unheld = [(name, p) for name, p in parameters if id(p) not in held]
+        step.unowned = [f"{name} {list(p.shape)}" for name, p in unheld]
+        watched.looks_beside = bool(unheld)
+    if watched.looks_beside:
+        # By name: modules are not found in the same order on all ranks.
+        names = sorted(
+            name for name, count in Counter(n for n, _ in parameters).items() if count < 2
+        )
+        of_name = dict(parameters)
+        tensors = [of_name[name] for name in names]
+        no_samples = [0] * len(tensors)
+        step.beside = {
+            "names": names,
+            "sizes": [p.numel() for p in tensors],
+            "weights": take(tensors, no_samples, norms=False),
+            "gradients": take([p.grad for p in tensors], no_samples),
+            "left_out": _left_out(probe),
+        }
+
+
+def note_told_within(watched: Watched, window: Window) -> None:
+    """After a step: the collectives that it called itself."""
+    step = watched.step
+    if step is not None and step.beside:
+        step.beside["within"] = window.collectives[len(step.collectives) :]
+        step.beside["all"] = len(window.collectives) < window.LIMIT
+
+
+def _left_out(probe: Probe) -> list[str]:
+    """Those of models most of which is held: what is trained in part is mostly not."""
+    held = probe.parameters_held()
+    modules = [m for r in probe.living if (m := r()) is not None]
+    names = parameter_names(modules)
+    found = []
+    for root in outermost(modules):
+        of_root = [p for p in root.parameters() if p.requires_grad and p.grad is not None]
+        unheld = [p for p in of_root if id(p) not in held]
+        if 2 * sum(p.numel() for p in unheld) < sum(p.numel() for p in of_root):
+            found += [names.get(id(p), "?") for p in unheld]
+    return found
+
+
+def _with_gradients(probe: Probe) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of all modules that have one, each once, with its name."""
+    modules = [m for r in probe.living if (m := r()) is not None]
+    names = parameter_names(modules)
+    each = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    return [
+        (names.get(id(p), "?"), p) for p in each.values() if p.requires_grad and p.grad is not None
+    ]

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO by hand: parts of the weights that each rank updates from its own gradients alone.
+
+The weights are gathered after each step, so replicas agree. What was gathered suffices for them and
+for nothing more, and no reduction passed: the gradients that backward left, which differ, went
+nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lockstep.audit.rules.base import Explained, named, numbers
+from lockstep.audit.rules.gradients import BYPASSED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Step
+    from lockstep.audit.world import SharedTrack, World
+
+_STEPS: Final = 3
+_APART: Final = 1e-3
+_FEW: Final = 16
+"""Elements that carry a loss, a count or a norm, and no gradients."""
+_PADDED: Final = 1.1
+_SILENT: Final = ("barrier", "monitored_barrier")
+_OF_ONE_TENSOR: Final = ("all_reduce", "reduce", "broadcast", "all_gather")
+"""Without a shape it is one number."""
+
+
+class Unheld:
+    """Looks at parameters that no optimizer of a rank holds and that move nevertheless."""
+
+    codes = (BYPASSED,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        if world.sync_of_lockstep() or any(world.fact("sends")):
+            return
+        for track in world.tracks:
+            if track.key in explained.tracks or len(track.ranks) < world.size:
+                continue
+            found = _judge(track)
+            if found is not None:
+                explained.tracks.add(track.key)
+                yield found
+
+
+def _judge(track: SharedTrack) -> Finding | None:
+    moved = [n for n in track.numbers if _moved_by_its_owner(track, n)]
+    if len(moved) < _STEPS:
+        return None
+    number = moved[0]
+    steps = track.steps(number)
+    step = next(iter(steps.values()))
+    places = _apart(steps)
+    names = [step.beside["names"][place] for place in places]
+    norms = {rank: float(s.beside["gradients"].norms[places[0]]) for rank, s in steps.items()}
+    backward = step.backwards[-1].where if step.backwards else []
+    return BYPASSED.finding(
+        f"step {number + 1}: backward left each rank gradients of its own (norm of "
+        f"`{names[0]}`'s: {numbers(norms)}), no reduction passed, and what the ranks gathered or "
+        f"broadcast is just the weights; yet {named(names)} changed, and alike on all ranks: "
+        "each part was updated from the gradients of the one rank whose optimizer holds it",
+        "average the gradients before the step: `dist.reduce_scatter_tensor(part, flat, "
+        "op=ReduceOp.AVG)`, `dist.reduce` to the owner, or DistributedDataParallel with "
+        "ZeroRedundancyOptimizer",
+        rank=track.ranks,
+        step=number + 1,
+        parameters=names,
+        evidence={"reason": "updated from the owner's gradients", "norms": norms},
+        where=[*backward, *step.where],
+    )
+
+
+def _moved_by_its_owner(track: SharedTrack, number: int) -> bool:
+    steps, later = track.steps(number), track.steps(number + 1)
+    seen = [*steps.values(), *later.values()]
+    if len(seen) < 2 * len(track.ranks) or any(s.has_closure or not _is_whole(s) for s in seen):
+        return False
+    if len({tuple(s.beside["names"]) for s in seen}) > 1:
+        return False
+    before, after = _weights(steps), _weights(later)
+    if before is None or after is None:
+        return False
+    apart = _apart(steps)
+    size = sum(seen[0].beside["sizes"])
+    return (
+        bool(apart)
+        and bool((before != after)[apart].all())
+        and all(_tells_weights_only(s, size, len(track.ranks)) for s in seen)
+    )
+
+
+def _is_whole(step: Step) -> bool:
+    return bool(step.beside.get("all"))
+
+
+def _weights(steps: dict[int, Step]) -> np.ndarray[Any, Any] | None:
+    """What stands for them, if they are the same on all ranks."""
+    hashes = np.array([step.beside["weights"].hashes for step in steps.values()])
+    return hashes[0] if (hashes == hashes[0]).all() else None
+
+
+def _apart(steps: dict[int, Step]) -> list[int]:
+    """The parameters whose gradients are of other lengths on other ranks."""
+    norms = np.array([step.beside["gradients"].norms for step in steps.values()])
+    spread = norms.max(axis=0) - norms.min(axis=0)
+    return [int(n) for n in np.flatnonzero(spread > _APART * norms.max(axis=0))]
+
+
+def _tells_weights_only(step: Step, size: int, ranks: int) -> bool:
+    """Of `size` weights each rank gathers its part, or all are broadcast, once; nothing else."""
+    gathered = broadcast = 0
+    for call in [*step.collectives, *step.beside["within"]]:
+        elements = math.prod(call.shape)
+        if call.op not in _OF_ONE_TENSOR and not call.shape and call.op not in _SILENT:
+            return False  # objects, or tensors whose sizes were not looked at
+        if call.op.startswith("all_gather"):
+            gathered += elements
+        elif call.op == "broadcast":
+            broadcast += elements
+        elif elements > _FEW:
+            return False
+    most = _PADDED * size + _FEW * ranks
+    return gathered * ranks <= most and broadcast <= most
