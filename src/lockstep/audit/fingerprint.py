@@ -8,6 +8,7 @@ equal hashes, whatever the layout, at half a percent of a training step. A *norm
 
 from __future__ import annotations
 
+import math
 import zlib
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from lockstep.audit.prints import ABSENT, Fingerprint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_AT_ONCE = 1 << 18
+"""Elements of a sparse tensor that are added up at once."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -53,7 +56,7 @@ def take(
             hashes[list(large)] = stacked([_lane_sum(t) for t in large.values()]).numpy()
             _fill_samples(samples, large, counts)
         for place, tensor in enumerate(tensors):
-            if tensor is not None and tensor.is_sparse and counts[place]:
+            if tensor is not None and _is_sparse(tensor) and counts[place]:
                 end = sum(counts[: place + 1])
                 samples[end - counts[place] : end] = _folded(tensor, counts[place])
         present = [t for t in plain if t is not None]
@@ -106,6 +109,10 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.is_sparse and not tensor.is_complex()
+
+
 def _folded(tensor: torch.Tensor, count: int) -> np.ndarray[Any, Any]:
     """What a sparse tensor's elements add up to, by their place modulo `count`; shape (count,).
 
@@ -113,13 +120,18 @@ def _folded(tensor: torch.Tensor, count: int) -> np.ndarray[Any, Any]:
     are still those of the ranks' where rows are added up.
     """
     held = tensor.detach().coalesce()
-    values = held.values().double()
-    rows = torch.zeros_like(held.indices()[0])
+    values = held.values()
+    values = values.reshape(len(values), math.prod(values.shape[1:]))
+    rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
     for indices, size in zip(held.indices(), held.shape, strict=False):
         rows = rows * size + indices
-    width = values[0].numel() if len(values) else 1
-    places = rows[:, None] * width + torch.arange(width, device=rows.device)
-    sums = values.new_zeros(count).index_add_(0, (places % count).reshape(-1), values.reshape(-1))
+    width = values.shape[1]
+    columns = torch.arange(width, device=values.device)
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+    for start in range(0, len(values), _AT_ONCE // max(width, 1) + 1):
+        some = slice(start, start + _AT_ONCE // max(width, 1) + 1)
+        places = (rows[some, None] * width + columns) % count
+        sums.index_add_(0, places.reshape(-1), values[some].double().reshape(-1))
     return sums.cpu().numpy()
 
 

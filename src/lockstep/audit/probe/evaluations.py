@@ -2,8 +2,8 @@
 """The buffers with which a model is evaluated, as its forward begins.
 
 Between two optimizer steps they are looked at once, and again where the program has written them
-between two forwards, as a threshold that it calibrates. What forwards themselves write, as counts
-of a metric, is no part of what they are evaluated with.
+between two forwards, once, as a threshold that it calibrates. What it writes again and again is
+state, and what forwards themselves write, as counts of a metric, is no part of the model.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Evaluated:
         module: that one.
         written: how often its buffers had been, when they were written down.
         before: and when its last forward began.
+        again: they were written once more, and that was written down.
         forwards: so many of them are still asked for it.
     """
 
@@ -52,6 +53,7 @@ class Evaluated:
     module: weakref.ref[torch.nn.Module] | None = None
     written: _Versions = field(default_factory=list)
     before: _Versions = field(default_factory=list)
+    again: bool = False
     forwards: int = _FORWARDS
 
 
@@ -72,8 +74,13 @@ def note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
         known.forwards -= 1
         now = _versions(module)
         # Equal before two forwards that follow one another: the first of them wrote nothing.
-        if now != known.written and now == known.before and _write_down(probe, module):
-            known.written = now
+        if now != known.written and now == known.before:
+            if known.again:
+                # Written again and again, as state or in a sweep: not what it is evaluated with.
+                del probe.ledger.evaluations[-2:]
+                known.forwards = 0
+            elif _write_down(probe, module):
+                known.again, known.written = True, now
         known.before = now
 
 
@@ -100,7 +107,7 @@ def _write_down(probe: Probe, module: torch.nn.Module) -> bool:
 
 
 def _versions(module: torch.nn.Module) -> _Versions:
-    return [(id(b), b._version) for _, b in _saved_buffers(module)]
+    return [(id(b), 0 if b.is_inference() else b._version) for _, b in _saved_buffers(module)]
 
 
 def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

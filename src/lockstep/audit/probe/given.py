@@ -19,6 +19,6 @@ def note_given(probe: Probe, call: Collective, tensor: torch.Tensor, param: torc
     """Keep those of its elements that are kept of the gradient after backward, in first steps."""
     for watched in probe.optimizers.values():
         count = watched.counted.get(id(param), 0)
-        if count and watched.track.count < CLOSELY:
+        if count and not tensor.is_sparse and watched.track.count < CLOSELY:
             call.given = take([tensor], [count], norms=False).samples.tolist()
             return

@@ -9,15 +9,22 @@ what the ranks told one another in each.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import torch.distributed as dist
 
 from lockstep.audit.fingerprint import take
 from lockstep.audit.probe.names import outermost, parameter_names
+from lockstep.audit.probe.probe import sequence_number
 
 if TYPE_CHECKING:
     import torch
 
     from lockstep.audit.probe.probe import Probe, Watched, Window
+
+_OPTIMIZERS: Final = 4
+_LEAST: Final = 2
+"""Dimensions of weights; a scalar or a vector may be a multiplier that is updated by hand."""
 
 
 def note_unheld(probe: Probe, watched: Watched) -> None:
@@ -26,6 +33,8 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
     assert step is not None
     if step.number and not watched.looks_beside:
         return
+    if len(probe.optimizers) > _OPTIMIZERS and watched.track is not probe.ledger.tracks[0]:
+        return  # one for each parameter, say: they step together, and one of them looks
     parameters = _with_gradients(probe)
     if step.number == 0:
         held = probe.parameters_held()
@@ -45,7 +54,8 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
             "sizes": [p.numel() for p in tensors],
             "weights": take(tensors, no_samples, norms=False),
             "gradients": take([p.grad for p in tensors], no_samples),
-            "left_out": _left_out(probe),
+            "left_out": [] if step.number else _left_out(probe),
+            "issued": sequence_number(dist.group.WORLD) if dist.is_initialized() else -1,
         }
 
 
@@ -58,16 +68,18 @@ def note_told_within(watched: Watched, window: Window) -> None:
 
 
 def _left_out(probe: Probe) -> list[str]:
-    """Those of models most of which is held: what is trained in part is mostly not."""
+    """Weights of layers of models most of which is held; not of two models that share names."""
     held = probe.parameters_held()
     modules = [m for r in probe.living if (m := r()) is not None]
     names = parameter_names(modules)
+    known = Counter(names.values())
     found = []
     for root in outermost(modules):
         of_root = [p for p in root.parameters() if p.requires_grad and p.grad is not None]
         unheld = [p for p in of_root if id(p) not in held]
         if 2 * sum(p.numel() for p in unheld) < sum(p.numel() for p in of_root):
-            found += [names.get(id(p), "?") for p in unheld]
+            weights = [p for p in unheld if p.ndim >= _LEAST]
+            found += [names[id(p)] for p in weights if known[names.get(id(p), "?")] == 1]
     return found
 
 

@@ -19,27 +19,23 @@ if TYPE_CHECKING:
     from lockstep.audit.ledger import Step
     from lockstep.audit.world import Shared, SharedTrack
 
-_Factors = np.ndarray[Any, Any]
+_Numbers = np.ndarray[Any, Any]
 
 _APART: Final = 0.01
 _ROUNDING: Final = 1e-3
+_MUCH: Final = 0.5
+"""What is rounded to few bits loses less."""
 _LEAST: Final = 16
 """So few elements may be weights of rows."""
 
 
 def by_elements(track: SharedTrack, number: int) -> Finding | None:
     """Were elements made smaller between backward and the reduction, unlike on other ranks?"""
+    seen = _seen(track, number)
+    if seen is None or (number + 1 in track.numbers and _seen(track, number + 1) is None):
+        return None
+    names, factors = seen
     steps = track.steps(number)
-    if len(steps) < len(track.ranks) or track.differences("gradients", number):
-        return None
-    whole = [s for s in track.parameters if s.groups == [sorted(steps)]]
-    found = [(s, f) for s in whole if (f := _factors(track, steps, s)) is not None]
-    if not found:
-        return None
-    factors = np.concatenate([f for _, f in found], axis=1)
-    if factors.shape[1] < _LEAST or not _are_limits(factors):
-        return None
-    names = [s.name for s, f in found if f.min() < 1.0 - _APART]
     least = dict(zip(steps, factors.min(axis=1).tolist(), strict=True))
     step = next(iter(steps.values()))
     calls = [c.where for c in step.collectives if c.parameter in names and c.given]
@@ -56,29 +52,54 @@ def by_elements(track: SharedTrack, number: int) -> Finding | None:
     )
 
 
-def _factors(track: SharedTrack, steps: dict[int, Step], shared: Shared) -> _Factors | None:
-    """(ranks, elements): by what each was multiplied; None where that is not known of all ranks."""
+def _seen(track: SharedTrack, number: int) -> tuple[list[str], _Numbers] | None:
+    """The parameters, and (ranks, elements): by what each element was multiplied."""
+    steps = track.steps(number)
+    if len(steps) < len(track.ranks) or track.differences("gradients", number):
+        return None
+    whole = [s for s in track.parameters if s.groups == [sorted(steps)]]
+    found = [(s, given) for s in whole if (given := _given(track, steps, s)) is not None]
+    if not found:
+        return None
+    before, after, used = np.concatenate([given for _, given in found], axis=2)
+    if not _is_multiple(used[0], after.sum(axis=0)):
+        return None  # divided by what the ranks' weights add up to, say
+    there = (before != 0.0).all(axis=0)
+    factors = after[:, there] / before[:, there]
+    if factors.shape[1] < _LEAST or not _are_limits(factors):
+        return None
+    return [s.name for s, (left, given, _) in found if (left != given).any()], factors
+
+
+def _given(track: SharedTrack, steps: dict[int, Step], shared: Shared) -> _Numbers | None:
+    """(3, ranks, elements): after backward, as they were handed over, as they were used."""
     found = []
     for rank, step in steps.items():
         left = step.backwards[-1].gradients.get(track.key) if step.backwards else None
         calls = [c for c in step.collectives if c.given and not c.in_backward]
         given = [c.given for c in calls if c.parameter == shared.name]
-        if left is None or len(given) != 1:
+        if left is None or step.gradients is None or len(given) != 1:
             return None
-        before, after = np.array(track.sampled(left, shared, rank)), np.array(given[0])
-        if before.shape != after.shape or not np.isfinite(before).all():
+        before, used = (track.sampled(held, shared, rank) for held in (left, step.gradients))
+        if not len(before) == len(given[0]) == len(used):
             return None
-        found.append(after / np.where(before == 0.0, np.nan, before))
-    factors = np.array(found)
-    factors = factors[:, np.isfinite(factors).all(axis=0)]
-    return factors if factors.size else None
+        found.append([before, given[0], used])
+    numbers = np.array(found).swapaxes(0, 1)
+    return numbers if np.isfinite(numbers).all() else None
 
 
-def _are_limits(factors: _Factors) -> bool:
+def _is_multiple(used: _Numbers, total: _Numbers) -> bool:
+    """By one factor, as the number of ranks or a clip of the whole."""
+    square = float(total @ total)
+    factor = float(used @ total) / square if square else 0.0
+    return bool(np.abs(used - factor * total).max() <= _ROUNDING * np.abs(used).max())
+
+
+def _are_limits(factors: _Numbers) -> bool:
     if factors.min() <= 0.0 or factors.max() > 1.0 + _ROUNDING:
         return False
     total = factors.sum(axis=0)
     weights = np.ptp(total) <= _APART  # of rows, say: they add up to one
-    varies = np.ptp(factors, axis=1).max() > _APART
+    varies = np.ptp(factors, axis=1).max() > _APART and factors.min() < _MUCH
     apart = np.ptp(factors, axis=0).max() > _APART
     return bool(varies and apart and not weights)

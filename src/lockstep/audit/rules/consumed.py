@@ -115,26 +115,32 @@ def _of_different(
     for place, rank in enumerate(samples.ranks):
         if samples.are_used(samples.then[place]):
             return _of_one(track, number, samples, rank)
-    return _partly_undivided(track, number, samples, steps) or _scaled(
-        track, number, samples, steps[0]
-    )
+    return _partly(track, number, samples, steps) or _scaled(track, number, samples, steps[0])
 
 
-def _partly_undivided(
-    track: SharedTrack, number: int, samples: Samples, steps: list[Step]
-) -> Finding | None:
-    """The sum of some gradients and the mean of the others, of one and the same loss."""
+def _partly(track: SharedTrack, number: int, samples: Samples, steps: list[Step]) -> Finding | None:
+    """The mean of some gradients, and of others the sum, or one rank's own."""
+    apart: dict[str | int, list[int]] = {}
+    for parameter in samples.parameters:
+        if np.count_nonzero(samples.of(parameter).then.any(axis=1)) == 1:
+            continue  # of a task that one rank has: the sum is its own
+        what = _used_of(samples.of(parameter))
+        if what is None:
+            return None
+        apart.setdefault(what, []).append(parameter)
+    means, *others = apart.pop("mean", []), *apart
+    if not means or len(others) != 1:
+        return None
+    what, names = others[0], [track.parameters[p].name for p in apart[others[0]]]
+    if isinstance(what, int):
+        return _of_one(track, number, samples, what, names)
     if not all(map(is_one_mean, steps)) or compute_one_loss(steps):
         return None
     if any(b.gathered for s in steps for b in s.backwards):
         return None
-    summed = [p for p in samples.parameters if samples.of(p).are_used(samples.of(p).then.sum(0))]
-    others = [samples.of(p) for p in samples.parameters if p not in summed]
-    if not summed or not others or not all(s.are_used(s.then.mean(axis=0)) for s in others):
-        return None
-    if any(samples.of(p).were_equal or not samples.of(p).used.any() for p in summed):
-        return None
-    names, size = [track.parameters[p].name for p in summed], len(samples.ranks)
+    if any(call.parameter in names for s in steps for call in s.collectives):
+        return None  # on the same way as others, and made larger after it
+    size = len(samples.ranks)
     return UNDIVIDED.finding(
         f"step {number + 1}: each rank's loss is a mean over its own batch, and the optimizer used "
         f"the sum of the {size} ranks' gradients of {named(names)}, and the mean of all others': "
@@ -146,6 +152,16 @@ def _partly_undivided(
         evidence={"ranks": size},
         where=[*steps[0].backwards[-1].where, *steps[0].where],
     )
+
+
+def _used_of(samples: Samples) -> str | int | None:
+    """Of one parameter's gradients: ``mean``, ``sum``, or whose own, by its rank."""
+    if samples.are_used(samples.then.mean(axis=0)):
+        return "mean"
+    if samples.are_used(samples.then.sum(axis=0)):
+        return "sum"
+    whose = [r for r, own in zip(samples.ranks, samples.then, strict=True) if samples.are_used(own)]
+    return whose[0] if len(whose) == 1 else None
 
 
 def _of_one_clipped(track: SharedTrack, number: int, samples: Samples) -> Finding | None:
@@ -167,15 +183,19 @@ def _fits(samples: Samples, values: np.ndarray[Any, Any]) -> bool:
     return 0.0 < factor <= 1.0 + samples.close and samples.are_used(values * factor)
 
 
-def _of_one(track: SharedTrack, number: int, samples: Samples, rank: int) -> Finding:
+def _of_one(
+    track: SharedTrack, number: int, samples: Samples, rank: int, names: list[str] | None = None
+) -> Finding:
     others = [other for other in samples.ranks if other != rank]
+    of = f" for {named(names)}, and the mean of all others" if names else ""
     return ONE_RANK.finding(
         f"step {number + 1}: the ranks had different gradients when backward had returned, "
-        f"and all of them used those of rank {rank}: what ranks {others} computed is lost",
+        f"and all of them used those of rank {rank}{of}: what ranks {others} computed is lost",
         "average: `dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)`, or "
         "`lockstep.average_gradients(model)`, instead of a broadcast",
         rank=others,
         step=number + 1,
+        parameters=names or [],
         evidence={"used": rank},
         where=next(iter(track.steps(number).values())).where,
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -115,7 +116,8 @@ def _order(rank: int, loadings: list[Loading]) -> Finding | None:
         whole = [x for x in epochs if len(x.indices) == len(epochs[0].indices)]
         if len({x.step for x in whole}) < max(len(whole), 2):
             continue  # side by side, and not one after the other
-        if any(x.indices != whole[0].indices for x in whole):
+        whole = _in_one_order(whole)
+        if not whole:
             continue
         first = whole[0]
         ascending = first.indices == sorted(first.indices)
@@ -129,3 +131,14 @@ def _order(rank: int, loadings: list[Loading]) -> Finding | None:
             where=first.where,
         )
     return None
+
+
+def _in_one_order(epochs: list[Loading]) -> list[Loading]:
+    """All of them; or the last ones, if more than ever before have one order.
+
+    As where a loader is made anew and the old one's sampler is told of the epochs. A loader that is
+    read several times in each epoch has as many of one order again and again.
+    """
+    runs = [list(run) for _, run in itertools.groupby(epochs, key=lambda x: x.indices)]
+    before = max((len(run) for run in runs[:-1]), default=1)
+    return runs[-1] if len(runs[-1]) > before and len(runs[-1]) >= (len(runs) > 1) + 2 else []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code, Explained, named
@@ -29,7 +30,7 @@ class Ownership:
         seen: set[str] = set()
         for rank, ledger in world.ledgers.items():
             for track in ledger.tracks:
-                found = _foreign(rank, track) or _unowned(rank, track)
+                found = _foreign(rank, track) or _unowned(world, rank, track)
                 if found is not None and found.code + track.key not in seen:
                     seen.add(found.code + track.key)
                     yield found
@@ -71,15 +72,20 @@ def _foreign(rank: int, track: Track) -> Finding | None:
     )
 
 
-def _unowned(rank: int, track: Track) -> Finding | None:
+def _unowned(world: World, rank: int, track: Track) -> Finding | None:
     """Everything held is fine; something else was differentiated for nothing."""
-    if not track.steps or not track.steps[0].unowned or _is_carried_back(track):
+    if not track.steps or not track.steps[0].unowned:
         return None
     step = track.steps[0]
+    moved = _moved(track)
     names = [entry.rsplit(" [", maxsplit=1)[0] for entry in step.unowned]
-    left_out = [name for name in names if name in step.beside.get("left_out", ())]
-    names = left_out or names
+    names = [name for name in names if name not in moved]
+    if not names:
+        return None
+    held = {p.name for led in world.ledgers.values() for t in led.tracks for p in t.parameters}
+    left_out = [n for n in names if n in step.beside.get("left_out", ()) and n not in held]
     beside = ", while others of their model are held" if left_out else ""
+    names = left_out or names
     return UNOWNED.finding(
         f"{named(names)} had gradients at {track.optimizer}'s first step, and no optimizer holds "
         f"them{beside}: they do not train",
@@ -92,14 +98,15 @@ def _unowned(rank: int, track: Track) -> Finding | None:
     )
 
 
-def _is_carried_back(track: Track) -> bool:
-    """Did what no optimizer holds change all the same? Copies or parts of it are held."""
-    first, second = (step.beside for step in (track.steps * 2)[:2])
-    if not first or not second or first["names"] != second["names"]:
-        return False
-    changed = first["weights"].hashes != second["weights"].hashes
-    moved = {name for name, has in zip(first["names"], changed, strict=True) if has}
-    return all(entry.rsplit(" [", maxsplit=1)[0] in moved for entry in track.steps[0].unowned)
+def _moved(track: Track) -> set[str]:
+    """What changed in one of the first steps, although no optimizer holds it: copies are held."""
+    seen = [step.beside for step in track.steps if step.beside]
+    moved: set[str] = set()
+    for before, after in itertools.pairwise(seen):
+        then = dict(zip(before["names"], before["weights"].hashes.tolist(), strict=True))
+        now = dict(zip(after["names"], after["weights"].hashes.tolist(), strict=True))
+        moved |= {name for name, held in now.items() if then.get(name, held) != held}
+    return moved
 
 
 class Participation:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code, Explained, first_found, first_of_each, named
-from lockstep.audit.rules.words import divides_rate, line_with_factor
+from lockstep.audit.rules.words import divides_by_ranks, divides_rate, line_with_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,6 +115,8 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
     kept = [c for c in calls if _was_kept(track, step, c) and len(c.group) == size]
     if len(kept) < len(calls) or (_wrapper_ran(step) and not _were_own(steps)):
         return None
+    if not all(_was_as_backward_left_it(track, step, c) for c in kept):
+        return None
     names = sorted({str(c.parameter) for c in kept})
     return UNDIVIDED.finding(
         f"step {number + 1}: each rank's loss is a mean over its own batch, the gradients of "
@@ -127,6 +129,18 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
         evidence={"after": kept[0].after, "ranks": size},
         where=kept[0].where,
     )
+
+
+def _was_as_backward_left_it(track: SharedTrack, step: Step, call: Collective) -> bool:
+    """Not divided between backward and the reduction; a hook's own text tells of what it does."""
+    if call.in_backward:
+        return not divides_by_ranks(call.where)
+    left = step.backwards[-1].gradients.get(track.key) if step.backwards else None
+    shared = next((s for s in track.parameters if s.name == call.parameter), None)
+    if left is None or shared is None:
+        return False
+    rank = next(r for r, one in track.tracks.items() if step in one.steps)
+    return is_near(call.before, float(left.norms[shared.index[rank]]))
 
 
 def _wrapper_ran(step: Step) -> bool:

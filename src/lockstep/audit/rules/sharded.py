@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Step
+    from lockstep.audit.ledger import Step, Term
     from lockstep.audit.world import SharedTrack, World
 
 
@@ -96,7 +96,14 @@ def _undivided(world: World, track: SharedTrack, number: int) -> Finding | None:
 
 
 def _is_torchs_mean(step: Step) -> bool:
-    """A sum that is divided by hand may be divided by what all ranks have: a factor of 1 is why."""
+    """A sum that is divided by hand may be divided by what all ranks have: a factor of 1 is why.
+
+    Not where the divisor is the number of elements that this rank's loss was computed of.
+    """
     terms = [term for b in step.backwards for term in b.terms]
     gathers = any(b.gathered or b.hooked for b in step.backwards)
-    return is_one_mean(step) and not gathers and all("/" not in term.op for term in terms)
+    return is_one_mean(step) and not gathers and not any(map(_may_be_of_all, terms))
+
+
+def _may_be_of_all(mean: Term) -> bool:
+    return "/" in mean.op and (mean.op.startswith("sum/") or " of " in mean.op)

@@ -27,7 +27,15 @@ class Shares:
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         if not world.sync_of_lockstep():
-            yield from first_of_each(world, explained, _judge_step)
+            yield from first_of_each(world, explained, _judge_twice)
+
+
+def _judge_twice(track: SharedTrack, number: int) -> Finding | None:
+    """Numbers that are equal once may be so by chance."""
+    later = [n for n in track.numbers if n > number]
+    found = _judge_step(track, number)
+    again = not later or any(_judge_step(track, n) is not None for n in later)
+    return found if again else None
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
@@ -93,7 +101,10 @@ def _divided(call: Collective, terms: Sequence[Term]) -> bool:
     """
     if not call.before or not call.after or call.parameter or is_near(call.before, call.after):
         return False
-    if all(is_near(abs(t.weight), 1.0 / call.after) for t in terms):
+    # What is divided by the number of its own elements is a mean, of as many on each rank.
+    if all(t.kind == "sum" or " of " in t.op for t in terms) and all(
+        is_near(abs(t.weight), 1.0 / call.after) for t in terms
+    ):
         return call.after > 1.0
     share = sum(abs(t.weight) * t.count for t in terms)
     counts = is_near(call.before, sum(t.count for t in terms))

@@ -31,6 +31,8 @@ _RANKS: Final = frozenset(
 """In lower case, without underscores. Shorter names may stand for anything: what the program gives
 them tells."""
 
+_DIVIDING: Final = ("div", "div_", "true_divide", "true_divide_")
+
 
 def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
     """The line that gives the loss of the backward at `lines` its factor.
@@ -62,6 +64,27 @@ def divides_rate(lines: Sequence[Place]) -> bool:
         assigned = [n for n in nodes if known.intersection(map(last_name, left_sides(n)))]
         if any(_factor_in(n, ast.Div, ranks) is not None for n in (*rates, *assigned)):
             return True
+    return False
+
+
+def divides_by_ranks(lines: Sequence[Place]) -> bool:
+    """Does the function that the first of `lines` is in divide by the number of ranks, or take 1/n?
+
+    By an operator, or as ``tensor.div_(n)``.
+    """
+    for place in lines[:1]:
+        module = parsed(place.file)
+        ranks = _number_of_ranks(module)
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        around = [n for n in ast.walk(module) if isinstance(n, kinds) and spans(n, place.line)]
+        if not around:
+            return False
+        inner = min(around, key=lambda n: (n.end_lineno or n.lineno) - n.lineno)
+        calls = [n for n in ast.walk(inner) if isinstance(n, ast.Call) and n.args]
+        divided = [c.args[0] for c in calls if last_name(c.func) in _DIVIDING]
+        if _factor_in(inner, ast.Div, ranks) is not None:
+            return True
+        return any(_is_number_of_ranks(by, ranks) for by in divided)
     return False
 
 
