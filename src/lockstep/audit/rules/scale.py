@@ -132,14 +132,14 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
 
 
 def _was_as_backward_left_it(track: SharedTrack, step: Step, call: Collective) -> bool:
-    """Not divided between backward and the reduction; a hook's own text tells of what it does."""
-    if call.in_backward:
-        return not divides_by_ranks(call.where)
+    """Not divided on its way to the reduction; where backward left none, by the program's text."""
     left = step.backwards[-1].gradients.get(track.key) if step.backwards else None
     shared = next((s for s in track.parameters if s.name == call.parameter), None)
     if left is None or shared is None:
         return False
     rank = next(r for r, one in track.tracks.items() if step in one.steps)
+    if call.in_backward or left.is_absent(shared.index[rank]):
+        return not divides_by_ranks(call.where)
     return is_near(call.before, float(left.norms[shared.index[rank]]))
 
 

@@ -68,7 +68,7 @@ def divides_rate(lines: Sequence[Place]) -> bool:
 
 
 def divides_by_ranks(lines: Sequence[Place]) -> bool:
-    """Does the function that the first of `lines` is in divide by the number of ranks, or take 1/n?
+    """Does the function that the first of `lines` is in, or else the file, divide by the ranks?
 
     By an operator, or as ``tensor.div_(n)``.
     """
@@ -77,9 +77,9 @@ def divides_by_ranks(lines: Sequence[Place]) -> bool:
         ranks = _number_of_ranks(module)
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         around = [n for n in ast.walk(module) if isinstance(n, kinds) and spans(n, place.line)]
-        if not around:
-            return False
-        inner = min(around, key=lambda n: (n.end_lineno or n.lineno) - n.lineno)
+        inner: ast.AST = module
+        if around:
+            inner = min(around, key=lambda n: (n.end_lineno or n.lineno) - n.lineno)
         calls = [n for n in ast.walk(inner) if isinstance(n, ast.Call) and n.args]
         divided = [c.args[0] for c in calls if last_name(c.func) in _DIVIDING]
         if _factor_in(inner, ast.Div, ranks) is not None:
