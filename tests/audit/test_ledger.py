@@ -54,6 +54,36 @@ def test_small_tensors_side_by_side_have_the_fingerprints_that_each_has_alone(dt
     assert together.samples.tolist() == [float(x) for each in alone for x in each.samples]
 
 
+@pytest.mark.parametrize(
+    ("shape", "sparse_dims"), [((40, 3), 1), ((6, 7, 5), 2), ((9,), 1), ((4, 3), 0), ((0, 3), 1)]
+)
+def test_sums_of_sparse_samples_are_samples_of_the_sum(shape, sparse_dims):
+    source = torch.Generator().manual_seed(0)
+    of_ranks = []
+    for _ in range(2):
+        kept = (torch.rand(shape[:sparse_dims], generator=source) < 0.3).double()
+        values = torch.randn(shape, generator=source, dtype=torch.float64)
+        kept = kept.reshape(*kept.shape, *[1] * (len(shape) - sparse_dims))
+        of_ranks.append((values * kept).to_sparse(sparse_dims) if sparse_dims else values)
+    if not sparse_dims:
+        no_places = torch.zeros(0, 1, dtype=torch.int64)
+        of_ranks = [
+            torch.sparse_coo_tensor(no_places, v[None], shape, check_invariants=True)
+            for v in of_ranks
+        ]
+    mine, theirs, both = (take([t], [8]).samples for t in (*of_ranks, of_ranks[0] + of_ranks[1]))
+    np.testing.assert_allclose(mine + theirs, both, rtol=1e-12, atol=1e-12)
+    assert np.isfinite(both).all()
+
+
+def test_a_sparse_tensor_is_sampled_by_sums_over_its_places():
+    dense = torch.zeros(10, 2)
+    dense[3], dense[7] = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    # Elements 6, 7, 14 and 15 of twenty, modulo 4.
+    samples = take([dense.to_sparse(1)], [4]).samples
+    assert samples.tolist() == [0.0, 0.0, 1.0 + 10.0, 2.0 + 20.0]
+
+
 def test_small_models_are_sampled_whole_and_large_ones_thinly():
     assert samples_per_tensor([4, 8]) == [4, 8]
     assert sum(samples_per_tensor([10_000] * 3)) <= 256

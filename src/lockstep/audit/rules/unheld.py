@@ -72,7 +72,10 @@ def _judge(track: SharedTrack) -> Finding | None:
         rank=track.ranks,
         step=number + 1,
         parameters=names,
-        evidence={"reason": "updated from the owner's gradients", "norms": norms},
+        evidence={
+            "reason": "updated from the owner's gradients",
+            "norms": {str(rank): norm for rank, norm in norms.items()},
+        },
         where=[*backward, *step.where],
     )
 
