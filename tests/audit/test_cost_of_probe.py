@@ -14,7 +14,14 @@ from lockstep.audit import session
 from lockstep.audit.fingerprint import take
 from lockstep.audit.ledger import FIRST_STEPS_WATCH, Backward, Parameter, Track
 from lockstep.audit.packed import MOST_BYTES, SMALL, packed
-from lockstep.audit.probe import backwards, described, models_sent, optimizers, scattered, wrappers
+from lockstep.audit.probe import (
+    backwards,
+    described,
+    evaluations,
+    models_sent,
+    optimizers,
+    scattered,
+)
 from lockstep.audit.probe.probe import Probe, Watched
 
 _TRANSFERS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
@@ -231,5 +238,26 @@ def test_an_evaluation_without_buffers_is_looked_through_a_few_times_only():
     looked = []
     model.named_modules = lambda: looked.append(None) or iter(())
     for _ in range(40):
-        wrappers._note_evaluation(probe, model)
+        evaluations.note_evaluation(probe, model)
     assert 0 < len(looked) < 20
+
+
+def test_a_long_evaluation_is_asked_for_written_buffers_for_a_while_only():
+    model = torch.nn.BatchNorm1d(2).eval()
+    probe = Probe()
+    looked, modules = [], model.named_modules
+    model.named_modules = lambda: looked.append(None) or modules()
+    for _ in range(1000):
+        evaluations.note_evaluation(probe, model)
+    assert 0 < len(looked) < 300
+    assert len(probe.ledger.evaluations) == 1
+
+
+def test_buffers_of_inference_mode_count_as_never_written():
+    model = torch.nn.BatchNorm1d(2).eval()
+    with torch.inference_mode():
+        model.running_mean = torch.ones(2)
+    probe = Probe()
+    for _ in range(4):
+        evaluations.note_evaluation(probe, model)
+    assert len(probe.ledger.evaluations) == 1
