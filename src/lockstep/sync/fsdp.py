@@ -98,7 +98,7 @@ class FSDPSync(GradientSync):
         self._pairs = list(_pairs(shards, whole, self))
         self._known = [pair.shard.param.requires_grad for pair in self._pairs]
         guard.protect(self, [pair.shard for pair in self._pairs])
-        self._handles += [
+        self._handles = [
             # Before torch's own, which would gather one model at a time.
             module.register_forward_pre_hook(lambda *_: self._gather(), prepend=True)
             for module in self._sharded
@@ -189,6 +189,8 @@ class FSDPSync(GradientSync):
         if self._mesh is None:
             return
         super().detach()
+        for handle in self._handles:
+            handle.remove()
         guard.release(self, [pair.shard for pair in self._pairs])
         for module in self._sharded:
             _forget_group(module)

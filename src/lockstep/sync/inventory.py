@@ -227,7 +227,7 @@ def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> Non
     Raises:
         ReplicasDifferError: on every rank; names the parameters and the ranks.
     """
-    everyone = group.exchange([_sum_of_bits(param) for param in parameters.values()])
+    everyone = group.exchange([sum_of_bits(param) for param in parameters.values()])
     ranks = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if not ranks:
         return
@@ -247,7 +247,10 @@ def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> Non
     )
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> int:
+def sum_of_bits(tensor: torch.Tensor | None) -> int:
+    """A number that tells tensors with other bits apart, hardly ever alike by chance."""
+    if tensor is None:
+        return -1
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
     # By pieces: torch makes a copy of twice the size to add integers in a wider type.
