@@ -140,7 +140,7 @@ class Bucket:
 
     Attributes:
         delivered_version: the version of the views, when they were delivered.
-        kept: gradients that stay ``parameter.grad``, and their places in the bucket.
+        kept: those whose gradient stays ``parameter.grad``.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Bucket:
         self.pending: Pending | None = None
         self.is_launched = False
         self.may_leave_early = True
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kept: list[Slot] = []
         self._take_memory(device, dtype, tail)
 
     def _take_memory(self, device: torch.device, dtype: torch.dtype, tail: int) -> None:
@@ -230,13 +230,16 @@ class Bucket:
         absent: list[torch.Tensor] = []
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         fresh = is_fresh(grads)
-        for param, grad, view, is_ours in zip(self._params, grads, self.views, fresh, strict=True):
+        for slot, grad, view, is_ours in zip(self.slots, grads, self.views, fresh, strict=True):
             if grad is None:
                 absent.append(view)
             elif grad is not view:
                 strays.append(grad)
                 places.append(view)
-                (replaced if is_ours else self.kept).append((param if is_ours else grad, view))
+                if is_ours:
+                    replaced.append((slot.param, view))
+                else:
+                    self.kept.append(slot)
         self.used = [grad is not None for grad in grads]
         if strays:
             torch._foreach_copy_(places, strays)
@@ -264,9 +267,11 @@ class Bucket:
 
     def give_back(self) -> None:
         """The reduced values to gradients that stay where they are; and note the version."""
-        if self.kept:
-            gradients, places = zip(*self.kept, strict=True)
-            torch._foreach_copy_(gradients, places)
+        for slot in self.kept:
+            grad, view = slot.param.grad, slot.view
+            if grad is not None and view is not None and grad is not view:
+                slot.deliver(grad.copy_(view))
+        self.kept = []
         self.delivered_version = self.flat._version
 
     def silence(self) -> None:

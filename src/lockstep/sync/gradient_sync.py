@@ -313,6 +313,7 @@ class GradientSync(WindowedSync):
             self._is_driven = False
             if muted:
                 _put_grads(self._with_zeros(kept))
+                kept.clear()
         if muted and not self._is_paused:
             self._begin_round()
         if self._is_paused:
