@@ -109,7 +109,9 @@ class Captures:
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """Some elements, as real numbers."""
+    """Copies of some elements, as real numbers."""
     flat = gradient.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
-    return torch.view_as_real(some).reshape(-1).double() if some.is_complex() else some.double()
+    if some.is_complex():
+        some = torch.view_as_real(some).reshape(-1)
+    return some.to(torch.float64, copy=True)

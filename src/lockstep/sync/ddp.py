@@ -18,13 +18,14 @@ from lockstep import reduction
 from lockstep.errors import (
     WrongUseError,
 )
-from lockstep.sync import guard
+from lockstep.sync import guard, verdict
 from lockstep.sync.buckets import set_aside
-from lockstep.sync.buffers import broadcast_tensors
+from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.graph_task import call_at_end
 from lockstep.sync.inventory import agree, refuse_shared, take_inventory
+from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.reducer import PLAIN, WEIGHTED
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 from lockstep.sync.windowed import WindowedSync
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.reducer import Contribution
+from lockstep.sync.reducer import Contribution
 
 _OUTSIDE: Final = (
     "it did not come out of the forward of the model that register() returned (model.module,"
@@ -81,8 +82,8 @@ class DDPSync(WindowedSync):
         self._syncs_buffers = buffers == "after_backward" and self._keeps_buffers
         self.finds_unused = bool(arguments.get("find_unused_parameters"))
         self._copies = bool(arguments.get("gradient_as_bucket_view"))
-        everything = [slot.param for slot in self._slots] + self._buffer_tensors()
-        broadcast_tensors(group, everything, cap_bytes=2**25)
+        broadcast_tensors(group, [slot.param for slot in self._slots], cap_bytes=2**25)
+        broadcast_buffers(group, self._buffers, cap_bytes=2**25)
         self._of_param = {id(slot.param): slot for slot in self._slots}
         self.models = self._wrapped(modules, arguments)
         self._reduced = [model for model in self.models if isinstance(model, ReducedModel)]
@@ -90,6 +91,7 @@ class DDPSync(WindowedSync):
         self._round = Round(self, self._reduced, self._used)
         self._arrive = self._note_arrival
         self._hook_parameters()
+        self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 
     def _wrapped(
@@ -192,7 +194,7 @@ class DDPSync(WindowedSync):
             Every rank. Blocks. One broadcast.
         """
         if self._keeps_buffers:
-            broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=2**25)
+            broadcast_buffers(self.attached(), self._buffers, cap_bytes=2**25)
 
     def part(self) -> bool:
         """Leave a group that has broken. The wrappers, which loops hold, stay."""
@@ -227,6 +229,7 @@ class DDPSync(WindowedSync):
             return
         reduction.deliver(None)
         self._unhook_parameters()
+        self._newcomers.release()
         for model in self._reduced:
             model.release()
         self._reset()
@@ -372,6 +375,9 @@ class DDPSync(WindowedSync):
         if landed and self._syncs_buffers:
             self.broadcast_buffers()
         self._captures.remember_gradients()
+        newcomers = self._newcomers.with_gradient()
+        if newcomers:
+            raise verdict.refused("newcomer", newcomers, self.place)
         if landed and self._hooked:
             self._run_users_hooks(before)
 

@@ -20,10 +20,11 @@ import torch
 from lockstep import reduction
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, verdict
-from lockstep.sync.buffers import broadcast_tensors
+from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
 from lockstep.sync.graph_task import call_at_end
 from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
+from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
@@ -78,12 +79,14 @@ class GradientSync(WindowedSync):
         self._owns_group = owns_group
         self._syncs_buffers = buffers == "after_backward"
         if broadcast:
-            everything = [slot.param for slot in self._slots] + self._buffer_tensors()
-            broadcast_tensors(group, everything, cap_bytes=self._cap_bytes)
+            params = [slot.param for slot in self._slots]
+            broadcast_tensors(group, params, cap_bytes=self._cap_bytes)
+            broadcast_buffers(group, self._buffers, cap_bytes=self._cap_bytes)
         self._unread: verdict.Unread | None = None
         how = making(self._cap_bytes, found.signature(), averages, order)
         self._lineup = Lineup(self._slots, group, how)
         self._hook_parameters()
+        self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 
     # ------------------------------------------------------------------ for users
@@ -206,7 +209,7 @@ class GradientSync(WindowedSync):
         Collective:
             Every rank. Blocks. One broadcast.
         """
-        broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=self._cap_bytes)
+        broadcast_buffers(self.attached(), self._buffers, cap_bytes=self._cap_bytes)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.
@@ -217,6 +220,7 @@ class GradientSync(WindowedSync):
             return
         reduction.deliver(None)
         self._unhook_parameters()
+        self._newcomers.release()
         self._reducer.close()
         self._reset()
         if self._owns_group:
@@ -347,6 +351,9 @@ class GradientSync(WindowedSync):
         if window.kind == WEIGHTED:
             contribution.weight = window.weight
         self._arrive = None
+        newcomers = self._newcomers.with_gradient()
+        if newcomers:
+            contribution.faults.append({"kind": "newcomer", "names": newcomers})
         try:
             sums = self._reducer.finish()
             used_all = self._reducer.used_all() and self._lineup.is_whole

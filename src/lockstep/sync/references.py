@@ -59,6 +59,22 @@ def is_fresh(grads: Sequence[torch.Tensor | None]) -> list[bool]:
     ]
 
 
+def is_in_graph(tensor: torch.Tensor) -> bool:
+    """A graph has saved it for its backward (or a parameter has it as its gradient)."""
+    return _use_count(tensor) > _alone()[0]
+
+
+def has_aliases(tensor: torch.Tensor) -> bool:
+    """Other tensors lie in its memory."""
+    return to_memory(tensor) > _alone()[1]
+
+
+@cache
+def _alone() -> tuple[int, int]:
+    tensor = torch.zeros(())
+    return _use_count(tensor), to_memory(tensor)
+
+
 @cache
 def _fresh() -> tuple[int, int]:
     param = torch.zeros((), requires_grad=True)

@@ -17,6 +17,7 @@ from lockstep.errors import (
     LockstepError,
     NotAvailableError,
     SparseGradientError,
+    UnknownParameterError,
     WeightError,
     WrongUseError,
 )
@@ -158,8 +159,23 @@ _REFUSED_GRADIENTS: Final = {
 """By kind: what was found, the likely cause, and what to type."""
 
 
+def refused(kind: str, names: list[str], where: str) -> LockstepError:
+    """The error for a fault of `kind` in the parameters called `names`."""
+    return _as_error({"kind": kind, "names": names}, where)
+
+
 def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
     names = ", ".join(f"`{name}`" for name in fault["names"])
+    if fault["kind"] == "newcomer":
+        return UnknownParameterError(
+            "the model holds parameters that nobody synchronises",
+            where=where,
+            got=names,
+            cause="they were added or replaced after replicate() or register(), and have got a"
+            " gradient of this rank alone",
+            fix="build the model first; or detach(), and replicate() again on every rank; or mark"
+            " what is each rank's own: lockstep.local(parameter)",
+        )
     if fault["kind"] == "sparse":
         return SparseGradientError(
             "a sparse gradient cannot travel in a flat bucket",

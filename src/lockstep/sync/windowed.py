@@ -303,6 +303,3 @@ class WindowedSync:
         if self._is_broken:
             raise verdict.broken(self.place)
         return self._group
-
-    def _buffer_tensors(self) -> list[torch.Tensor]:
-        return [tensor for place in self._buffers if (tensor := place.tensor()) is not None]
