@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be refused, with which code, and why. `docs/refusals.md` shows this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from soak.spec import Spec
+
+ALL = ("replicate", "ddp", "parameter_server", "fsdp")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One kind.
+
+    Attributes:
+        piece: of a spec; see `Spec.pieces`.
+        codes: that its refusal may have.
+        why: no way to be exact, in a sentence.
+        syncs: the ways that refuse it.
+        ranks: the least number of ranks.
+    """
+
+    piece: str
+    codes: tuple[str, ...]
+    why: str
+    syncs: tuple[str, ...] = ALL
+    ranks: int = 2
+
+
+_HAND = "The gradient is this rank's own: nothing has reduced it."
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "model:embedding_sparse",
+        ("LS103",),
+        "A sparse gradient does not fit into a flat bucket.",
+        ranks=1,
+    ),
+    Refusal("gradients:by_hand", ("LS101",), _HAND),
+    Refusal("gradients:added_before", ("LS101",), _HAND),
+    Refusal("gradients:added_after", ("LS101",), _HAND),
+    Refusal("gradients:added_after_functionally", ("LS101",), _HAND),
+    Refusal(
+        "gradients:weights_by_hand",
+        ("LS101",),
+        "Weights were changed by a rank's own gradient; seen when the next one is asked for.",
+    ),
+    Refusal(
+        "gradients:graph_of_gradients",
+        ("LS101", "LS003", "LS010"),
+        "The graph of a reduced gradient would have to cross the reduction.",
+        ranks=1,
+    ),
+    Refusal(
+        "gradients:window_left_open",
+        ("LS101",),
+        "Every backward since the last step ran under no_sync.",
+    ),
+    Refusal("gradients:nothing", ("LS101",), "A gradient of an earlier step is used again."),
+    Refusal("update:twice", ("LS101",), "The second step uses a gradient that was used."),
+    Refusal(
+        "update:one_rank_leaves_out",
+        ("LS101", "LS301"),
+        "The ranks' weights are not the same any more.",
+    ),
+    Refusal(
+        "before:extra_backward",
+        ("LS101",),
+        "One rank runs a backward that its peers do not run.",
+    ),
+    Refusal(
+        "before:caught_inside",
+        ("LS101",),
+        "Part of a backward's gradients had been sent when it failed.",
+    ),
+    Refusal(
+        "before:caught_inside_one",
+        ("LS101",),
+        "One rank's backward failed, and its peers' did not.",
+    ),
+    Refusal(
+        "before:new_parameter",
+        ("LS102",),
+        "Nobody synchronises a parameter that was added after attaching.",
+    ),
+    Refusal(
+        "before:replaced_parameter",
+        ("LS102",),
+        "Nobody synchronises a parameter that was put in after attaching.",
+    ),
+    Refusal(
+        "before:untie",
+        ("LS102",),
+        "Nobody synchronises a parameter that was added after attaching.",
+    ),
+    Refusal(
+        "before:other_shape",
+        ("LS101", "LS301", "LS010", "LS002", "LS001"),
+        "A bucket has room for the shape that the parameter had.",
+        ranks=1,
+    ),
+    Refusal(
+        "optimizer:lbfgs",
+        ("LS003",),
+        "An optimizer that asks for the loss again cannot step at the owner.",
+        ("parameter_server",),
+        ranks=1,
+    ),
+    Refusal(
+        "model:norm_training",
+        ("LS310",),
+        "What a replica's forward writes into the model would be lost.",
+        ("data_parallel",),
+    ),
+    *(
+        Refusal(
+            piece,
+            ("LS101",),
+            "DDP reduces what comes out of one forward of the wrapper, once.",
+            ("ddp",),
+            ranks=1,
+        )
+        for piece in (
+            "gradients:retained",
+            "gradients:shared_forward",
+            "gradients:two_players_sharing",
+            "gradients:two_players",
+            "gradients:learning_to_learn",
+            "gradients:only_some",
+            "gradients:nothing",
+            "gradients:idle",
+            "model:branches",
+            "model:raw_weights",
+            "model:checkpointed_reentrant",
+            "model:checkpointed_twice",
+            "setup:frozen",
+            "before:freeze",
+            "before:unfreeze",
+            "before:forward_only",
+            "absent:pending",
+        )
+    ),
+)
+
+
+def is_explained(spec: Spec, code: str) -> bool:
+    """Whether a piece of the program may be refused with `code`."""
+    pieces = spec.pieces()
+    return any(
+        refusal.piece in pieces
+        and code in refusal.codes
+        and spec.sync in refusal.syncs
+        and spec.workers >= refusal.ranks
+        for refusal in REFUSALS
+    )

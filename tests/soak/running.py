@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One program, run in one process and on ranks that are threads."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.group import Group
+from soak import text
+from soak.judging import Outcome, Trace, judged
+from soak.refusals import is_explained
+from soak.spec import Spec
+from soak.worlds import RankWorld, World, groups, owner, side_by_side
+
+NAMES = {
+    "torch": torch, "nn": nn, "F": F, "copy": copy, "threading": threading,
+    "checkpoint": checkpoint, "parametrizations": parametrizations,
+}  # fmt: skip
+
+PATIENCE_S = float(os.environ.get("SOAK_PATIENCE_S", "8"))
+"""For a collective; and for what a rank leaves waiting when it has ended."""
+
+GRACE_S = 0.5
+"""Between the end of one rank and that of the last, before the first ones hang up."""
+
+CHECKED = 4
+"""Of so many programs one has its oracle checked by ``torch.autograd.grad``."""
+
+
+class Runner:
+    """Runs programs; keeps process groups that nothing has happened to.
+
+    Attributes:
+        is_tainted: a thread is stuck: the process should end.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[Group]] = {}
+        self.is_tainted = False
+
+    def run(self, spec: Spec) -> Outcome:
+        """Both, and what comes of it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            source = text.program(spec)
+            try:
+                true = one_process(spec, source)
+            # Whatever it is: a program that fails in one process says nothing.
+            except Exception as error:
+                return Outcome("discarded", f"{type(error).__name__}: {error}")
+            if not _is_finite(true):
+                return Outcome("discarded", "not finite")
+            started = time.monotonic()
+            ranks = self._ranks(spec, source)
+            is_late = time.monotonic() - started > PATIENCE_S
+        return concluded(spec, judged(true, ranks, is_late=is_late, by_hand=_by_hand(spec)))
+
+    def _ranks(self, spec: Spec, source: str) -> list[Trace]:
+        if spec.sync == "data_parallel":
+            return [_traced(_world(spec), *_prepared(spec, source))]
+        made = self._groups.pop(spec.workers, None) or groups(spec.workers, PATIENCE_S)
+        prepared = [_prepared(spec, source) for _ in range(spec.workers)]
+        traces: list[Trace | None] = [None] * spec.workers
+
+        def one(rank: int) -> None:
+            world = _rank_world(spec, made[rank], address)
+            traces[rank] = _traced(world, *prepared[rank])
+            if traces[rank].error is not None:
+                made[rank].close()
+
+        with owner(spec.sync, spec.workers) as address:
+            watcher = threading.Thread(target=_hang_up, args=(made, traces), daemon=True)
+            watcher.start()
+            side_by_side(one, spec.workers, 3 * PATIENCE_S)
+            stuck = [place for place, trace in enumerate(traces) if trace is None]
+        for place in stuck:
+            self.is_tainted = True
+            traces[place] = Trace([], [], [], is_stuck=True)
+        watcher.join()
+        # See `harness.side_by_side`.
+        DistributedDataParallel._active_ddp_module = None
+        found = [trace for trace in traces if trace is not None]
+        if any(trace.error is not None or trace.is_stuck for trace in found) or not _meet(made):
+            for group in made:
+                group.close()
+        else:
+            self._groups[spec.workers] = made
+        return found
+
+    def close(self) -> None:
+        for made in self._groups.values():
+            for group in made:
+                group.close()
+        self._groups.clear()
+
+
+def concluded(spec: Spec, outcome: Outcome) -> Outcome:
+    """A refusal that no table explains is a failure."""
+    if outcome.kind == "refused" and not is_explained(spec, outcome.what):
+        return Outcome("unexplained", outcome.what, outcome.text)
+    return outcome
+
+
+def one_process(spec: Spec, source: str) -> Trace:
+    """The truth; raises what the program raises."""
+    checks = spec.seed % CHECKED == 0 and not text.has_hooks(spec)
+    world = World(spec.seed, spec.splits, spec.way, checks=checks)
+    trace = _traced(world, *_prepared(spec, source))
+    if trace.error is not None:
+        raise trace.error
+    return trace
+
+
+def _world(spec: Spec) -> World:
+    return World(spec.seed, spec.splits, spec.way, spec.sync, spec.absent)
+
+
+def _rank_world(spec: Spec, group: Group, address: Any) -> RankWorld:
+    arguments = (spec.seed, spec.splits, spec.way, spec.sync, spec.absent)
+    return RankWorld(group, address, *arguments)
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> Any:
+    return compile(source, "<program>", "exec")
+
+
+def _prepared(spec: Spec, source: str) -> tuple[Any, list[nn.Module]]:
+    """The program and its modules, which are the same whenever they are made."""
+    names: dict[str, Any] = dict(NAMES)
+    exec(_compiled(source), names)
+    torch.manual_seed(spec.seed)
+    return names["train"], names["build"]()
+
+
+def _traced(world: World, train: Any, modules: list[nn.Module]) -> Trace:
+    error: BaseException | None = None
+    try:
+        train(world, modules)
+    except Exception as raised:
+        error = raised
+    trace = Trace(world.seen, world.also, world.weights() or _weights(modules), error)
+    try:
+        world.end()
+    except Exception as raised:
+        trace.error = trace.error or raised
+    return trace
+
+
+def _weights(modules: list[nn.Module]) -> list[torch.Tensor]:
+    return [p.detach().clone() for module in modules for p in module.parameters()]
+
+
+def _hang_up(made: list[Group], traces: list[Trace | None]) -> None:
+    """When a rank has ended and another goes on waiting, it must learn that nobody comes."""
+    deadline, first = time.monotonic() + 3 * PATIENCE_S, 0.0
+    while not all(traces) and time.monotonic() < deadline:
+        time.sleep(0.001)
+        if any(traces):
+            first = first or time.monotonic()
+            if time.monotonic() - first > GRACE_S:
+                for group, trace in zip(made, traces, strict=True):
+                    if trace is not None:
+                        group.close()
+                return
+
+
+def _meet(made: list[Group]) -> bool:
+    """Nothing is left in the groups that the next program would take for its own."""
+    if len(made) == 1:
+        return True
+    answers = side_by_side(lambda rank: made[rank].exchange("met"), len(made), PATIENCE_S)
+    return all(answer == ["met"] * len(made) for answer in answers)
+
+
+def _is_finite(trace: Trace) -> bool:
+    return all(bool(weight.isfinite().all()) for weight in trace.final)
+
+
+def _by_hand(spec: Spec) -> bool:
+    changing = {"gradients:weights_by_hand", "gradients:weights_by_hand_alone"}
+    return bool(spec.pieces() & {*changing, "setup:post_step"})

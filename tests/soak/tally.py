@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs by the thousand: counted, and the failing ones made small and written down."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from soak import scripts, text
+from soak.crew import Member
+from soak.drawing import named
+from soak.judging import OUTCOMES, Outcome
+from soak.shrinking import shrunk
+from soak.spec import Spec
+
+OF_A_KIND = 3
+"""Of failures that look alike so many are made small."""
+
+
+class Soak:
+    """One run of many programs.
+
+    Args:
+        fixed: fields of every spec.
+        folder: where scripts of failures go.
+        shrinks: whether failures are made small.
+    """
+
+    def __init__(self, fixed: dict[str, Any], folder: Path, *, shrinks: bool) -> None:
+        self._fixed, self._folder, self._shrinks = fixed, folder, shrinks
+        self._lock = threading.Lock()
+        self._table: Counter[tuple[str, str]] = Counter()
+        self._alike: Counter[tuple[str, ...]] = Counter()
+        self._discarded: Counter[str] = Counter()
+        self._found: dict[str, Path] = {}
+        self._codes: Counter[str] = Counter()
+
+    def run(self, seed: int, seconds: float | None, count: int | None, processes: int) -> int:
+        """Programs SEED:0, SEED:1, ... until the time or the count is over; 1 if any failed."""
+        started = time.monotonic()
+        deadline = started + seconds if seconds is not None else None
+        numbers = iter(range(count)) if count is not None else itertools.count()
+        threads = [
+            threading.Thread(target=self._work, args=(seed, numbers, deadline))
+            for _ in range(processes)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._report(time.monotonic() - started)
+        return int(any(kind not in ("exact", "refused") for _, kind in self._table))
+
+    def alone(self, name: str, spec: Spec | None) -> int:
+        """One program, with its text."""
+        spec = named(name, **self._fixed) if spec is None else spec
+        member = Member()
+        print(spec.to_json(), text.program(spec), sep="\n\n")
+        outcome = member.run(spec)
+        print(outcome.kind, outcome.what, outcome.text)
+        if outcome.fails:
+            self._make_small(name, spec, outcome, member)
+        member.end()
+        return int(outcome.fails)
+
+    def _work(self, seed: int, numbers: Iterator[int], deadline: float | None) -> None:
+        member = Member()
+        while deadline is None or time.monotonic() < deadline:
+            with self._lock:
+                number = next(numbers, None)
+            if number is None:
+                break
+            name = f"{seed}:{number}"
+            spec = named(name, **self._fixed)
+            outcome = member.run(spec)
+            if outcome.fails and not self._is_known(spec, outcome):
+                again = member.run(spec)
+                if not again.fails:
+                    print(f"{name}: {outcome.kind} once, then {again.kind}", flush=True)
+                self._make_small(name, spec, again if again.fails else outcome, member)
+            self._count(spec, outcome)
+        member.end()
+
+    def _count(self, spec: Spec, outcome: Outcome) -> None:
+        with self._lock:
+            if outcome.kind == "discarded":
+                self._discarded[outcome.what[:60]] += 1
+                return
+            self._table[spec.sync, outcome.kind] += 1
+            if outcome.kind == "refused":
+                self._codes[outcome.what] += 1
+
+    def _is_known(self, spec: Spec, outcome: Outcome) -> bool:
+        with self._lock:
+            key = (spec.sync, outcome.kind, outcome.what)
+            self._alike[key] += 1
+            return not self._shrinks or self._alike[key] > OF_A_KIND
+
+    def _make_small(self, name: str, spec: Spec, outcome: Outcome, member: Member) -> None:
+        small = shrunk(spec, outcome, member.run)
+        last = member.run(small)
+        body = text.program(small)
+        with self._lock:
+            is_new = body not in self._found
+            if is_new:
+                file = f"{outcome.kind}-{name.replace(':', '-').replace('/', '-')}"
+                self._found[body] = scripts.write(self._folder, file, small, last)
+        where = self._found[body]
+        print(f"{name}: {outcome.kind}, {outcome.what} ({small.sync}): {where}", flush=True)
+        if is_new:
+            first = last.text.strip().splitlines()[:1]
+            print(*first, body, sep="\n", flush=True)
+
+    def _report(self, seconds: float) -> None:
+        total = sum(self._table.values())
+        print(f"\n{total} programs in {seconds:.0f} s, {total / seconds:.1f} a second; besides")
+        print(f"{sum(self._discarded.values())} that fail in one process as well")
+        print(f"\n{'':18}" + "".join(f"{kind:>13}" for kind in OUTCOMES))
+        for sync in sorted({sync for sync, _ in self._table}):
+            counts = "".join(f"{self._table[sync, kind]:>13}" for kind in OUTCOMES)
+            print(f"{sync:18}{counts}")
+        print("\nrefused as:", ", ".join(f"{c} {n}" for c, n in sorted(self._codes.items())))
+        for (sync, kind, what), number in self._alike.most_common():
+            print(f"{number:6} {sync}: {kind}, {what}")
+        for what, number in self._discarded.most_common(8):
+            print(f"{number:6} discarded: {what}")
