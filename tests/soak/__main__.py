@@ -23,9 +23,11 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="that run programs")
     parser.add_argument("--program", default=None, help="run SEED:NUMBER, or a file with a spec")
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="where scripts go")
+    parser.add_argument("--trainer", type=float, default=None, help="share of trainer's programs")
     parser.add_argument("--no-shrink", action="store_true", help="count failures only")
     options = parser.parse_args()
     fixed = {"sync": options.sync, "workers": options.workers}
+    fixed |= {} if options.trainer is None else {"trainer": options.trainer}
     soak = Soak(fixed, options.out, shrinks=not options.no_shrink)
     if options.program:
         path = Path(options.program)

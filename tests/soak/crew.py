@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from typing import Any
 
 from soak.judging import Outcome
@@ -55,7 +56,8 @@ class Member:
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process = self._context.Process(target=serve, args=(theirs,))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice, of each program
         self._process.start()
         theirs.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from soak.gradients import GRADIENTS
 from soak.models import MODELS
+from soak.operators import LOOPS
 from soak.spec import Piece, Spec, Step
 from soak.statements import AFTER, BEFORE, SETUP
 
@@ -47,6 +48,14 @@ _ON_ROWS = frozenset(
 )  # fmt: skip
 """Statements that call the model with this rank's rows."""
 
+_FOR_TRAINER = frozenset(kind for kind in SETUP if kind.startswith(("hook", "post"))) - {
+    "hook_read",
+    "post_read",
+    "post_step",
+}
+_AFTER_FOR_TRAINER = frozenset(AFTER) - {
+    "see_held", "see_hooked", "flat_scale", "flat_read"
+}  # fmt: skip
 _PLACED = frozenset({"hold", "remove_hook", "unfreeze", "tie", "untie"})
 _SHOWN = frozenset({"see_held", "see_hooked", "flat_scale", "flat_read"})
 
@@ -55,8 +64,21 @@ def is_fair(spec: Spec) -> bool:
     """Whether one process computes what the ranks have to: the rules that drawing keeps."""
     kinds = {step.gradients["kind"] for step in spec.steps}
     some = any(0 in split for split in spec.splits)
+    frozen = {piece["kind"] for step in spec.steps for piece in step.before} | {
+        piece["kind"] for piece in spec.setup
+    }
+    if "loop" in spec.options and spec.model.startswith("norm"):
+        return False  # the trainer puts models into training mode
+    if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
+        return False  # a rank whose rows take a frozen branch has nothing to differentiate
+    if spec.steps[-1].update == "one_rank_leaves_out":
+        return False  # nobody hears of it after the last step
     if "joint" in MODELS[spec.model].tags:
-        return all(not any(split[1:]) for split in spec.splits) and not kinds & (RAW | OUTSIDE)
+        return (
+            spec.sync != "data_parallel"
+            and all(not any(split[1:]) for split in spec.splits)
+            and not kinds & (RAW | OUTSIDE)
+        )
     if spec.way == "equal" and any(len(set(split)) > 1 for split in spec.splits):
         return False
     if spec.way in ("equal", "delivered") and kinds & WINDOWS and len(set(spec.splits)) > 1:
@@ -80,6 +102,39 @@ class Drawing:
         self._fixed = fixed
 
     def spec(self, seed: int) -> Spec:
+        """A program around a sync of its own, or now and then one for the trainer."""
+        loose = self._loose(seed)
+        return self._for_trainer(loose) if self._chance(self._fixed.get("trainer", 0.2)) else loose
+
+    def _for_trainer(self, loose: Spec) -> Spec:
+        loop = self._source.choice(LOOPS)
+        batch = self._source.choice((4, 6, 7, 12))
+        whole = loop in ("default", "joint")
+        many = whole and loop != "joint" and loose.sync == "replicate"
+        options = {
+            "loop": loop,
+            "rows": batch * self._source.choice((2, 3)) + self._source.choice((0, 1, 2)),
+            "batch": batch,
+            "accumulate": self._source.choice((1, 1, 2, 3)) if loop == "default" else 1,
+            "clip": self._source.choice((None, 0.05)) if whole else None,
+            "reproducible": many and self._chance(0.4),
+            "more_shards": self._source.choice((0, 0, 1, 3)) if loop == "default" else 0,
+        }
+        setup = [] if loop != "plain" else [p for p in loose.setup if p["kind"] in _FOR_TRAINER]
+        after = tuple(p for p in loose.steps[0].after if p["kind"] in _AFTER_FOR_TRAINER)
+        model = "mlp" if loose.model.startswith("norm") else loose.model
+        return loose.but(
+            model=model,
+            options=options,
+            way="tokens" if loop == "default" and self._chance(0.3) else "delivered",
+            optimizer="momentum" if loose.optimizer == "lbfgs" else loose.optimizer,
+            clearing=loose.clearing if loose.clearing != "flat" else "none",
+            setup=tuple(setup),
+            steps=(Step({"kind": "plain"}, after=() if whole else after),),
+            splits=((2,) * loose.workers,),
+        )
+
+    def _loose(self, seed: int) -> Spec:
         sync = self._fixed.get("sync") or self._weighted(SYNCS)
         workers = self._fixed.get("workers") or self._weighted(WORKERS)
         model = self._model(sync)
@@ -125,7 +180,7 @@ class Drawing:
         usual = {"mlp": 8, "deep": 3, "tied": 3, "branches": 5, "linear": 2}
         weights = {name: usual.get(name, 1.0) for name in MODELS}
         for name, model in MODELS.items():
-            if "slow" in model.tags:
+            if "slow" in model.tags or ("joint" in model.tags and sync == "data_parallel"):
                 weights[name] = 0.0
             if "sparse" in model.tags:
                 weights[name] = 0.5
@@ -141,8 +196,10 @@ class Drawing:
     def _setup(self, model: str) -> tuple[Piece, ...]:
         if self._chance(0.6):
             return ()
-        weights = {kind: 1.0 for kind in SETUP}
+        weights = dict.fromkeys(SETUP, 1.0)
         weights |= {"flat": 2.0, "post_step": 0.4, "frozen": 2.0}
+        if "unused" in MODELS[model].tags:
+            weights["frozen"] = 0.0
         return (
             {
                 "kind": self._weighted(weights),
@@ -180,7 +237,7 @@ class Drawing:
         is_last = number == len(kinds) - 1
         update = "step" if is_last else self._weighted({"step": 90, "none": 5, "twice": 3})
         if self._chance(0.01):
-            update = self._weighted({"twice": 1, "one_rank_leaves_out": 1})
+            update = "twice" if is_last else "one_rank_leaves_out"
         if any(piece["kind"] == "post_step" for piece in spec.setup):
             update = "none"
         return Step(gradients, tuple(before), tuple(after), update)
@@ -193,6 +250,8 @@ class Drawing:
         weights["hold"] = 2.0 if number else 0.0
         if any(SETUP[piece["kind"]].startswith(("handle", "seen", "def")) for piece in spec.setup):
             weights["remove_hook"] = 2.0
+        if "unused" in MODELS[spec.model].tags:
+            weights["freeze"] = 0.0
         if spec.model == "deep":
             weights["tie"] = 2.0
         if spec.model == "tied":

@@ -140,6 +140,8 @@ def _gradients(got: list[Any], true: list[Any], where: str) -> None:
 
 
 def _close(got: list[Any], true: list[Any], where: str) -> None:
+    if len(got) != len(true):
+        raise Differs("weights", f"{where}: {len(got)} weights, not {len(true)}")
     for number, (value, reference) in enumerate(zip(got, true, strict=True)):
         if value.shape != reference.shape or not _within(value, reference):
             raise Differs("weights", f"{where}: weight {number} differs")

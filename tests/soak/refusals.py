@@ -59,6 +59,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Every backward since the last step ran under no_sync.",
     ),
     Refusal("gradients:nothing", ("LS101",), "A gradient of an earlier step is used again."),
+    Refusal("gradients:idle", ("LS101",), "A gradient of an earlier step is used again."),
     Refusal("update:twice", ("LS101",), "The second step uses a gradient that was used."),
     Refusal(
         "update:one_rank_leaves_out",
@@ -67,7 +68,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "before:extra_backward",
-        ("LS101",),
+        ("LS101", "LS201"),
         "One rank runs a backward that its peers do not run.",
     ),
     Refusal(
@@ -77,7 +78,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "before:caught_inside_one",
-        ("LS101",),
+        ("LS101", "LS201"),
         "One rank's backward failed, and its peers' did not.",
     ),
     Refusal(
@@ -100,6 +101,15 @@ REFUSALS: tuple[Refusal, ...] = (
         ("LS101", "LS301", "LS010", "LS002", "LS001"),
         "A bucket has room for the shape that the parameter had.",
         ranks=1,
+    ),
+    *(
+        Refusal(
+            piece,
+            ("LS003",),
+            "The owner does not know a parameter that was added after attaching.",
+            ("parameter_server",),
+        )
+        for piece in ("before:new_parameter", "before:replaced_parameter", "before:untie")
     ),
     Refusal(
         "optimizer:lbfgs",

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.group import Group
-from soak import text
+from soak import operators, text
 from soak.judging import Outcome, Trace, judged
 from soak.refusals import is_explained
 from soak.spec import Spec
@@ -55,7 +55,7 @@ class Runner:
         """Both, and what comes of it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            source = text.program(spec)
+            source = source_of(spec)
             try:
                 true = one_process(spec, source)
             # Whatever it is: a program that fails in one process says nothing.
@@ -69,6 +69,10 @@ class Runner:
         return concluded(spec, judged(true, ranks, is_late=is_late, by_hand=_by_hand(spec)))
 
     def _ranks(self, spec: Spec, source: str) -> list[Trace]:
+        if "loop" in spec.options:
+            found = operators.on_ranks(spec, source, NAMES, PATIENCE_S)
+            self.is_tainted |= any(trace.is_stuck for trace in found)
+            return found
         if spec.sync == "data_parallel":
             return [_traced(_world(spec), *_prepared(spec, source))]
         made = self._groups.pop(spec.workers, None) or groups(spec.workers, PATIENCE_S)
@@ -114,8 +118,15 @@ def concluded(spec: Spec, outcome: Outcome) -> Outcome:
     return outcome
 
 
+def source_of(spec: Spec) -> str:
+    """The program's text."""
+    return operators.program(spec) if "loop" in spec.options else text.program(spec)
+
+
 def one_process(spec: Spec, source: str) -> Trace:
     """The truth; raises what the program raises."""
+    if "loop" in spec.options:
+        return operators.one_process(spec, source, NAMES)
     checks = spec.seed % CHECKED == 0 and not text.has_hooks(spec)
     world = World(spec.seed, spec.splits, spec.way, checks=checks)
     trace = _traced(world, *_prepared(spec, source))

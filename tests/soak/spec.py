@@ -75,6 +75,9 @@ class Spec:
             found |= {f"before:{piece['kind']}" for piece in step.before}
             found |= {f"after:{piece['kind']}" for piece in step.after}
             found.add(f"update:{step.update}")
+        if "loop" in self.options:
+            found |= {f"loop:{self.options['loop']}"}
+            found |= {f"trainer:{name}" for name, value in self.options.items() if value}
         if any(0 in split for split in self.splits):
             found.add(f"absent:{self.absent}")
         return found

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from soak import scripts, text
+from soak import scripts
 from soak.crew import Member
 from soak.drawing import named
 from soak.judging import OUTCOMES, Outcome
+from soak.running import source_of
 from soak.shrinking import shrunk
 from soak.spec import Spec
 
@@ -37,7 +38,7 @@ class Soak:
         self._table: Counter[tuple[str, str]] = Counter()
         self._alike: Counter[tuple[str, ...]] = Counter()
         self._discarded: Counter[str] = Counter()
-        self._found: dict[str, Path] = {}
+        self._found: dict[tuple[str, str], Path] = {}
         self._codes: Counter[str] = Counter()
 
     def run(self, seed: int, seconds: float | None, count: int | None, processes: int) -> int:
@@ -60,7 +61,7 @@ class Soak:
         """One program, with its text."""
         spec = named(name, **self._fixed) if spec is None else spec
         member = Member()
-        print(spec.to_json(), text.program(spec), sep="\n\n")
+        print(spec.to_json(), source_of(spec), sep="\n\n")
         outcome = member.run(spec)
         print(outcome.kind, outcome.what, outcome.text)
         if outcome.fails:
@@ -104,13 +105,13 @@ class Soak:
     def _make_small(self, name: str, spec: Spec, outcome: Outcome, member: Member) -> None:
         small = shrunk(spec, outcome, member.run)
         last = member.run(small)
-        body = text.program(small)
+        body = source_of(small)
         with self._lock:
-            is_new = body not in self._found
+            is_new = (small.sync, body) not in self._found
             if is_new:
                 file = f"{outcome.kind}-{name.replace(':', '-').replace('/', '-')}"
-                self._found[body] = scripts.write(self._folder, file, small, last)
-        where = self._found[body]
+                self._found[small.sync, body] = scripts.write(self._folder, file, small, last)
+        where = self._found[small.sync, body]
         print(f"{name}: {outcome.kind}, {outcome.what} ({small.sync}): {where}", flush=True)
         if is_new:
             first = last.text.strip().splitlines()[:1]

@@ -76,14 +76,14 @@ def _body(spec: Spec, names: list[str]) -> str:
     if "judge" in names:
         lines.append("judge_optimizer = torch.optim.SGD(judge.parameters(), lr=0.05)")
     lines += ["", *_loss(spec), ""]
-    lines += [_piece(SETUP, each) for each in spec.setup if each["when"] == "before"]
+    lines += [piece(SETUP, each) for each in spec.setup if each["when"] == "before"]
     lines.append(
         f"{', '.join(names)}, = world.attach([{', '.join(names)}], [{', '.join(optimizers)}])"
     )
     lines.append("sync = world.sync")
     if spec.sync == "fsdp":
         lines.append(listed)
-    lines += [_piece(SETUP, each) for each in spec.setup if each["when"] == "after"]
+    lines += [piece(SETUP, each) for each in spec.setup if each["when"] == "after"]
     lines += _loop(spec)
     return "\n".join(lines)
 
@@ -106,20 +106,21 @@ def _loop(spec: Spec) -> list[str]:
 
 def _step(spec: Spec, number: int) -> str:
     step = spec.steps[number]
-    lines = [_piece(BEFORE, each) for each in step.before]
+    lines = [piece(BEFORE, each) for each in step.before]
     kind = step.gradients["kind"]
     if not kind.startswith("closure"):
         lines.append(CLEARINGS[spec.clearing])
     lines.append(gradient_text(spec, kind))
-    lines += [_piece(AFTER, each) for each in step.after]
+    lines += [piece(AFTER, each) for each in step.after]
     if not kind.startswith("closure"):
-        lines.append(_piece(UPDATE, {"kind": step.update, "rank": step.gradients.get("rank", 0)}))
+        lines.append(piece(UPDATE, {"kind": step.update, "rank": step.gradients.get("rank", 0)}))
     return "\n".join(line for line in lines if line)
 
 
-def _piece(table: dict[str, str], piece: Piece) -> str:
-    text = table[piece["kind"]]
-    for name, value in piece.items():
+def piece(table: dict[str, str], given: Piece) -> str:
+    """The text of a piece, its placeholders filled in."""
+    text = table[given["kind"]]
+    for name, value in given.items():
         text = text.replace("{" + name + "}", str(value))
     return text.replace("ps[0 % len(ps)]", "ps[0]")
 

@@ -52,11 +52,13 @@ class World:
 
     def batch(self):
         """The next batch: features, targets, and what each row counts."""
-        found = self.look()
-        self._next += 1
-        rows, borrowed = len(found[0]), False
+        found, borrowed = self.look(), False
+        rows = len(found[0])
         if self.rank is not None and not rows and self.absent == "borrowed":
-            found, borrowed = [column[:1] * torch.nan for column in self._columns()], True
+            x, y, w = (column[:1] for column in self._columns())
+            # A row that takes the way of a real one; nothing of it may be seen anywhere.
+            found, borrowed = [x, y * torch.nan, w], True
+        self._next += 1
         total = found[2].sum().item() if self.way == "tokens" and not borrowed else float(rows)
         self._weight = 0.0 if borrowed else total
         if self.way == "delivered" or self.absent == "borrowed":
