@@ -21,8 +21,11 @@ def serve(pipe: Any) -> None:
 
     torch.set_num_threads(1)
     runner = Runner()
-    while (given := pipe.recv()) is not None:
-        pipe.send((runner.run(Spec.from_json(given)), runner.is_tainted))
+    try:
+        while (given := pipe.recv()) is not None:
+            pipe.send((runner.run(Spec.from_json(given)), runner.is_tainted))
+    except EOFError:
+        pass
     runner.close()
 
 
@@ -64,7 +67,7 @@ class Member:
     def end(self) -> None:
         """Now, whatever it does."""
         if self._process is not None:
-            self._process.kill()
+            self._process.kill()  # its own ranks hear of it, and end
             self._process.join()
             self._pipe.close()
         self._process = None

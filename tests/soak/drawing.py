@@ -14,7 +14,7 @@ from soak.operators import LOOPS
 from soak.spec import Piece, Spec, Step
 from soak.statements import AFTER, BEFORE, SETUP
 
-SYNCS = {"replicate": 50, "ddp": 15, "parameter_server": 20, "data_parallel": 15}
+SYNCS = {"replicate": 46, "fsdp": 4, "ddp": 15, "parameter_server": 20, "data_parallel": 15}
 WORKERS = {1: 8, 2: 50, 3: 27, 4: 15}
 
 RAW = frozenset(
@@ -47,6 +47,17 @@ _ON_ROWS = frozenset(
      "caught_inside_one", "extra_backward"}
 )  # fmt: skip
 """Statements that call the model with this rank's rows."""
+
+# What loops may do there that know nothing of shards.
+_IN_SHARDS_GRADIENTS = (
+    "plain", "several", "retained", "shared_forward", "window", "window_of_three", "threaded",
+    "window_closed_by_hand", "autograd_backward", "input_penalty", "two_players", "by_hand",
+)  # fmt: skip
+_IN_SHARDS_BEFORE = (
+    "evaluate", "freeze", "unfreeze", "caught_before", "caught_forward", "load_optimizer",
+    "extra_backward",
+)  # fmt: skip
+_IN_SHARDS_AFTER = ("scale_function", "scale_in_place", "decay", "drop_one", "zero_one")
 
 _FOR_TRAINER = frozenset(kind for kind in SETUP if kind.startswith(("hook", "post"))) - {
     "hook_read",
@@ -104,6 +115,8 @@ class Drawing:
     def spec(self, seed: int) -> Spec:
         """A program around a sync of its own, or now and then one for the trainer."""
         loose = self._loose(seed)
+        if loose.sync == "fsdp":
+            return loose
         return self._for_trainer(loose) if self._chance(self._fixed.get("trainer", 0.2)) else loose
 
     def _for_trainer(self, loose: Spec) -> Spec:
@@ -147,7 +160,7 @@ class Drawing:
             is_raw, steps = True, ["plain" if k in RAW | OUTSIDE else k for k in steps]
         way = self._source.choice(("equal", "delivered") if is_raw else _WAYS)
         way = "delivered" if is_joint else way
-        setup = self._setup(model)
+        setup = () if sync == "fsdp" else self._setup(model)
         is_flat = any(piece["kind"] == "flat" for piece in setup)
         spec = Spec(
             seed=seed,
@@ -191,6 +204,8 @@ class Drawing:
         weights |= {"plain": 10.0, "window": 2.0, "several": 2.0}
         if sync == "data_parallel":
             weights |= dict.fromkeys(WINDOWS | {"idle"}, 0.0)
+        if sync == "fsdp":
+            weights = {kind: weights[kind] for kind in _IN_SHARDS_GRADIENTS}
         return self._weighted(weights)
 
     def _setup(self, model: str) -> tuple[Piece, ...]:
@@ -261,12 +276,16 @@ class Drawing:
             weights |= dict.fromkeys(_ON_ROWS, 0.0)
         if spec.sync == "data_parallel":
             weights |= dict.fromkeys(("extra_backward", "caught_inside_one"), 0.0)
+        if spec.sync == "fsdp":
+            weights = {kind: weights[kind] for kind in _IN_SHARDS_BEFORE}
         return [self._piece(self._weighted(weights), spec)]
 
     def _after(self, spec: Spec) -> list[Piece]:
         if self._chance(0.65):
             return []
         weights = {kind: 0.0 if kind in _SHOWN else 1.0 for kind in AFTER}
+        if spec.sync == "fsdp":
+            weights = {kind: weights[kind] for kind in _IN_SHARDS_AFTER}
         if any(piece["kind"] == "flat" for piece in spec.setup):
             weights |= {"flat_scale": 6.0, "flat_read": 3.0}
         return [self._piece(self._weighted(weights), spec)]

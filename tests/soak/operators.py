@@ -107,9 +107,7 @@ def _own_step(spec: Spec, loop: str) -> str:
     is_epoch = loop == "epoch"
     each = " " * (12 if is_epoch else 8)
     pieces = [text.piece(text.AFTER, piece) for piece in spec.steps[0].after]
-    signature = (
-        "train_epoch(self, iterator, info)" if is_epoch else "train_batch(self, batch, info)"
-    )
+    method = "train_epoch(self, iterator" if is_epoch else "train_batch(self, batch"
     return _STEP.format(
         signature=f"{method}, info)",
         loop="        for batch in iterator:\n" if is_epoch else "",

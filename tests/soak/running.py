@@ -22,6 +22,7 @@ from lockstep.group import Group
 from soak import operators, text
 from soak.judging import Outcome, Trace, judged
 from soak.refusals import is_explained
+from soak.sharded import Shards
 from soak.spec import Spec
 from soak.worlds import RankWorld, World, groups, owner, side_by_side
 
@@ -49,6 +50,7 @@ class Runner:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[Group]] = {}
+        self._shards: Shards | None = None
         self.is_tainted = False
 
     def run(self, spec: Spec) -> Outcome:
@@ -73,15 +75,17 @@ class Runner:
             found = operators.on_ranks(spec, source, NAMES, PATIENCE_S)
             self.is_tainted |= any(trace.is_stuck for trace in found)
             return found
+        if spec.sync == "fsdp":
+            return self._in_shards(spec, source)
         if spec.sync == "data_parallel":
-            return [_traced(_world(spec), *_prepared(spec, source))]
+            return [traced(_world(spec), *prepared(spec, source))]
         made = self._groups.pop(spec.workers, None) or groups(spec.workers, PATIENCE_S)
-        prepared = [_prepared(spec, source) for _ in range(spec.workers)]
+        programs = [prepared(spec, source) for _ in range(spec.workers)]
         traces: list[Trace | None] = [None] * spec.workers
 
         def one(rank: int) -> None:
             world = _rank_world(spec, made[rank], address)
-            traces[rank] = _traced(world, *prepared[rank])
+            traces[rank] = traced(world, *programs[rank])
             if traces[rank].error is not None:
                 made[rank].close()
 
@@ -104,7 +108,20 @@ class Runner:
             self._groups[spec.workers] = made
         return found
 
+    def _in_shards(self, spec: Spec, source: str) -> list[Trace]:
+        if self._shards is None:
+            self._shards = Shards(4, PATIENCE_S)
+        found = self._shards.run(spec, source)
+        if any(trace.is_stuck for trace in found):
+            self._shards.close()
+            self._shards = None
+        return found
+
     def close(self) -> None:
+        """Let go of groups and processes."""
+        if self._shards is not None:
+            self._shards.close()
+            self._shards = None
         for made in self._groups.values():
             for group in made:
                 group.close()
@@ -129,7 +146,7 @@ def one_process(spec: Spec, source: str) -> Trace:
         return operators.one_process(spec, source, NAMES)
     checks = spec.seed % CHECKED == 0 and not text.has_hooks(spec)
     world = World(spec.seed, spec.splits, spec.way, checks=checks)
-    trace = _traced(world, *_prepared(spec, source))
+    trace = traced(world, *prepared(spec, source))
     if trace.error is not None:
         raise trace.error
     return trace
@@ -149,7 +166,7 @@ def _compiled(source: str) -> Any:
     return compile(source, "<program>", "exec")
 
 
-def _prepared(spec: Spec, source: str) -> tuple[Any, list[nn.Module]]:
+def prepared(spec: Spec, source: str) -> tuple[Any, list[nn.Module]]:
     """The program and its modules, which are the same whenever they are made."""
     names: dict[str, Any] = dict(NAMES)
     exec(_compiled(source), names)
@@ -157,7 +174,8 @@ def _prepared(spec: Spec, source: str) -> tuple[Any, list[nn.Module]]:
     return names["train"], names["build"]()
 
 
-def _traced(world: World, train: Any, modules: list[nn.Module]) -> Trace:
+def traced(world: World, train: Any, modules: list[nn.Module]) -> Trace:
+    """Run it; what was left, also by a failure."""
     error: BaseException | None = None
     try:
         train(world, modules)

@@ -167,10 +167,12 @@ AFTER: dict[str, str] = {
     "decay": "for p in ps:\n    if p.grad is not None:\n        p.grad.add_(p.detach(), alpha=0.1)",
     "drop_one": f"{_P}.grad = None",
     "zero_one": f"if {_P}.grad is not None:\n    {_P}.grad.zero_()",
-    "swap_data": (
-        "for p in ps:
-    if p.grad is not None:
-        p.grad.data = 0.5 * p.grad.data"
+    "swap_data": _text(
+        """
+        for p in ps:
+            if p.grad is not None:
+                p.grad.data = 0.5 * p.grad.data
+        """
     ),
     "flat_scale": "flat.mul_(0.5)",
     "flat_read": "world.see(flat)",

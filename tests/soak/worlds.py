@@ -58,6 +58,8 @@ class World:
             x, y, w = (column[:1] for column in self._columns())
             # A row that takes the way of a real one; nothing of it may be seen anywhere.
             found, borrowed = [x, y * torch.nan, w], True
+        if self.kind == "fsdp" and self.rank is not None:
+            self.sync.begin_step(self._next)  # weights are gathered, also for one without rows
         self._next += 1
         total = found[2].sum().item() if self.way == "tokens" and not borrowed else float(rows)
         self._weight = 0.0 if borrowed else total
