@@ -8,6 +8,7 @@ import secrets
 import sys
 from pathlib import Path
 
+from soak import refusals
 from soak.spec import Spec
 from soak.tally import Soak
 
@@ -25,7 +26,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="where scripts go")
     parser.add_argument("--trainer", type=float, default=None, help="share of trainer's programs")
     parser.add_argument("--no-shrink", action="store_true", help="count failures only")
+    parser.add_argument("--page", action="store_true", help="print the table of refusals")
     options = parser.parse_args()
+    if options.page:
+        print(refusals.page())
+        return 0
     fixed = {"sync": options.sync, "workers": options.workers}
     fixed |= {} if options.trainer is None else {"trainer": options.trainer}
     soak = Soak(fixed, options.out, shrinks=not options.no_shrink)

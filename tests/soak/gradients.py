@@ -180,8 +180,9 @@ GRADIENTS: dict[str, str] = {
         f"""
         BATCH
         {_LIVE}
+        found = {_GRADS}
         with torch.no_grad():
-            for p, g in zip(live, {_GRADS}):
+            for p, g in zip(live, found):
                 if g is not None:
                     p -= 0.05 * g
         BATCH

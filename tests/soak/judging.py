@@ -74,7 +74,8 @@ def judged(true: Trace, ranks: list[Trace], *, is_late: bool, by_hand: bool) -> 
         return Outcome("hang", "timeout", _shown(errors))
     foreign = [e for e in errors if e is not None and not isinstance(e, LockstepError)]
     if foreign:
-        text = "".join(traceback.format_exception(foreign[0])[-3:])
+        frames = traceback.format_exception(foreign[0])[-3:]
+        text = "".join("\n".join(frame.splitlines()[:4]) + "\n" for frame in frames)
         return Outcome("crash", f"{type(foreign[0]).__name__}: {str(foreign[0])[:50]}", text)
     coded = [e.code for e in errors if e is not None and not isinstance(e, PeerLostError)]
     if not coded:
@@ -84,9 +85,13 @@ def judged(true: Trace, ranks: list[Trace], *, is_late: bool, by_hand: bool) -> 
     return Outcome("refused", coded[0], _shown(errors))
 
 
+def _briefly(error: BaseException) -> str:
+    return "\n".join(str(error).splitlines()[:8])
+
+
 def _shown(errors: list[BaseException | None]) -> str:
     lines = [
-        f"rank {rank}: {type(error).__name__}: {error}"
+        f"rank {rank}: {type(error).__name__}: {_briefly(error)}"
         for rank, error in enumerate(errors)
         if error is not None
     ]

@@ -155,6 +155,24 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+def page() -> str:
+    """The table as Markdown."""
+    lines = ["| what a program does | under | refused as | why |", "|---|---|---|---|"]
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for refusal in REFUSALS:
+        table, name = refusal.piece.split(":")
+        syncs = (
+            "every `sync` with peers"
+            if refusal.syncs == ALL
+            else ", ".join(map("`{}`".format, refusal.syncs))
+        )
+        key = (syncs, ", ".join(refusal.codes), refusal.why)
+        grouped.setdefault(key, []).append(f"{table} `{name}`")
+    for (syncs, codes, why), pieces in grouped.items():
+        lines.append(f"| {', '.join(pieces)} | {syncs} | {codes} | {why} |")
+    return "\n".join(lines)
+
+
 def is_explained(spec: Spec, code: str) -> bool:
     """Whether a piece of the program may be refused with `code`."""
     pieces = spec.pieces()

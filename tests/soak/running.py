@@ -44,11 +44,18 @@ CHECKED = 4
 class Runner:
     """Runs programs; keeps process groups that nothing has happened to.
 
+    Args:
+        patience_s: for a collective; three times as much for a whole program.
+        rank_world: what a rank's program runs in.
+
     Attributes:
         is_tainted: a thread is stuck: the process should end.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, patience_s: float = PATIENCE_S, rank_world: type[RankWorld] = RankWorld
+    ) -> None:
+        self._patience_s, self._rank_world = patience_s, rank_world
         self._groups: dict[int, list[Group]] = {}
         self._shards: Shards | None = None
         self.is_tainted = False
@@ -62,37 +69,39 @@ class Runner:
                 true = one_process(spec, source)
             # Whatever it is: a program that fails in one process says nothing.
             except Exception as error:
-                return Outcome("discarded", f"{type(error).__name__}: {error}")
+                return Outcome("discarded", f"{type(error).__name__}: {error}".splitlines()[0])
             if not _is_finite(true):
                 return Outcome("discarded", "not finite")
             started = time.monotonic()
             ranks = self._ranks(spec, source)
-            is_late = time.monotonic() - started > PATIENCE_S
+            is_late = time.monotonic() - started > self._patience_s
         return concluded(spec, judged(true, ranks, is_late=is_late, by_hand=_by_hand(spec)))
 
     def _ranks(self, spec: Spec, source: str) -> list[Trace]:
         if "loop" in spec.options:
-            found = operators.on_ranks(spec, source, NAMES, PATIENCE_S)
+            found = operators.on_ranks(spec, source, NAMES, self._patience_s)
             self.is_tainted |= any(trace.is_stuck for trace in found)
             return found
         if spec.sync == "fsdp":
             return self._in_shards(spec, source)
         if spec.sync == "data_parallel":
-            return [traced(_world(spec), *prepared(spec, source))]
-        made = self._groups.pop(spec.workers, None) or groups(spec.workers, PATIENCE_S)
+            return [traced(World(*_arguments(spec)), *prepared(spec, source))]
+        made = self._groups.pop(spec.workers, None) or groups(spec.workers, self._patience_s)
         programs = [prepared(spec, source) for _ in range(spec.workers)]
         traces: list[Trace | None] = [None] * spec.workers
 
         def one(rank: int) -> None:
-            world = _rank_world(spec, made[rank], address)
+            world = self._rank_world(made[rank], address, *_arguments(spec))
             traces[rank] = traced(world, *programs[rank])
             if traces[rank].error is not None:
                 made[rank].close()
 
         with owner(spec.sync, spec.workers) as address:
-            watcher = threading.Thread(target=_hang_up, args=(made, traces), daemon=True)
+            watcher = threading.Thread(
+                target=_hang_up, args=(made, traces, 3 * self._patience_s), daemon=True
+            )
             watcher.start()
-            side_by_side(one, spec.workers, 3 * PATIENCE_S)
+            side_by_side(one, spec.workers, 3 * self._patience_s)
             stuck = [place for place, trace in enumerate(traces) if trace is None]
         for place in stuck:
             self.is_tainted = True
@@ -110,7 +119,7 @@ class Runner:
 
     def _in_shards(self, spec: Spec, source: str) -> list[Trace]:
         if self._shards is None:
-            self._shards = Shards(4, PATIENCE_S)
+            self._shards = Shards(4, self._patience_s)
         found = self._shards.run(spec, source)
         if any(trace.is_stuck for trace in found):
             self._shards.close()
@@ -152,13 +161,8 @@ def one_process(spec: Spec, source: str) -> Trace:
     return trace
 
 
-def _world(spec: Spec) -> World:
-    return World(spec.seed, spec.splits, spec.way, spec.sync, spec.absent)
-
-
-def _rank_world(spec: Spec, group: Group, address: Any) -> RankWorld:
-    arguments = (spec.seed, spec.splits, spec.way, spec.sync, spec.absent)
-    return RankWorld(group, address, *arguments)
+def _arguments(spec: Spec) -> tuple[Any, ...]:
+    return (spec.seed, spec.splits, spec.way, spec.sync, spec.absent)
 
 
 @lru_cache(maxsize=64)
@@ -193,9 +197,9 @@ def _weights(modules: list[nn.Module]) -> list[torch.Tensor]:
     return [p.detach().clone() for module in modules for p in module.parameters()]
 
 
-def _hang_up(made: list[Group], traces: list[Trace | None]) -> None:
+def _hang_up(made: list[Group], traces: list[Trace | None], within_s: float) -> None:
     """When a rank has ended and another goes on waiting, it must learn that nobody comes."""
-    deadline, first = time.monotonic() + 3 * PATIENCE_S, 0.0
+    deadline, first = time.monotonic() + within_s, 0.0
     while not all(traces) and time.monotonic() < deadline:
         time.sleep(0.001)
         if any(traces):
@@ -219,6 +223,12 @@ def _is_finite(trace: Trace) -> bool:
     return all(bool(weight.isfinite().all()) for weight in trace.final)
 
 
+_CHANGING = {
+    "gradients:weights_by_hand", "gradients:weights_by_hand_alone", "setup:post_step",
+    "before:through_float", "before:replaced_parameter", "before:other_shape", "before:tie",
+    "before:untie",
+}  # fmt: skip
+
+
 def _by_hand(spec: Spec) -> bool:
-    changing = {"gradients:weights_by_hand", "gradients:weights_by_hand_alone"}
-    return bool(spec.pieces() & {*changing, "setup:post_step"})
+    return bool(spec.pieces() & _CHANGING)

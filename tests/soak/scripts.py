@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from soak import text, worlds
+from soak import worlds
 from soak.judging import Outcome
+from soak.running import source_of
 from soak.spec import Spec
 
 _HEAD = '''"""{kind}: {what}
@@ -84,12 +85,27 @@ if __name__ == "__main__":
 """
 
 
+_ELSEWHERE = '''"""{kind}: {what}
+
+{text}
+
+Beside it lies its spec. With tests on the path, this runs it beside one process:
+
+    python -m soak --program {spec}
+"""
+
+'''
+
+
 def script(spec: Spec, outcome: Outcome, name: str) -> str:
-    """The whole script."""
+    """The whole script; for workers of the trainer and for shards, the program and what runs it."""
+    if "loop" in spec.options or spec.sync == "fsdp":
+        what = {"kind": outcome.kind, "what": outcome.what, "text": _plain(outcome.text)}
+        return _ELSEWHERE.format(**what, spec=name.replace(".py", ".json")) + source_of(spec)
     head = _HEAD.format(
         kind=outcome.kind,
         what=outcome.what,
-        text=outcome.text.strip().replace("\\", "/").replace('"""', "'''"),
+        text=_plain(outcome.text),
         name=name,
         spec=spec.to_json(),
         sync=spec.sync,
@@ -102,7 +118,11 @@ def script(spec: Spec, outcome: Outcome, name: str) -> str:
     below = inspect.getsource(worlds)
     below = below[below.index("import threading") :]
     rest = "# " + "-" * 70 + " what runs it\n\n"
-    return head + text.program(spec) + "\n\n" + rest + below + _MAIN
+    return head + source_of(spec) + "\n\n" + rest + below + _MAIN
+
+
+def _plain(words: str) -> str:
+    return words.strip().replace("\\", "/").replace('"""', "'''")
 
 
 def write(folder: Path, name: str, spec: Spec, outcome: Outcome) -> Path:

@@ -123,16 +123,18 @@ BEFORE: dict[str, str] = {
     ),
     "new_parameter": _text(
         """
-        model.late = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        optimizer.add_param_group({"params": [model.late]})
+        net = modules[0]
+        net.late = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        net.register_forward_hook(lambda m, i, o: o * m.late)
+        optimizer.add_param_group({"params": [net.late]})
         """
     ),
     "replaced_parameter": _text(
         """
-        name, old = next(iter(model.named_parameters(recurse=True)))
-        owner = model.get_submodule(name.rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(old.detach() * 0.5))
-        ps = list(model.parameters())
+        name, old = next(iter(modules[0].named_parameters()))
+        path, _, key = name.rpartition(".")
+        setattr(modules[0].get_submodule(path), key, nn.Parameter(old.detach() * 0.5))
+        ps = list(modules[0].parameters())
         optimizer.param_groups[0]["params"] = ps
         """
     ),
