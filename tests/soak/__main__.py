@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--program", default=None, help="run SEED:NUMBER, or a file with a spec")
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="where scripts go")
     parser.add_argument("--trainer", type=float, default=None, help="share of trainer's programs")
+    parser.add_argument("--ray", type=float, default=None, help="share of the time on real Ray")
     parser.add_argument("--no-shrink", action="store_true", help="count failures only")
     parser.add_argument("--page", action="store_true", help="print the table of refusals")
     options = parser.parse_args()
@@ -33,7 +34,9 @@ def main() -> int:
         return 0
     fixed = {"sync": options.sync, "workers": options.workers}
     fixed |= {} if options.trainer is None else {"trainer": options.trainer}
-    soak = Soak(fixed, options.out, shrinks=not options.no_shrink)
+    is_long = options.count is None and (options.seconds is None or options.seconds >= 120)
+    share = options.ray if options.ray is not None else 0.15 * is_long
+    soak = Soak(fixed, options.out, shrinks=not options.no_shrink, on_ray=share)
     if options.program:
         path = Path(options.program)
         spec = Spec.from_json(path.read_text()) if path.exists() else None

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+from contextlib import suppress
 from typing import Any
 
 from soak.judging import Outcome
 from soak.spec import Spec
 
 ANSWER_WITHIN_S = 60.0
+ANSWER_WITHIN_S_ON_RAY = 240.0
 
 
 def serve(pipe: Any) -> None:
@@ -27,6 +30,10 @@ def serve(pipe: Any) -> None:
     except EOFError:
         pass
     runner.close()
+    if "ray" in sys.modules:
+        from soak import on_ray
+
+        on_ray.stop()
 
 
 class Member:
@@ -44,7 +51,8 @@ class Member:
             self._start()
         try:
             self._pipe.send(spec.to_json())
-            if not self._pipe.poll(ANSWER_WITHIN_S):
+            is_slow = "strikes" in spec.options
+            if not self._pipe.poll(ANSWER_WITHIN_S_ON_RAY if is_slow else ANSWER_WITHIN_S):
                 self.end()
                 return Outcome("hang", "process", "the process does not answer")
             outcome, is_tainted = self._pipe.recv()
@@ -63,6 +71,14 @@ class Member:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice, of each program
         self._process.start()
         theirs.close()
+
+    def leave(self) -> None:
+        """When it has nothing to do: it lets go of what it holds."""
+        if self._process is not None:
+            with suppress(OSError):
+                self._pipe.send(None)
+            self._process.join(15)
+        self.end()
 
     def end(self) -> None:
         """Now, whatever it does."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from soak.gradients import GRADIENTS
 from soak.models import MODELS
+from soak.on_ray import disturbed
 from soak.operators import LOOPS
 from soak.spec import Piece, Spec, Step
 from soak.statements import AFTER, BEFORE, SETUP
@@ -101,7 +102,11 @@ def is_fair(spec: Spec) -> bool:
 
 
 def named(name: str, **fixed: Any) -> Spec:
-    """The spec of this name, with some of its fields given."""
+    """The spec of this name, with some of its fields given; on Ray, if the name says so."""
+    if "ray" in name:
+        source = random.Random(f"disturbed {name}")
+        peaceful = named(name.replace("ray", "trainer"), trainer=1.0, sync="replicate")
+        return disturbed(peaceful, source)
     return Drawing(random.Random(f"program {name}"), fixed).spec(zlib.crc32(name.encode()) % 10**6)
 
 

@@ -121,14 +121,15 @@ def _own_step(spec: Spec, loop: str) -> str:
 # ---------------------------------------------------------------------- running
 
 
-def _columns(spec: Spec) -> list[torch.Tensor]:
+def columns(spec: Spec) -> list[torch.Tensor]:
+    """All rows of the program."""
     rows = spec.options["rows"]
     return World(spec.seed, ((rows,),), "equal").look()
 
 
 def _operator(spec: Spec, source: str, names: dict[str, Any], gather: Callable[..., Any]) -> type:
     def loader(config: Any) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(*_columns(spec)), config[BATCH_SIZE])
+        return DataLoader(TensorDataset(*columns(spec)), config[BATCH_SIZE])
 
     found = {
         **names, "TrainingOperator": TrainingOperator, "WEIGHT": WEIGHT, "loader": loader,
@@ -160,9 +161,9 @@ def one_process(spec: Spec, source: str, names: dict[str, Any]) -> Trace:
     operator = made({BATCH_SIZE: spec.options["batch"]}, alone)
     operator.setup(operator.config)
     world = _watched(operator, _here.modules)
-    columns, size = _columns(spec), spec.options["batch"]
+    whole, size = columns(spec), spec.options["batch"]
     starts = range(0, spec.options["rows"], size)
-    batches = [[column[start : start + size] for column in columns] for start in starts]
+    batches = [[column[start : start + size] for column in whole] for start in starts]
     for _ in range(EPOCHS):
         if spec.options["loop"] == "epoch":
             operator.train_epoch(iter(batches), {})
@@ -247,7 +248,9 @@ def on_ranks(spec: Spec, source: str, names: dict[str, Any], patience_s: float) 
                 worker.stop()
             return Trace(world.seen, [], world.weights())
 
+        was = torch.are_deterministic_algorithms_enabled()
         found = side_by_side(one, size, 3 * patience_s)
+        torch.use_deterministic_algorithms(was)  # `reproducible` sets it for a worker's process
     return [
         trace
         if isinstance(trace, Trace)

@@ -102,6 +102,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "A bucket has room for the shape that the parameter had.",
         ranks=1,
     ),
+    Refusal(
+        "before:through_float",
+        ("LS101", "LS301", "LS010", "LS002", "LS001"),
+        "The parameter is another one to autograd after it had another dtype.",
+        ranks=1,
+    ),
+    *(
+        Refusal(
+            piece,
+            ("LS101",),
+            "DDP knows the parameters that the model had when it was wrapped.",
+            ("ddp",),
+        )
+        for piece in ("before:replaced_parameter", "before:tie", "before:untie")
+    ),
     *(
         Refusal(
             piece,

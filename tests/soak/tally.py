@@ -23,6 +23,13 @@ OF_A_KIND = 3
 """Of failures that look alike so many are made small."""
 
 
+def _place(spec: Spec) -> str:
+    """Where it ran, for the tables."""
+    if "strikes" in spec.options:
+        return f"ray, {spec.sync}"
+    return f"trainer, {spec.sync}" if "loop" in spec.options else spec.sync
+
+
 class Soak:
     """One run of many programs.
 
@@ -30,10 +37,14 @@ class Soak:
         fixed: fields of every spec.
         folder: where scripts of failures go.
         shrinks: whether failures are made small.
+        on_ray: the share of the time that goes to programs on real Ray.
     """
 
-    def __init__(self, fixed: dict[str, Any], folder: Path, *, shrinks: bool) -> None:
+    def __init__(
+        self, fixed: dict[str, Any], folder: Path, *, shrinks: bool, on_ray: float
+    ) -> None:
         self._fixed, self._folder, self._shrinks = fixed, folder, shrinks
+        self._on_ray = on_ray
         self._lock = threading.Lock()
         self._table: Counter[tuple[str, str]] = Counter()
         self._alike: Counter[tuple[str, ...]] = Counter()
@@ -46,10 +57,12 @@ class Soak:
         started = time.monotonic()
         deadline = started + seconds if seconds is not None else None
         numbers = iter(range(count)) if count is not None else itertools.count()
+        names = (f"{seed}:{number}" for number in numbers)
         threads = [
-            threading.Thread(target=self._work, args=(seed, numbers, deadline))
-            for _ in range(processes)
+            threading.Thread(target=self._work, args=(names, deadline)) for _ in range(processes)
         ]
+        if self._on_ray:
+            threads.append(threading.Thread(target=self._work_on_ray, args=(seed, deadline)))
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -66,45 +79,60 @@ class Soak:
         print(outcome.kind, outcome.what, outcome.text)
         if outcome.fails:
             self._make_small(name, spec, outcome, member)
-        member.end()
+        member.leave()
         return int(outcome.fails)
 
-    def _work(self, seed: int, numbers: Iterator[int], deadline: float | None) -> None:
+    def _work(self, names: Iterator[str], deadline: float | None) -> None:
         member = Member()
         while deadline is None or time.monotonic() < deadline:
             with self._lock:
-                number = next(numbers, None)
-            if number is None:
+                name = next(names, None)
+            if name is None:
                 break
-            name = f"{seed}:{number}"
-            spec = named(name, **self._fixed)
-            outcome = member.run(spec)
-            if outcome.fails and not self._is_known(spec, outcome):
-                again = member.run(spec)
-                if not again.fails:
-                    print(f"{name}: {outcome.kind} once, then {again.kind}", flush=True)
-                self._make_small(name, spec, again if again.fails else outcome, member)
-            self._count(spec, outcome)
-        member.end()
+            self._try(name, member)
+        member.leave()
+
+    def _work_on_ray(self, seed: int, deadline: float | None) -> None:
+        """One after the other, and breaks between them, for the share to come out right."""
+        member = Member()
+        for number in itertools.count():
+            started = time.monotonic()
+            if deadline is None or started > deadline:
+                break
+            self._try(f"{seed}:ray{number}", member)
+            used = time.monotonic() - started
+            time.sleep(min(used * (1 / self._on_ray - 1), max(0.0, deadline - time.monotonic())))
+        member.leave()
+
+    def _try(self, name: str, member: Member) -> None:
+        spec = named(name, **self._fixed)
+        outcome = member.run(spec)
+        if outcome.fails and not self._is_known(spec, outcome):
+            again = member.run(spec)
+            if not again.fails:
+                print(f"{name}: {outcome.kind} once, then {again.kind}", flush=True)
+            self._make_small(name, spec, again if again.fails else outcome, member)
+        self._count(spec, outcome)
 
     def _count(self, spec: Spec, outcome: Outcome) -> None:
         with self._lock:
             if outcome.kind == "discarded":
                 self._discarded[outcome.what[:60]] += 1
                 return
-            self._table[spec.sync, outcome.kind] += 1
+            self._table[_place(spec), outcome.kind] += 1
             if outcome.kind == "refused":
                 self._codes[outcome.what] += 1
 
     def _is_known(self, spec: Spec, outcome: Outcome) -> bool:
         with self._lock:
-            key = (spec.sync, outcome.kind, outcome.what)
+            key = (_place(spec), outcome.kind, outcome.what)
             self._alike[key] += 1
             return not self._shrinks or self._alike[key] > OF_A_KIND
 
     def _make_small(self, name: str, spec: Spec, outcome: Outcome, member: Member) -> None:
-        small = shrunk(spec, outcome, member.run)
-        last = member.run(small)
+        is_slow = "strikes" in spec.options
+        small = spec if is_slow else shrunk(spec, outcome, member.run)
+        last = outcome if is_slow else member.run(small)
         body = source_of(small)
         with self._lock:
             is_new = (small.sync, body) not in self._found
@@ -121,10 +149,10 @@ class Soak:
         total = sum(self._table.values())
         print(f"\n{total} programs in {seconds:.0f} s, {total / seconds:.1f} a second; besides")
         print(f"{sum(self._discarded.values())} that fail in one process as well")
-        print(f"\n{'':18}" + "".join(f"{kind:>13}" for kind in OUTCOMES))
+        print(f"\n{'':26}" + "".join(f"{kind:>13}" for kind in OUTCOMES))
         for sync in sorted({sync for sync, _ in self._table}):
             counts = "".join(f"{self._table[sync, kind]:>13}" for kind in OUTCOMES)
-            print(f"{sync:18}{counts}")
+            print(f"{sync:26}{counts}")
         print("\nrefused as:", ", ".join(f"{c} {n}" for c, n in sorted(self._codes.items())))
         for (sync, kind, what), number in self._alike.most_common():
             print(f"{number:6} {sync}: {kind}, {what}")
