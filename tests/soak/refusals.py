@@ -170,21 +170,63 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+WORDS = {
+    "model:embedding_sparse": "an embedding with `sparse=True`",
+    "model:norm_training": "batch norm in training mode",
+    "model:branches": "layers that not every rank uses",
+    "model:raw_weights": "weights used without the forward of their module",
+    "model:checkpointed_reentrant": "reentrant checkpoints",
+    "model:checkpointed_twice": "reentrant checkpoints of one layer, twice",
+    "gradients:by_hand": "`p.grad = ` what `torch.autograd.grad` gave",
+    "gradients:added_before": "`p.grad` from `torch.autograd.grad`, then a backward",
+    "gradients:added_after": "`p.grad += ` what `torch.autograd.grad` gave",
+    "gradients:added_after_functionally": "`p.grad = p.grad + ` what `torch.autograd.grad` gave",
+    "gradients:weights_by_hand": "weights updated by hand from `torch.autograd.grad`",
+    "gradients:graph_of_gradients": "`backward(create_graph=True)`, and a loss of `p.grad`",
+    "gradients:window_left_open": "`no_sync` around the last backward of a step",
+    "gradients:nothing": "a step without a backward, with gradients left from before",
+    "gradients:idle": "`reduce_pending` on all ranks, with gradients left from before",
+    "gradients:retained": "a second backward through one loss",
+    "gradients:shared_forward": "two backwards through one forward",
+    "gradients:two_players": "a generator and a discriminator that share a forward",
+    "gradients:two_players_sharing": "two backwards through a discriminator's one forward",
+    "gradients:learning_to_learn": "`functional_call` with weights of an inner step",
+    "gradients:only_some": "`backward(inputs=...)`",
+    "update:twice": "two steps on one gradient",
+    "update:one_rank_leaves_out": "a step that one rank leaves out",
+    "before:extra_backward": "a backward that one rank alone runs",
+    "before:caught_inside": "an exception inside backward, caught on all ranks",
+    "before:caught_inside_one": "an exception inside backward on one rank, caught",
+    "before:new_parameter": "a parameter that is new",
+    "before:replaced_parameter": "a parameter in the place of another one",
+    "before:untie": "weights that are no longer tied",
+    "before:tie": "weights tied meanwhile",
+    "before:other_shape": "`p.data` of another shape",
+    "before:through_float": "`model.float().double()` after attaching",
+    "before:freeze": "a parameter frozen meanwhile",
+    "before:unfreeze": "a parameter unfrozen meanwhile",
+    "before:forward_only": "a forward without a backward",
+    "setup:frozen": "a frozen parameter",
+    "optimizer:lbfgs": "LBFGS",
+    "absent:pending": "a rank without rows that calls `reduce_pending`",
+}
+"""The pieces, for a reader of the page."""
+
+
 def page() -> str:
     """The table as Markdown."""
     lines = ["| what a program does | under | refused as | why |", "|---|---|---|---|"]
     grouped: dict[tuple[str, ...], list[str]] = {}
     for refusal in REFUSALS:
-        table, name = refusal.piece.split(":")
         syncs = (
             "every `sync` with peers"
             if refusal.syncs == ALL
             else ", ".join(map("`{}`".format, refusal.syncs))
         )
         key = (syncs, ", ".join(refusal.codes), refusal.why)
-        grouped.setdefault(key, []).append(f"{table} `{name}`")
+        grouped.setdefault(key, []).append(WORDS[refusal.piece])
     for (syncs, codes, why), pieces in grouped.items():
-        lines.append(f"| {', '.join(pieces)} | {syncs} | {codes} | {why} |")
+        lines.append(f"| {'; '.join(pieces)} | {syncs} | {codes} | {why} |")
     return "\n".join(lines)
 
 

@@ -19,8 +19,7 @@ from soak.running import source_of
 from soak.shrinking import shrunk
 from soak.spec import Spec
 
-OF_A_KIND = 3
-"""Of failures that look alike so many are made small."""
+_SIMPLEST = Spec(model="linear", way="equal", optimizer="sgd").pieces()
 
 
 def _place(spec: Spec) -> str:
@@ -47,7 +46,7 @@ class Soak:
         self._on_ray = on_ray
         self._lock = threading.Lock()
         self._table: Counter[tuple[str, str]] = Counter()
-        self._alike: Counter[tuple[str, ...]] = Counter()
+        self._causes: Counter[tuple[str, str, frozenset[str]]] = Counter()
         self._discarded: Counter[str] = Counter()
         self._found: dict[tuple[str, str], Path] = {}
         self._codes: Counter[str] = Counter()
@@ -107,7 +106,7 @@ class Soak:
     def _try(self, name: str, member: Member) -> None:
         spec = named(name, **self._fixed)
         outcome = member.run(spec)
-        if outcome.fails and not self._is_known(spec, outcome):
+        if outcome.fails and not self._is_known(spec, outcome) and self._shrinks:
             again = member.run(spec)
             if not again.fails:
                 print(f"{name}: {outcome.kind} once, then {again.kind}", flush=True)
@@ -124,17 +123,25 @@ class Soak:
                 self._codes[outcome.what] += 1
 
     def _is_known(self, spec: Spec, outcome: Outcome) -> bool:
+        """It fails as another one did, and has in it what was left of that one."""
+        pieces = spec.pieces()
         with self._lock:
-            key = (_place(spec), outcome.kind, outcome.what)
-            self._alike[key] += 1
-            return not self._shrinks or self._alike[key] > OF_A_KIND
+            for kind, what, cause in self._causes:
+                if (kind, what) == (outcome.kind, outcome.what) and cause <= pieces:
+                    self._causes[kind, what, cause] += 1
+                    return True
+            if not self._shrinks:
+                self._causes[outcome.kind, outcome.what, frozenset({_place(spec)})] += 1
+        return False
 
     def _make_small(self, name: str, spec: Spec, outcome: Outcome, member: Member) -> None:
         is_slow = "strikes" in spec.options
         small = spec if is_slow else shrunk(spec, outcome, member.run)
         last = outcome if is_slow else member.run(small)
         body = source_of(small)
+        cause = frozenset(small.pieces() - _SIMPLEST)
         with self._lock:
+            self._causes[outcome.kind, outcome.what, cause] += 1
             is_new = (small.sync, body) not in self._found
             if is_new:
                 file = f"{outcome.kind}-{name.replace(':', '-').replace('/', '-')}"
@@ -154,7 +161,7 @@ class Soak:
             counts = "".join(f"{self._table[sync, kind]:>13}" for kind in OUTCOMES)
             print(f"{sync:26}{counts}")
         print("\nrefused as:", ", ".join(f"{c} {n}" for c, n in sorted(self._codes.items())))
-        for (sync, kind, what), number in self._alike.most_common():
-            print(f"{number:6} {sync}: {kind}, {what}")
+        for (kind, what, cause), number in self._causes.most_common():
+            print(f"{number:6} {kind}, {what}: {', '.join(sorted(cause)) or 'whatever'}")
         for what, number in self._discarded.most_common(8):
             print(f"{number:6} discarded: {what}")
