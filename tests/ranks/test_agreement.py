@@ -129,8 +129,9 @@ def test_parameters_exchanged_inside_an_optimizer_are_noticed():
         optimizer.step()
         model[1] = nn.Linear(3, 2).double()
         optimizer.param_groups[0]["params"] = list(model.parameters())
-        model(X).mean().backward()
-        with pytest.raises(UnknownParameterError, match=r"param_groups\[0\]\[2\]"):
+        with pytest.raises(UnknownParameterError, match=r"`1\.weight`"):
+            model(X).mean().backward()
+        with pytest.raises(UnknownParameterError):
             optimizer.step()
 
     registered_on_two_ranks(body)
