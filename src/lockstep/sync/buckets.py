@@ -45,6 +45,7 @@ class Sums(NamedTuple):
         weighted: how many ranks bring gradients that were weighted at the root.
         faults: how many ranks have to report something; nothing is delivered then.
         thaws: how many ranks unfroze a parameter that is not in any bucket yet.
+        delivered: how many ranks knew the weight of their plain gradients beforehand.
         check: which model and which round each rank believes this to be; a small integer.
         earlier: what the ranks have done to gradients of earlier rounds; a small integer.
     """
@@ -54,6 +55,7 @@ class Sums(NamedTuple):
     weighted: float
     faults: float
     thaws: float
+    delivered: float
     check: float
     earlier: float
 
@@ -183,25 +185,8 @@ class Bucket:
         return from_python(views), from_cpp(views), to_memory(self.flat)
 
     def claim(self) -> None:
-        """Before the first write of a round: leave memory that somebody else sees to them.
-
-        A view that is still ``parameter.grad`` has been accumulated into in place, by torch. It
-        goes on as the parameter's, whoever holds it.
-        """
-        found = self._references()
-        if found == self._held_by_us:
-            return
-        in_place = [p.grad is view for p, view in zip(self._params, self.views, strict=True)]
-        if all(in_place):
-            return
-        python, cpp, memory = self._held_by_us
-        is_free = memory == found[2] and all(
-            is_grad or (now == of_ours and in_graphs == of_cpp)
-            for is_grad, now, of_ours, in_graphs, of_cpp in zip(
-                in_place, found[0], python, found[1], cpp, strict=True
-            )
-        )
-        if not is_free:
+        """Before a write: leave memory that somebody else sees to them."""
+        if self._references() != self._held_by_us:
             self._take_memory(self.flat.device, self.flat.dtype, len(self.tail))
 
     def expect(self) -> None:
@@ -218,11 +203,10 @@ class Bucket:
         self.kept = []
         self.claim()
         grads = [param.grad for param in self._params]
-        if self.slots and self._pack_fresh(grads, scale):
-            return
-        self._pack_each(grads)
-        if scale != 1.0:
-            self.payload.mul_(scale)
+        if not (self.slots and self._pack_fresh(grads, scale)):
+            self._pack_each(grads)
+            if scale != 1.0:
+                self.payload.mul_(scale)
 
     def _pack_each(self, grads: list[torch.Tensor | None]) -> None:
         strays: list[torch.Tensor] = []

@@ -75,9 +75,14 @@ class Captures:
             )
         self.remember_gradients()
 
+    @property
+    def are_fresh(self) -> bool:
+        """There were some since the last step."""
+        return self._seen < self.count
+
     def remember_gradients(self) -> None:
         """A round has left its gradients, or is about to be followed by others."""
-        if self._seen < self.count:
+        if self.are_fresh:
             held = {slot: slot.param.grad for slot in self._slots if slot.holds_delivered}
             self._samples = {s: _sample(grad) for s, grad in held.items() if grad is not None}
 

@@ -263,7 +263,7 @@ class DDPSync(WindowedSync):
     def _begin_plain(self) -> None:
         self._is_open = True
         # Twice: DDP's own call at the end is queued in between.
-        call_at_end(lambda: call_at_end(self._finish_plain))
+        call_at_end(lambda: call_at_end(self._finish_plain, self._fail), self._fail)
 
     def _finish_plain(self) -> None:
         if not self._is_open:
@@ -276,8 +276,8 @@ class DDPSync(WindowedSync):
 
     def _open_window(self, kind: str) -> None:
         self.attached()
-        if self._is_open or self._has_failed:
-            self._reset(broken=True)  # an earlier backward raised and never ended
+        if self._has_failed:
+            self._reset(broken=True)
             self.attached()
         self._follow_zero_grad()
         is_first = self._window.kind is None
@@ -294,7 +294,7 @@ class DDPSync(WindowedSync):
         self._is_driven = True
         if weight == 0.0:
             # Weight zero: nothing of it may stay, and zero times NaN would.
-            self._round.kept, _ = self._set_aside()
+            self._round.kept = self._own_memory(set_aside(self._slots)[0])
         try:
             with reduction.backward_of(self.attached(), weight):
                 run()
@@ -313,8 +313,9 @@ class DDPSync(WindowedSync):
             raise
 
     def _fail(self) -> None:
-        self._reset(broken=True)
-        self._has_failed = True
+        is_broken = self._round.has_sent
+        super()._fail()
+        self._is_broken = self._is_broken or is_broken
 
     def _put_back_kept(self) -> None:
         kept, self._round.kept = self._round.kept, None
@@ -328,16 +329,12 @@ class DDPSync(WindowedSync):
                 slot.param.grad = kept.get(slot, zero)
 
     def _keep_earlier(self) -> None:
-        """What earlier rounds left is not reduced again, and passes no hook again."""
-        self._keep_copies()
-        self._window.aside, self._window.earlier = self._set_aside()
+        super()._keep_earlier()
+        self._window.aside = self._own_memory(self._window.aside)
 
-    def _set_aside(self) -> tuple[dict[Slot, torch.Tensor], int]:
-        """See `buckets.set_aside`. Copies, where DDP's next bucket will use their memory."""
-        aside, earlier = set_aside(self._slots)
-        if self._copies:
-            aside = {slot: grad.clone() for slot, grad in aside.items()}
-        return aside, earlier
+    def _own_memory(self, grads: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        """Copies, where DDP's next bucket will use the memory of its last one's views."""
+        return {slot: grad.clone() for slot, grad in grads.items()} if self._copies else grads
 
     # ------------------------------------------------------------------ for a round
 
@@ -362,36 +359,24 @@ class DDPSync(WindowedSync):
 
     def _finish(self) -> None:
         self._round.finish()
-        landed, sums, before = self._round.landed(), self._round.sums, self._window.before
+        landed, sums, window = self._round.landed(), self._round.sums, self._window
         if landed:
             self.rounds += 1
         reduced = {slot for model in landed for slot in model.reduced}
         for slot in reduced:
             slot.passed = self.rounds
-        self._add_aside(reduced)
+            slot.deliver(slot.param.grad)
         if sums is not None:
             self._units.learn(sums)
         self._reset()
         if landed and self._syncs_buffers:
             self.broadcast_buffers()
-        self._captures.remember_gradients()
-        newcomers = self._newcomers.with_gradient()
+        # A rank alone has whole gradients, however it got them.
+        own = set(self._slots) - reduced if self.needs_guard else set()
+        self._complete(window, own)
+        newcomers = self._newcomers.with_gradient() if self.needs_guard else []
         if newcomers:
             raise verdict.refused("newcomer", newcomers, self.place)
-        if landed and self._hooked:
-            self._run_users_hooks(before)
-
-    def _add_aside(self, reduced: set[Slot]) -> None:
-        for slot in self._slots:
-            grad, earlier = slot.param.grad, self._window.aside.get(slot)
-            if earlier is not None and grad is not None:
-                grad = earlier.add_(grad)
-            whole = earlier if grad is None else grad
-            if slot in reduced or (whole is earlier and slot.param.grad is None):
-                slot.deliver(whole)
-            else:
-                slot.param.grad = whole
-                slot.disown()
 
     def _reset(self, *, broken: bool = False) -> None:
         if broken:
@@ -403,5 +388,5 @@ class DDPSync(WindowedSync):
         self._round = Round(self, self._reduced, self._used)
         self._tasks.clear()
         self._is_open = False
-        self._is_driven = False
+        self._is_driven = self._is_running = False
         self._has_failed = False

@@ -107,33 +107,28 @@ class ParameterHooks:
         """`gradient` as the user's hooks on the tensor leave it."""
         return _passed_through(self._before.users, gradient)
 
-    def run(self, param: torch.Tensor, earlier: torch.Tensor | None) -> None:
-        """Run the user's hooks on what a round has added to ``param.grad``.
+    def change_gradient(self) -> None:
+        """Let ``param.grad`` be what the user's hooks on the tensor make of it."""
+        grad = self._param.grad
+        if grad is None or not self._before.users:
+            return
+        changed = self.applied_to(grad)
+        if changed is grad:
+            return
+        if (changed.shape, changed.dtype) == (grad.shape, grad.dtype):
+            grad.copy_(changed)  # the tensor stays the one that the synchronisation knows
+        else:
+            self._param.grad = changed
 
-        Args:
-            param: the parameter; its ``grad`` is complete.
-            earlier: what ``param.grad`` held before the round.
-        """
-        grad = param.grad
-        assert grad is not None
-        if self._before.users:
-            added = grad if earlier is None else grad - earlier
-            changed = self.applied_to(added)
-            if changed is not added:
-                grad.copy_(changed if earlier is None else earlier + changed)
+    def run_after(self) -> None:
+        """Run the user's hooks that wait for ``param.grad`` to be complete."""
         for hook in list(self._after.users.values()):
-            hook(param)
+            hook(self._param)
 
     def release(self) -> None:
         """From now on autograd runs the user's hooks again, and none of ours."""
-        before, after, param = self._before, self._after, self._param
-
-        def run_after(_: torch.Tensor) -> None:
-            for hook in list(after.users.values()):
-                hook(param)
-
-        before.pass_on(self.applied_to)
-        after.pass_on(run_after)
+        self._before.pass_on(self.applied_to)
+        self._after.pass_on(lambda _: self.run_after())
 
 
 def _passed_through(hooks: dict[int, Any], gradient: torch.Tensor) -> torch.Tensor:

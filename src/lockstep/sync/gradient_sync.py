@@ -161,7 +161,7 @@ class GradientSync(WindowedSync):
         self.attached()
         self._settle()
         if self._window.kind is None:
-            self._keep_earlier(apart=True)
+            self._keep_earlier()
         self._begin_round()
         self._end_round()
 
@@ -248,7 +248,7 @@ class GradientSync(WindowedSync):
         return self._lineup.reducer
 
     def _begin_plain(self) -> None:
-        call_at_end(lambda: self._end_round() if self._is_open else None)
+        call_at_end(lambda: self._end_round() if self._is_open else None, self._fail)
         self._begin_round()
 
     def _unit(self, kind: str) -> float:
@@ -262,8 +262,8 @@ class GradientSync(WindowedSync):
         self._settle()
         if self._order is not None:
             self._check_in_order()
-        if self._is_open or self._has_failed:
-            self._reset()  # an earlier backward raised and never ended
+        if self._has_failed:
+            self._reset()
             self.attached()
         self._follow_zero_grad()
         is_first = self._window.kind is None
@@ -274,18 +274,7 @@ class GradientSync(WindowedSync):
         else:
             self._window.enter_sum(self.delivered_weight(), self.place)
         if is_first:
-            self._keep_earlier(apart=self._window.kind == WEIGHTED)
-
-    def _keep_earlier(self, *, apart: bool) -> None:
-        """What earlier rounds left is not reduced again, and passes no hook again.
-
-        Args:
-            apart: keep it out of the buckets. A plain round can hold it: the mean of what is the
-                same on all ranks is that thing.
-        """
-        self._keep_copies()
-        if apart:
-            self._window.aside, self._window.earlier = self._reducer.set_aside()
+            self._keep_earlier()
 
     def _check_in_order(self) -> None:
         if not self._is_paused and self._last_shard is None:
@@ -310,14 +299,15 @@ class GradientSync(WindowedSync):
             with reduction.backward_of(self.attached(), weight):
                 run()
         except BaseException:
-            self._reset()
-            self._has_failed = True
+            if muted:
+                _put_grads(kept)
+            self._fail()
             raise
         finally:
             self._is_driven = False
-            if muted:
-                _put_grads(self._with_zeros(kept))
-                kept.clear()
+        if muted:
+            _put_grads(self._with_zeros(kept))
+            kept.clear()
         if muted and not self._is_paused:
             self._begin_round()
         if self._is_paused:
@@ -351,7 +341,7 @@ class GradientSync(WindowedSync):
         if window.kind == WEIGHTED:
             contribution.weight = window.weight
         self._arrive = None
-        newcomers = self._newcomers.with_gradient()
+        newcomers = self._newcomers.with_gradient() if self.needs_guard else []
         if newcomers:
             contribution.faults.append({"kind": "newcomer", "names": newcomers})
         try:
@@ -368,18 +358,25 @@ class GradientSync(WindowedSync):
             self._reset()
         if self._syncs_buffers:
             self.broadcast_buffers()
-        # Refusals last: every rank has made the same calls by now, and can go on.
-        if sums is None:
-            self._unread = verdict.Unread(self._reducer.layout.sums_on_device, contribution)
-        else:
-            self._judge(sums, contribution)
-        if thawed is not None:
-            self._judge(*thawed)
-        if sums is None or sums.plain + sums.weighted:
+        try:
+            # Refusals last: every rank has made the same calls by now, and can go on.
+            self._judge_round(sums, contribution)
+            if thawed is not None:
+                self._judge(*thawed)
+        except BaseException:
+            self._put_back_earlier(window)
+            raise
+        is_round = sums is None or sums.plain + sums.weighted
+        if is_round:
             self._note_round(used_all)
-            self._captures.remember_gradients()
-            if self._hooked:
-                self._run_users_hooks(window.before)
+        if window.aside or self._hooked or self._captures.are_fresh:
+            self._complete(window)
+
+    def _judge_round(self, sums: Sums | None, mine: Contribution) -> None:
+        if sums is None:
+            self._unread = verdict.Unread(self._reducer.layout.sums_on_device, mine)
+        else:
+            self._judge(sums, mine)
 
     def _accept_changes(self) -> None:
         for bucket in self._reducer.layout.buckets:
@@ -395,9 +392,9 @@ class GradientSync(WindowedSync):
         self.rounds += 1
         if used_all:
             self.full_round = self.rounds
-            return
-        for slot in [slot for slot in self._slots if slot.param.grad is not None]:
-            slot.passed = self.rounds
+        else:
+            for slot in [slot for slot in self._slots if slot.param.grad is not None]:
+                slot.passed = self.rounds
 
     def _settle(self) -> None:
         """Look at sums that were left on the accelerator so that the host need not wait."""
@@ -413,7 +410,7 @@ class GradientSync(WindowedSync):
         self._taken_weight = 0.0
         self._tasks.clear()
         self._is_open = False
-        self._is_driven = False
+        self._is_driven = self._is_running = False
         self._has_failed = False
         self._arrive = None
 

@@ -39,19 +39,37 @@ def nesting_depth() -> int:
     return depth
 
 
-def call_at_end(function: Callable[[], None]) -> None:
+def call_at_end(function: Callable[[], None], or_else: Callable[[], None] | None = None) -> None:
     """Call `function` when the outermost backward that is running on this thread has ended.
 
     Its exceptions reach the caller of that backward, with their own type.
+
+    Args:
+        function: called if the backward has not failed.
+        or_else: called if it has, before its exception reaches the caller.
     """
-    if nesting_depth():
-        _queue(_Handover(function))
-    else:
-        _queue(function)
+    last = _AtEnd(function, or_else)
+    _queue(_Handover(last) if nesting_depth() else last)
 
 
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _AtEnd:
+    """A task that fails is destroyed with its callbacks, which were not called."""
+
+    def __init__(self, function: Callable[[], None], or_else: Callable[[], None] | None) -> None:
+        self._function = function
+        self._or_else = or_else
+
+    def __call__(self) -> None:
+        self._or_else = None
+        self._function()
+
+    def __del__(self) -> None:
+        if self._or_else is not None:
+            self._or_else()
 
 
 class _Handover:

@@ -86,7 +86,7 @@ class Lineup:
         mine = [slot.number for slot in self._outside if slot.param.requires_grad]
         numbers = set().union(*group.exchange(mine))
         second = self._making.reducer(group, [s for s in self._slots if s.number in numbers])
-        contribution = replace(first, faults=list(first.faults), aside={}, thaws=False)
+        contribution = replace(first, faults=list(first.faults), thaws=False)
         second.start(contribution)
         sums = second.finish(must_read=True)
         assert sums is not None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from lockstep import reduction
-from lockstep.sync.buckets import Bucket, Layout, Slot, Sums, set_aside
+from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,8 +40,8 @@ class Contribution:
         weight: what its gradients count for, in units.
         scale: what its gradients are multiplied by in the bucket (1 if the root was weighted).
         faults: what it has to refuse, JSON-able.
-        aside: gradients of earlier rounds, kept out of this one.
-        earlier: what was done to those since; alike on all ranks, or refused.
+        earlier: what was done to gradients of earlier rounds; alike on all ranks, or refused.
+        is_delivered: the weight of its plain backwards was said beforehand.
         discards: its gradients are of borrowed rows: they count as if there were none.
         thaws: this rank unfroze a parameter that is not in any bucket yet.
         check: which model and round this is meant for.
@@ -51,8 +51,8 @@ class Contribution:
     weight: float = 0.0
     scale: float = 1.0
     faults: list[dict[str, Any]] = field(default_factory=list)
-    aside: dict[Slot, torch.Tensor] = field(default_factory=dict)
     earlier: int = 0
+    is_delivered: bool = False
     discards: bool = False
     thaws: bool = False
     check: int = 0
@@ -71,6 +71,7 @@ class Contribution:
             thaws=float(self.thaws),
             check=float(self.check),
             earlier=float(self.earlier),
+            delivered=float(self.is_delivered),
         )
 
 
@@ -210,7 +211,7 @@ class Reducer:
 
         Gradient:
             ``parameter.grad`` becomes sum over ranks / weight over ranks, for what any rank
-            used; the rest stays as it was. With faults nothing is delivered.
+            used; None for the rest, and with faults for all.
 
         Collective:
             The remaining buckets' all-reduces; blocks (on an accelerator: the stream).
@@ -232,30 +233,19 @@ class Reducer:
     def _deliver(self, read: bool) -> Sums | None:
         sums = self.layout.read_sums() if read else None
         if sums is not None and (sums.faults or not sums.weight > 0.0):
-            self._put_back()
+            for slot in self.layout.slots:
+                slot.param.grad = None
             return sums
         self._divide(sums)
-        earlier = self.contribution.aside
-        if earlier or not self.used_all():
-            self._place(self._flags(), earlier, add=sums is None or bool(sums.weighted))
+        if not self.used_all():
+            for slot, used in zip(self.layout.slots, self._flags(), strict=True):
+                if not used:
+                    slot.param.grad = None
+                elif slot.param.grad is None:
+                    slot.param.grad = slot.view
         for bucket in self.layout.buckets:
             bucket.give_back()
         return sums
-
-    def _place(self, flags: list[bool], earlier: dict[Slot, torch.Tensor], *, add: bool) -> None:
-        for slot, used in zip(self.layout.slots, flags, strict=True):
-            before, view = earlier.get(slot), cast("torch.Tensor", slot.view)
-            if not used:
-                slot.deliver(before)
-            elif before is None:
-                if slot.param.grad is None:
-                    slot.param.grad = view
-            # A rank that brings nothing cannot know beforehand whether its peers' sum already
-            # holds what was reduced before: that of plain backwards does, a weighted one not.
-            elif add:
-                slot.deliver(before.add_(view))
-            else:
-                slot.deliver(before.copy_(view))
 
     @property
     def reads_are_free(self) -> bool:
@@ -286,14 +276,6 @@ class Reducer:
         if self.used_all():
             return [True] * len(self.layout.slots)
         return self.layout.read_flags()
-
-    def _put_back(self) -> None:
-        for slot in self.layout.slots:
-            slot.deliver(self.contribution.aside.get(slot))
-
-    def set_aside(self) -> tuple[dict[Slot, torch.Tensor], int]:
-        """See `buckets.set_aside`; of the parameters that are in buckets."""
-        return set_aside(self.layout.slots)
 
     def abandon(self) -> None:
         """Forget a round that failed, and every reference to collectives in flight."""

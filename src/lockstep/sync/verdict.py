@@ -86,7 +86,10 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         raise_together(group, mine.faults)
     if sums.faults:
         raise_alone(place, mine.faults)
-    if sums.weighted and sums.earlier != mine.earlier * group.size:
+    if 0 < sums.delivered < sums.plain:
+        got = f"{sums.delivered:.0f} ranks know the weight of their batch, others do not"
+        raise mixed_weights(place, got, "some ranks ran another backward than the others")
+    if sums.earlier != mine.earlier * group.size:
         raise _as_error({"kind": "by_hand", "names": []}, place)
     if sums.plain and sums.weighted:
         got = f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"

@@ -139,7 +139,6 @@ class Window:
         aside: gradients that earlier rounds left, kept out of this one.
         earlier: what was done to them since; see `buckets.set_aside`.
         left: what each ``parameter.grad`` was when the window's last backward had ended.
-        before: copies of what earlier rounds left, for parameters with hooks of the user's.
     """
 
     kind: str | None = None
@@ -147,7 +146,6 @@ class Window:
     delivered: float | None = None
     faults: list[dict[str, Any]] = field(default_factory=list)
     aside: dict[Slot, Any] = field(default_factory=dict)
-    before: dict[Slot, Any] = field(default_factory=dict)
     earlier: int = 0
     left: list[tuple[int, int] | None] | None = None
 
@@ -195,9 +193,8 @@ class Window:
     def _contribution(
         self, kind: str | None, weight: float, scale: float, discards: bool
     ) -> Contribution:
-        return Contribution(
-            kind, weight, scale, self.faults, self.aside, self.earlier, discards=discards
-        )
+        known = kind == PLAIN and self.delivered is not None
+        return Contribution(kind, weight, scale, self.faults, self.earlier, known, discards)
 
 
 _BOTH = "loss.backward() and gradients.backward(loss, weight=...) were both used"

@@ -16,16 +16,16 @@ import torch
 from lockstep import reduction
 from lockstep.errors import WeightError
 from lockstep.sync import verdict
-from lockstep.sync.buckets import Slot
+from lockstep.sync.buckets import Slot, set_aside
 from lockstep.sync.captures import Captures
 from lockstep.sync.gradient_hooks import ParameterHooks, accumulates
-from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
+from lockstep.sync.graph_task import call_at_end, current_task
 from lockstep.sync.inventory import agree_on_values
 from lockstep.sync.reducer import PLAIN
 from lockstep.sync.window import Window, checked_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator
 
     from lockstep.group import Group
     from lockstep.sync.inventory import Inventory
@@ -59,7 +59,7 @@ class WindowedSync:
         self._delivered: float | WeightError | None = None
         self._is_paused = False
         self._is_broken = False
-        self._is_open = self._is_driven = self._has_failed = False
+        self._is_open = self._is_driven = self._is_running = self._has_failed = False
         self._step = 0  # of the run, or of the optimizers, to which rounds belong
         self._steps_taken = 0
         self._lock = threading.Lock()
@@ -180,8 +180,9 @@ class WindowedSync:
             task = current_task()
             if task in self._tasks:
                 return self._tasks[task]
-            is_inner = self._is_driven or (self._is_open and nesting_depth() > 0)
-            if not is_inner and not self._is_open:
+            # A task that began first may come last: what encloses a reentrant checkpoint.
+            is_inner = self._is_driven or self._is_running
+            if not is_inner:
                 self._tasks.clear()  # runs that have ended
             if not accumulates(slot.param):
                 self._tasks[task] = False
@@ -194,8 +195,9 @@ class WindowedSync:
             else:
                 self._open_window(PLAIN)
                 self._refuse_graph(slot)
+                self._is_running = True
                 if self._is_paused:
-                    call_at_end(self._leave_window_open)
+                    call_at_end(self._leave_window_open, self._fail)
                 else:
                     self._begin_plain()
             return True
@@ -213,6 +215,7 @@ class WindowedSync:
 
     def _leave_window_open(self) -> None:
         """A backward under `no_sync` has ended: note what it left."""
+        self._is_running = False
         self._window.left = self._gradients_now()
 
     def _follow_zero_grad(self) -> None:
@@ -239,26 +242,56 @@ class WindowedSync:
     def _reset(self) -> None:
         raise NotImplementedError
 
-    def _keep_copies(self) -> None:
-        """Of what earlier rounds left, where hooks of the user's are to see what is added."""
-        hooked = [slot for slot in self._slots if slot.number in self._hooked]
-        held = {slot: slot.param.grad for slot in hooked}
-        self._window.before = {s: grad.clone() for s, grad in held.items() if grad is not None}
+    def _keep_earlier(self) -> None:
+        """What earlier rounds left is not reduced again, and passes no hook again."""
+        self._window.aside, self._window.earlier = set_aside(self._slots)
 
-    def _run_users_hooks(self, before: Mapping[Slot, torch.Tensor]) -> None:
-        """Once for each round, on what it has added to ``parameter.grad``.
+    def _fail(self) -> None:
+        """A backward raised midway. What it left is this rank's own, and part of a whole."""
+        window = self._window
+        for slot in self._slots:
+            part, earlier = slot.param.grad, window.aside.get(slot)
+            if part is None:
+                slot.param.grad = earlier
+                if not window.earlier:
+                    slot.deliver(earlier)
+            elif earlier is not None:
+                with torch.no_grad():
+                    slot.param.grad = earlier.add_(part)
+        self._reset()
+        self._has_failed = True
+
+    def _put_back_earlier(self, window: Window) -> None:
+        """A round was refused: nothing of it is left."""
+        for slot in self._slots:
+            earlier = window.aside.get(slot)
+            slot.param.grad = earlier
+            if not window.earlier:
+                slot.deliver(earlier)
+
+    def _complete(self, window: Window, unreduced: Container[Slot] = ()) -> None:
+        """What a round has reduced passes the user's hooks, and is added to what was there.
 
         Args:
-            before: what ``parameter.grad`` held before the round; None is left out.
+            window: of the round.
+            unreduced: parameters whose gradient is still this rank's own.
         """
-        for slot in reversed(self._slots):
-            grad = slot.param.grad
-            if slot.number not in self._hooked or grad is None:
-                continue
-            earlier = before.get(slot)
-            with torch.no_grad():
-                if earlier is None or bool((grad != earlier).any()):
-                    self._hooks[slot].run(slot.param, earlier)
+        hooked = [slot for slot in reversed(self._slots) if slot.number in self._hooked]
+        hooked = [s for s in hooked if s.param.grad is not None and s not in unreduced]
+        with torch.no_grad():
+            for slot in hooked:
+                self._hooks[slot].change_gradient()
+            for slot, earlier in window.aside.items():
+                grad = slot.param.grad
+                whole = earlier if grad is None else earlier.add_(grad)
+                slot.param.grad = whole
+                if grad is None or slot not in unreduced:
+                    slot.deliver(whole)
+                else:
+                    slot.disown()
+            self._captures.remember_gradients()
+            for slot in hooked:
+                self._hooks[slot].run_after()
 
     # ------------------------------------------------------------------ for the guard
 
