@@ -78,7 +78,9 @@ class Runner:
             ranks = self._ranks(spec, source)
             is_late = time.monotonic() - started > self._patience_s
             is_late &= "strikes" not in spec.options
-        return concluded(spec, judged(true, ranks, is_late=is_late, by_hand=_by_hand(spec)))
+        rounding = max((_ROUNDING.get(piece, 1.0) for piece in spec.pieces()), default=1.0)
+        details = {"is_late": is_late, "by_hand": _by_hand(spec), "rounding": rounding}
+        return concluded(spec, judged(true, ranks, **details))
 
     def _ranks(self, spec: Spec, source: str) -> list[Trace]:
         if "strikes" in spec.options:
@@ -229,6 +231,9 @@ def _meet(made: list[Group]) -> bool:
 def _is_finite(trace: Trace) -> bool:
     return all(bool(weight.isfinite().all()) for weight in trace.final)
 
+
+# A series of matrix powers; differences of gradients divided by differences of weights.
+_ROUNDING = {"model:orthogonal": 100.0, "optimizer:lbfgs": 1e4}
 
 _CHANGING = {
     "gradients:weights_by_hand", "gradients:weights_by_hand_alone", "setup:post_step",
