@@ -41,6 +41,9 @@ FEW = frozenset(
 )  # fmt: skip
 """Most of these end a program: drawn seldom, or little else would be seen."""
 
+PLAIN = ("equal", "delivered", "sums")
+"""Ways to run a backward that name no weight."""
+
 WINDOWS = frozenset(kind for kind in GRADIENTS if kind.startswith(("window", "forgotten")))
 
 _ON_ROWS = frozenset(
@@ -68,6 +71,7 @@ _FOR_TRAINER = frozenset(kind for kind in SETUP if kind.startswith(("hook", "pos
 _AFTER_FOR_TRAINER = frozenset(AFTER) - {
     "see_held", "see_hooked", "flat_scale", "flat_read"
 }  # fmt: skip
+_HEARD_LATER = frozenset({"one_rank_leaves_out", "extra_backward", "caught_inside_one"})
 _PLACED = frozenset({"hold", "remove_hook", "unfreeze", "tie", "untie"})
 _SHOWN = frozenset({"see_held", "see_hooked", "flat_scale", "flat_read"})
 
@@ -83,8 +87,12 @@ def is_fair(spec: Spec) -> bool:
         return False  # the trainer puts models into training mode
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
-    if spec.steps[-1].update == "one_rank_leaves_out":
+    ends = {spec.steps[-1].update, *(piece["kind"] for piece in spec.steps[-1].before)}
+    if ends & _HEARD_LATER:
         return False  # nobody hears of it after the last step
+    hooked = {piece["kind"] for piece in spec.setup} & _FOR_TRAINER
+    if hooked and spec.model.startswith("checkpointed_"):
+        return False  # in one process they run as often as the engine does
     if "joint" in MODELS[spec.model].tags:
         return (
             spec.sync != "data_parallel"
@@ -93,9 +101,9 @@ def is_fair(spec: Spec) -> bool:
         )
     if spec.way == "equal" and any(len(set(split)) > 1 for split in spec.splits):
         return False
-    if spec.way in ("equal", "delivered") and kinds & WINDOWS and len(set(spec.splits)) > 1:
+    if spec.way in PLAIN and kinds & WINDOWS and len(set(spec.splits)) > 1:
         return False
-    if kinds & RAW and spec.way not in ("equal", "delivered"):
+    if kinds & RAW and spec.way not in PLAIN:
         return False
     calls = {piece["kind"] for step in spec.steps for piece in step.before} & _ON_ROWS
     return not (some and (calls or kinds & (RAW | OUTSIDE)))
@@ -163,12 +171,13 @@ class Drawing:
         is_joint = "joint" in MODELS[model].tags
         if is_joint:
             is_raw, steps = True, ["plain" if k in RAW | OUTSIDE else k for k in steps]
-        way = self._source.choice(("equal", "delivered") if is_raw else _WAYS)
+        way = self._source.choice(PLAIN if is_raw else _WAYS)
         way = "delivered" if is_joint else way
         setup = () if sync == "fsdp" else self._setup(model)
         is_flat = any(piece["kind"] == "flat" for piece in setup)
         spec = Spec(
-            seed=seed,
+            # An odd seed means small buckets, which the compiler does not take from DDP.
+            seed=seed - seed % 2 if "slow" in MODELS[model].tags else seed,
             sync=sync,
             workers=workers,
             model=model,
@@ -198,7 +207,9 @@ class Drawing:
         usual = {"mlp": 8, "deep": 3, "tied": 3, "branches": 5, "linear": 2}
         weights = {name: usual.get(name, 1.0) for name in MODELS}
         for name, model in MODELS.items():
-            if "slow" in model.tags or ("joint" in model.tags and sync == "data_parallel"):
+            if "slow" in model.tags:
+                weights[name] = 0.03
+            if "joint" in model.tags and sync == "data_parallel":
                 weights[name] = 0.0
             if "sparse" in model.tags:
                 weights[name] = 0.5
@@ -220,6 +231,8 @@ class Drawing:
         weights |= {"flat": 2.0, "post_step": 0.4, "frozen": 2.0}
         if "unused" in MODELS[model].tags:
             weights["frozen"] = 0.0
+        if model.startswith("checkpointed_"):
+            weights |= dict.fromkeys([*_FOR_TRAINER, "hook_read", "post_read", "post_step"], 0.0)
         return (
             {
                 "kind": self._weighted(weights),
@@ -236,7 +249,7 @@ class Drawing:
             return ((self._source.choice((1, 2, 3)),) * size,)
         full = bool((RAW | OUTSIDE).intersection(kinds)) or spec.sync == "data_parallel"
         least = 1 if full or self._chance(0.5) else 0
-        windowed = spec.way == "delivered" and WINDOWS.intersection(kinds)
+        windowed = spec.way in PLAIN and WINDOWS.intersection(kinds)
         splits = []
         for _ in range(1 if windowed else self._source.choice((1, 2, 3))):
             split = [self._source.randint(least, 4) for _ in range(size)]
@@ -249,12 +262,12 @@ class Drawing:
         gradients: Piece = {"kind": kind, "rank": self._source.randrange(spec.workers)}
         if kind.startswith("closure"):
             return Step(gradients)
-        before, after = self._before(spec, number), self._after(spec)
+        is_last = number == len(kinds) - 1
+        before, after = self._before(spec, number, is_last=is_last), self._after(spec)
         held = [piece for piece in before if piece["kind"] == "hold"]
         after += [{"kind": "see_held"} for _ in held]
         if any(piece["kind"] in ("hook_read", "post_read") for piece in spec.setup):
             after.append({"kind": "see_hooked"})
-        is_last = number == len(kinds) - 1
         update = "step" if is_last else self._weighted({"step": 90, "none": 5, "twice": 3})
         if self._chance(0.01):
             update = "twice" if is_last else "one_rank_leaves_out"
@@ -262,7 +275,7 @@ class Drawing:
             update = "none"
         return Step(gradients, tuple(before), tuple(after), update)
 
-    def _before(self, spec: Spec, number: int) -> list[Piece]:
+    def _before(self, spec: Spec, number: int, *, is_last: bool) -> list[Piece]:
         if self._chance(0.65):
             return []
         weights = {kind: 0.15 if kind in FEW else 1.0 for kind in BEFORE}
@@ -272,6 +285,8 @@ class Drawing:
             weights["remove_hook"] = 2.0
         if "unused" in MODELS[spec.model].tags:
             weights["freeze"] = 0.0
+        if is_last:
+            weights |= dict.fromkeys(_HEARD_LATER & set(BEFORE), 0.0)
         if spec.model == "deep":
             weights["tie"] = 2.0
         if spec.model == "tied":
@@ -305,6 +320,6 @@ class Drawing:
         return found
 
 
-_WAYS = ("equal", "delivered", "weighted", "weighted", "tokens")
+_WAYS = ("equal", "delivered", "sums", "weighted", "weighted", "tokens")
 _OPTIMIZERS = {"momentum": 6, "decay": 3, "sgd": 1}
 _CLEARINGS = {"none": 10, "zeros": 4, "model": 2, "never": 2}

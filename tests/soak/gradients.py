@@ -79,7 +79,7 @@ GRADIENTS: dict[str, str] = {
         BACKWARD({LOSS})
         for p, g in zip(ps, first):
             if p.grad is not None and g is not None:
-                p.grad = p.grad + g * (p.grad * g).sum()
+                p.grad = p.grad + g * torch.tanh((p.grad * g).sum())
         """
     ),
     "input_penalty": _text(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -47,19 +48,30 @@ class Trace:
     is_stuck: bool = False
 
 
+class _Rounding(threading.local):
+    times = 1.0
+
+
+_rounding = _Rounding()
+
+
 class Differs(Exception):
     """Not what one process had. The arguments: what, and the details."""
 
 
-def judged(true: Trace, ranks: list[Trace], *, is_late: bool, by_hand: bool) -> Outcome:
+def judged(
+    true: Trace, ranks: list[Trace], *, is_late: bool, by_hand: bool, rounding: float = 1.0
+) -> Outcome:
     """Compare.
 
     Args:
         true: of one process.
         ranks: of the ranks.
         is_late: a rank waited until its patience ended.
+        rounding: how many times more than usual the program makes of a rounding error.
         by_hand: weights change outside optimizers, where nothing can refuse beforehand.
     """
+    _rounding.times = rounding
     errors = [trace.error for trace in ranks]
     if any(trace.is_stuck for trace in ranks):
         return Outcome("hang", "stuck", "a rank did not end")
@@ -138,7 +150,7 @@ def _gradients(got: list[Any], true: list[Any], where: str) -> None:
         if value.shape != reference.shape:
             raise Differs("shape", f"{where}, gradient {number}: {value.shape}")
         error = (value - reference).abs().norm()
-        allowed = TOLERANCE * max(reference.abs().norm(), floor)
+        allowed = _rounding.times * TOLERANCE * max(reference.abs().norm(), floor)
         if not error <= allowed + 1e-15:
             text = f"off by {error:.2e}, norm {reference.abs().norm():.2e}, here {value.norm():.2e}"
             raise Differs("gradient", f"{where}, gradient {number}: {text}")
@@ -153,7 +165,10 @@ def _close(got: list[Any], true: list[Any], where: str) -> None:
 
 
 def _within(value: torch.Tensor, reference: torch.Tensor) -> bool:
-    return not value.numel() or bool((value - reference).abs().max() <= TOLERANCE)
+    if not value.numel():
+        return True
+    scale = max(1.0, float(reference.abs().max()))
+    return bool((value - reference).abs().max() <= _rounding.times * TOLERANCE * scale)
 
 
 def _compare_also(got: list[torch.Tensor], true: list[torch.Tensor], rank: int) -> None:

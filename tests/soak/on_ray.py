@@ -31,7 +31,7 @@ SYNCS = ("replicate", "replicate", "ddp", "parameter_server")
 
 def disturbed(spec: Spec, source: random.Random) -> Spec:
     """The same program, for two or three workers, with deaths, saves and loads."""
-    workers = source.choice((2, 2, 3))
+    workers, sync = source.choice((2, 2, 3)), source.choice(SYNCS)
     steps = operators.EPOCHS * -(-spec.options["rows"] // spec.options["batch"])
     strikes = [
         ["kill", source.randrange(workers), source.randrange(steps), source.choice(PHASES)]
@@ -39,15 +39,13 @@ def disturbed(spec: Spec, source: random.Random) -> Spec:
     ]
     options = {
         **spec.options,
-        "clip": spec.options["clip"],
+        "reproducible": spec.options["reproducible"] and sync == "replicate",
         "strikes": strikes,
         "reload": source.random() < 0.4,
         "spares": source.choice((0, 1)) if strikes else 0,
     }
     model = spec.model if not spec.model.startswith(("buffer", "embedding_s")) else "mlp"
-    return spec.but(
-        sync=source.choice(SYNCS), workers=workers, model=model, setup=(), options=options
-    )
+    return spec.but(sync=sync, workers=workers, model=model, setup=(), options=options)
 
 
 def on_ray(spec: Spec, source: str, names: dict[str, Any]) -> list[Trace]:

@@ -38,6 +38,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "A sparse gradient does not fit into a flat bucket.",
         ranks=1,
     ),
+    Refusal(
+        "model:checkpointed_twice",
+        ("LS101",),
+        "A gradient comes more often than in the first step, and its bucket has left.",
+        ranks=1,
+    ),
     Refusal("gradients:by_hand", ("LS101",), _HAND),
     Refusal("gradients:added_before", ("LS101",), _HAND),
     Refusal("gradients:added_after", ("LS101",), _HAND),

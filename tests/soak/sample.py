@@ -55,7 +55,7 @@ def singles() -> dict[str, Spec]:
                 if is_fair(spec):
                     found[f"{sync}-{table}-{name}-{number}"] = spec
         for absent in ("pending", "borrowed"):
-            for way in ("delivered", "weighted", "tokens"):
+            for way in ("delivered", "weighted", "tokens", "sums"):
                 for model in ("mlp", "branches"):
                     fields = {"absent": absent, "way": way, "model": model}
                     found[f"{sync}-rows-{'-'.join(fields.values())}"] = base.but(

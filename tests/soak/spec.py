@@ -29,7 +29,8 @@ class Spec:
         seed: of weights and data.
         sync: which way to synchronise.
         workers: number of ranks.
-        way: what a backward counts for: "equal", "delivered", "weighted", "tokens".
+        way: what a backward counts for: "equal", "delivered", "weighted", "tokens"; or
+            "sums", where losses are sums over rows.
         splits: rows of each rank, for one batch after the other, round and round.
         absent: what a rank without rows does: "pending" or "borrowed".
         setup: statements before the loop; ``when`` says before or after attaching.

@@ -92,6 +92,17 @@ BEFORE: dict[str, str] = {
             pass
         """
     ),
+    "caught_in_closure": _text(
+        """
+        def broken():
+            raise KeyError("a broken closure")
+
+        try:
+            optimizer.step(broken)
+        except KeyError:
+            pass
+        """
+    ),
     # Everywhere alike; what it leaves is cleared.
     "caught_inside": _text(
         f"""

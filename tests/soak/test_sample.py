@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 
+from soak.crew import Member
 from soak.drawing import named
 from soak.running import Runner, source_of
 from soak.sample import every_piece, sample, singles
@@ -54,6 +55,19 @@ def test_pieces_together(runner, name):
 @pytest.mark.parametrize("number", range(25))
 def test_in_shards(runner, number):
     exact_or_refused(runner, named(f"shards:{number}", sync="fsdp"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_ray_with_deaths():
+    member = Member()
+    try:
+        for number in range(4):
+            spec = named(f"sample:ray{number}")
+            outcome = member.run(spec)
+            assert not outcome.fails, f"{outcome}\n\n{spec}\n\n{source_of(spec)}"
+    finally:
+        member.leave()
 
 
 def test_every_piece_is_in_the_sample():

@@ -91,9 +91,10 @@ def _body(spec: Spec, names: list[str]) -> str:
 def _loss(spec: Spec) -> list[str]:
     each = LOSSES[spec.loss]
     mean = f"({each} * w).sum() / w.sum().clamp(min=1)"
+    reduced = "sum" if spec.way == "sums" else "mean"
     return [
         "def loss(output, y, w):",
-        f"    return {mean if spec.way == 'tokens' else f'({each}).mean()'}",
+        f"    return {mean if spec.way == 'tokens' else f'({each}).{reduced}()'}",
     ]
 
 
@@ -151,7 +152,7 @@ def _line(spec: Spec, line: str, is_window: bool) -> str:
 
 def _backward(spec: Spec, loss: str, extra: str, *, is_paused: bool) -> str:
     more = f", {extra}" if extra else ""
-    if spec.way in ("equal", "delivered"):
+    if spec.way in ("equal", "delivered", "sums"):
         windowed = any("window" in step.gradients["kind"] for step in spec.steps)
         driven = windowed and has_hooks(spec)
         text = f"sync.backward({loss}{more})" if driven else f"{loss}.backward({extra})"

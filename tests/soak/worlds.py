@@ -92,7 +92,7 @@ class World:
         return self._weight
 
     def average(self, tensor):
-        """The user's own mean over all rows, of a mean over this rank's rows."""
+        """The user's own mean over all rows of a mean over this rank's; or their sum."""
         return tensor
 
     # ------------------------------------------------------------------ gradients
@@ -215,7 +215,7 @@ class RankWorld(World):
         return self.sync.models if self.kind == "ddp" else modules
 
     def _attached(self, modules, optimizers):
-        small = {"bucket_cap_mb": 1e-4 if self.seed % 2 else 25}
+        small = {"bucket_cap_mb": 1e-4 if self.seed % 2 else 25, "averages": self.way != "sums"}
         if self.kind == "ddp":
             from lockstep.sync.ddp import DDPSync
 
@@ -230,6 +230,10 @@ class RankWorld(World):
         return GradientSync(modules, self.group, **small)
 
     def average(self, tensor):
+        if self.way == "sums":
+            flat = tensor.detach().clone()
+            self.group.all_reduce(flat).wait()
+            return flat
         flat = torch.stack([tensor.detach() * self.weight, torch.full_like(tensor, self.weight)])
         if not self.weight:
             flat = torch.zeros_like(flat)
