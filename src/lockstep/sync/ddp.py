@@ -371,12 +371,21 @@ class DDPSync(WindowedSync):
         self._reset()
         if landed and self._syncs_buffers:
             self.broadcast_buffers()
-        # A rank alone has whole gradients, however it got them.
-        own = set(self._slots) - reduced if self.needs_guard else set()
+        own = set(self._slots) - reduced
+        if not self.needs_guard:
+            # A rank alone has whole gradients, also where DDP has not looked at them.
+            self._divide_alone(own, window)
+            own = set()
         self._complete(window, own)
         newcomers = self._newcomers.with_gradient() if self.needs_guard else []
         if newcomers:
             raise verdict.refused("newcomer", newcomers, self.place)
+
+    def _divide_alone(self, slots: set[Slot], window: Window) -> None:
+        if self.averages and window.kind == WEIGHTED and window.weight > 0.0:
+            for slot in slots:
+                if slot.param.grad is not None:
+                    slot.param.grad.div_(window.weight)
 
     def _reset(self, *, broken: bool = False) -> None:
         if broken:

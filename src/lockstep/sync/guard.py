@@ -224,7 +224,8 @@ def _check(watch: _Watch) -> None:
             _compare(owner, watch, slots)
         watch.rounds[owner] = owner.rounds
         owner.note_step()
-    for name, param in watch.unknown:
+    has_peers = any(owner.needs_guard for owner in watch.slots)
+    for name, param in watch.unknown if has_peers else []:
         if param.grad is not None:
             raise UnknownParameterError(
                 f"the optimizer holds {name} with a gradient that nobody synchronises",

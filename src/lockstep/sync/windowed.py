@@ -287,6 +287,7 @@ class WindowedSync:
                 slot.param.grad = whole
                 if grad is None or slot not in unreduced:
                     slot.deliver(whole)
+                    slot.passed = self.rounds  # the round has compared what was done to it
                 else:
                     slot.disown()
             self._captures.remember_gradients()
