@@ -99,8 +99,3 @@ def test_refused_on_every_rank(ranks, program, code):
 def test_a_rank_that_leaves_frees_its_peers(ranks):
     assert ranks[1]["a_rank_that_leaves"] == "LS000"
     assert ranks[0]["a_rank_that_leaves"] == "LS601"
-
-
-@pytest.mark.timeout(120)
-def test_clipping_on_the_norm_of_shards_and_of_what_is_whole(ranks):
-    assert max(found["clipped_beside_a_scalar"] for found in ranks[:2]) < 1e-12

@@ -128,9 +128,6 @@ class WindowedSync:
         """See `Synchroniser`; here optimizers step where they are."""
         return False
 
-    def seal(self) -> None:
-        """See `Synchroniser`; here every rank has whole weights at all times."""
-
     @property
     def needs_guard(self) -> bool:
         """A rank alone has whole gradients, however it got them."""
