@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the sharded runs: a program, because the default process group is a process's own.
 
-    python fsdp_ranks.py RANK FOLDER PORT fast|slow
+    python fsdp_ranks.py RANK FOLDER PORT fast|slow|identity
 
 Runs the cases that have a rank RANK, each in a fresh default group, and leaves the
 results in FOLDER. What is raised is a result as well.
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.procs import fsdp_identity
 
 from harness import reset
 from lockstep.errors import LockstepError
@@ -146,7 +148,7 @@ def attached(group, model=None, **optimizer_options):
 
 
 def gradients_by_hand(group):
-    model, optimizer, sync, loss = attached(group)
+    model, optimizer, _, loss = attached(group)
     found = torch.autograd.grad(loss, list(model.parameters()))
     for param, gradient in zip(model.parameters(), found, strict=True):
         param.grad = torch.zeros_like(param) + gradient.sum()
@@ -182,8 +184,13 @@ REFUSALS = {
 }
 
 
-def cases(slow: bool):
+def cases(choice: str):
     """Name, number of ranks, and what to call with the group."""
+    if choice == "identity":
+        for case in fsdp_identity.CASES:
+            yield case.__name__, 2, (case,)
+        return
+    slow = choice == "slow"
     for program, way, split in itertools.product(EXACT, WAYS, SHARES):
         if is_slow(program, way, split) == slow:
             name = f"{program.__name__}-{way}-{split}"
@@ -192,10 +199,10 @@ def cases(slow: bool):
         yield program.__name__, 2, (program,)
 
 
-def run(rank: int, folder: Path, port: int, *, slow: bool) -> None:
+def run(rank: int, folder: Path, port: int, choice: str) -> None:
     results: dict[str, Any] = {}
     meeting = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    for name, size, (function, *arguments) in cases(slow):
+    for name, size, (function, *arguments) in cases(choice):
         if rank >= size:
             continue
         store = dist.PrefixStore(name, meeting)
@@ -217,4 +224,4 @@ def run(rank: int, folder: Path, port: int, *, slow: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), slow=sys.argv[4] == "slow")
+    run(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -15,6 +15,8 @@ from lockstep.sync import ReplicatedModel, is_local
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
+
     from lockstep.sync import Synchroniser
 
 

@@ -12,15 +12,17 @@ from contextlib import suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import torch
 from torch.optim import Adafactor, Optimizer
 
 from lockstep.errors import LockstepError
 from lockstep.sync.served_optimizer import evaluates_again
-from lockstep.sync.shards import ShardOfParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from lockstep.sync.shards import ShardOfParameter
 
 _BETWEEN_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"
