@@ -128,7 +128,7 @@ def weights_changed_in_place(group):
     """Between backward and step, and after it; and bound to other memory."""
     pair = paired(group)
     for step in range(4):
-        for model, optimizer in pair.both():
+        for _, optimizer in pair.both():
             optimizer.zero_grad()
         pair.backward()
         with torch.no_grad():

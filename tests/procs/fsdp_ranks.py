@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from tests.procs import fsdp_identity
+from torch import nn
 
 from harness import reset
 from lockstep.errors import LockstepError

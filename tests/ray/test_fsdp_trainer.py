@@ -4,7 +4,19 @@
 import os
 
 import pytest
-from tests.ray.operators import GLOBAL_BATCH, STEPS, DefaultLoop, farthest, net, one_process
+import torch
+from tests.ray.operators import (
+    GLOBAL_BATCH,
+    STEPS,
+    DefaultLoop,
+    farthest,
+    net,
+    one_process,
+    problem,
+    sgd,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
@@ -18,6 +30,38 @@ class OwnStep(DefaultLoop):
         loss.backward()
         self.optimizer.step()
         return {"train_loss": loss.item()}
+
+
+class ListedOnce(DefaultLoop):
+    """Lists its parameters before anything has seen them, as programs do."""
+
+    def setup(self, config):
+        model = net()
+        self.listed = list(model.parameters())
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+        )
+        loader = DataLoader(TensorDataset(*problem()), config[BATCH_SIZE])
+        self.register_data(train_loader=loader)
+
+    def train_batch(self, batch, batch_info):
+        features, targets = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), targets)
+        loss.backward()
+        self.seen = [param.detach().clone() for param in self.listed]
+        nn.utils.clip_grad_norm_(self.listed, 0.1)
+        self.optimizer.step()
+        with torch.no_grad():
+            for param in self.listed:
+                param.clamp_(-0.4, 0.4)
+        return {"train_loss": loss.item()}
+
+
+def held_all_along(operator):
+    now = [param.detach().clone() for param in operator.listed]
+    same = zip(operator.listed, operator.model.parameters(), strict=True)
+    return all(one is other for one, other in same), now
 
 
 def trainer(operator=DefaultLoop, **arguments):
@@ -49,6 +93,28 @@ def test_the_weights_of_one_process_and_a_directory_that_goes_on_anywhere(tmp_pa
         other.load(path)
         other.train(num_steps=4)
         assert farthest(other.get_model(), trained) < 1e-12
+
+
+def test_what_was_listed_before_register_is_what_is_trained():
+    with trainer(ListedOnce, num_shards=2) as alone:
+        alone.train(num_steps=5)
+        expected = alone.get_model()
+    with trainer(ListedOnce, num_workers=2, sync="fsdp") as run:
+        run.train(num_steps=5)
+        for is_same, weights in run.apply_all_operators(held_all_along):
+            assert is_same
+            pairs = zip(weights, expected.parameters(), strict=True)
+            assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-12
+
+
+@pytest.mark.slow
+def test_half_precision():
+    with trainer(num_workers=2, sync="fsdp", precision="fp16", clip_grad_norm=1.0) as run:
+        run.train(num_steps=3)
+        got = run.get_model()
+    with trainer(num_workers=2, precision="fp16", clip_grad_norm=1.0) as other:
+        other.train(num_steps=3)
+        assert farthest(got, other.get_model()) < 1e-12
 
 
 @pytest.mark.slow
