@@ -90,7 +90,7 @@ class FSDPSync(GradientSync):
             None: runs without recording.
 
         Collective:
-            Every rank. Blocks. One all-gather per device, dtype and `bucket_cap_mb`.
+            Every rank. Blocks. See `gather_rows`.
 
         Raises:
             PeerLostError: another rank went away; the ranks' weights are not equal any more.
@@ -102,7 +102,7 @@ class FSDPSync(GradientSync):
         except PeerLostError:
             self._is_broken = True
             raise
-        # DTensor's operations, and fused kernels, raise no version counter.
+        # Neither DTensor's operations nor a broadcast raise a version counter.
         torch.autograd.graph.increment_version(tensors)
 
     def detach(self) -> None:

@@ -103,8 +103,8 @@ class ShardedOptimizer:
             ``parameter.grad``, whole and alike on every rank, is consumed.
 
         Collective:
-            Every rank: what the optimizer asks of whole tensors (norms), and one all-gather per
-            `bucket_cap_mb` of weights. With a closure, one more before each evaluation.
+            Every rank: what the optimizer asks of whole tensors (norms), and an exchange of
+            the weights' rows. With a closure, one more before each evaluation.
 
         Raises:
             NotAvailableError: the optimizer put other tensors in the place of its parameters.

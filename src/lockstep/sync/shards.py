@@ -14,10 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.errors import NotAvailableError
+from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.ownership import is_local, local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -176,71 +177,24 @@ class ShardOfParameter:
 def gather_rows(group: Group, tensors: Sequence[torch.Tensor], *, cap_bytes: int) -> None:
     """Overwrite the other ranks' rows of whole `tensors` with what those ranks have.
 
+    Rejected: an all-gather. It needs memory for what it gathers, and on gloo as much again, which
+    was more than the optimizer's state that sharding saves; on two CPUs it was no quicker.
+
     Args:
         group: the ranks.
         tensors: of the same shapes, dtypes and order on every rank.
-        cap_bytes: the most memory that is taken for it, as long as a row fits.
+        cap_bytes: the most that is packed into one message.
 
     Gradient:
         None: runs without recording.
 
     Collective:
-        Every rank. Blocks. One all-gather per device, dtype and `cap_bytes`.
+        Every rank. Blocks. From each rank one broadcast per large tensor, and per device and
+        `cap_bytes`.
 
     Raises:
         PeerLostError: another rank went away.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    with torch.no_grad():
-        for members in kinds.values():
-            for pack in _packs(members, group.size, cap_bytes):
-                _gather_pack(group, pack)
-
-
-_Piece = tuple[torch.Tensor, int, int]
-"""A whole tensor, and which of each rank's rows: from, to."""
-
-
-def _packs(tensors: Sequence[torch.Tensor], ranks: int, cap_bytes: int) -> Iterator[list[_Piece]]:
-    pack: list[_Piece] = []
-    filled = 0
-    for tensor in tensors:
-        height = -(-tensor.shape[0] // ranks)
-        row_bytes = ranks * tensor.element_size() * (tensor.numel() // tensor.shape[0])
-        step = max(1, cap_bytes // row_bytes)
-        for first in range(0, height, step):
-            last = min(first + step, height)
-            size = (last - first) * row_bytes
-            if pack and filled + size > cap_bytes:
-                yield pack
-                pack, filled = [], 0
-            pack.append((tensor, first, last))
-            filled += size
-    if pack:
-        yield pack
-
-
-def _gather_pack(group: Group, pack: Sequence[_Piece]) -> None:
-    length = sum((last - first) * each[0].numel() for each, first, last in pack)
-    whole = pack[0][0]
-    message = torch.empty(group.size, length, dtype=whole.dtype, device=whole.device)
-    rows = [
-        [rows_of(each, rank, group.size)[a:b] for each, a, b in pack] for rank in range(group.size)
-    ]
-    _copy(rows[group.rank], message[group.rank], into_message=True)
-    # In place: a rank's own part lies where the collective would put it.
-    group.all_gather_into(message.view(-1), message[group.rank])
-    for rank, theirs in enumerate(rows):
-        if rank != group.rank:
-            _copy(theirs, message[rank], into_message=False)
-
-
-def _copy(rows: Sequence[torch.Tensor], message: torch.Tensor, *, into_message: bool) -> None:
-    pieces: list[torch.Tensor] = []
-    offset = 0
-    for part in rows:
-        pieces.append(message[offset : offset + part.numel()].view(part.shape))
-        offset += part.numel()
-    torch._foreach_copy_(*((pieces, list(rows)) if into_message else (list(rows), pieces)))
+    for source in range(group.size):
+        rows = [rows_of(tensor.detach(), source, group.size) for tensor in tensors]
+        broadcast_tensors(group, rows, cap_bytes=cap_bytes, source=source)
