@@ -19,7 +19,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 # The version that constraints.txt is made for; everything else there is the newest that fits.
 TORCH := 2.13.0
 
-.PHONY: help setup demo check fix test test-all browser bench bench-full bench-gpu bench-growth \
+.PHONY: help setup demo check fix test test-all soak browser bench bench-full bench-gpu bench-growth \
   bench-page docs docs-refresh constraints clean
 
 help: ## list the targets
@@ -45,6 +45,12 @@ test: $(VENV)/.installed ## the tests, without the slow ones
 
 test-all: $(VENV)/.installed $(VENV)/.audited $(VENV)/.documented browser ## all tests, with the libraries and the browser they need
 	$(BIN)/python -m pytest -q -n 2
+
+soak: $(VENV)/.installed ## random training programs beside one process: SECONDS=600 COUNT= SEED= SYNC= WORKERS=
+	PYTHONPATH=tests $(BIN)/python -m soak $(if $(SECONDS)$(COUNT),,--seconds 600) \
+	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(SYNC),--sync $(SYNC)) $(if $(WORKERS),--workers $(WORKERS)) \
+	  $(if $(PROGRAM),--program $(PROGRAM))
 
 bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
 	$(BIN)/python -m benchmarks

@@ -40,7 +40,7 @@ FIRST_LINE = "# SPDX-License-Identifier: Apache-2.0"
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|manager|helpers?|misc)($|_)")
 
 PYTHON_FOLDERS = ("src", "tests", "examples", "benchmarks", "docs")
-WITHOUT_MOCKS = ("ranks", "procs", "ray", "faults")
+WITHOUT_MOCKS = ("ranks", "procs", "ray", "faults", "soak")
 """Tests of communication: a mock there proves that the mock works."""
 
 # Written so that this file does not hold what it forbids.

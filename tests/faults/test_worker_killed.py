@@ -110,7 +110,10 @@ def _live(rank, victim, port):
     broken = weakref.ref(dist.group.WORLD)
     assert broken() is not None
     if rank == victim:
-        worker.operator.model[0].weight.register_hook(lambda _: os._exit(1))
+        # In backward: a hook on the parameter would be run when the gradient has been reduced.
+        weight = worker.operator.model[0].weight
+        reached = weight.view_as(weight).grad_fn.next_functions[0][0]
+        reached.register_prehook(lambda _: os._exit(1))
     # As an engine's actor does: let go of the group, then keep of the error what can travel.
     try:
         worker.train(AFTER, False, {})

@@ -48,6 +48,7 @@ class Rank:
         with torch.no_grad():
             for param, value in zip(self.model.parameters(), values, strict=True):
                 param.copy_(value)
+                param.grad = None  # of a step that has not happened: each rank's own
         for optimizer, rate in zip(self.optimizers, settings, strict=True):
             optimizer.param_groups[0]["lr"] = rate
         self.scheduler.load_state_dict(dict(schedule))

@@ -114,7 +114,9 @@ def test_two_ranks_add_while_backward_still_runs():
         order = ShardOrder(2, [range(1), range(1, 2)], group.rank)
         sync = GradientSync([model], group, bucket_cap_mb=0.002, order=order)
         launched = []
-        model[0].weight.register_hook(lambda _: launched.append(sync._reducer.has_launched))
+        # A hook on the parameter would be run on the reduced gradient.
+        first = model[0].weight.view_as(model[0].weight).grad_fn.next_functions[0][0]
+        first.register_prehook(lambda _: launched.append(sync._reducer.has_launched))
         for _ in range(2):  # the first backward only looks which gradients come
             with sync.last_shard(group.rank):
                 sync.backward(model(rows(4, 6, seed=group.rank)).mean(), weight=4)

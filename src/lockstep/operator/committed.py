@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.sync import buffer_places, put_buffer
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -42,14 +44,14 @@ class CommittedBuffers:
         self._several = num_parts > 1
         # One part is the common case, and walking through the modules is not free.
         looks = self._several or may_discard
-        self._live = [b for module in modules for b in module.buffers()] if looks else []
-        self._before = [buffer.clone() for buffer in self._live]
-        self._first: list[torch.Tensor] = []
+        self._places = buffer_places(modules) if looks else []
+        self._before = self._copies()
+        self._first: list[torch.Tensor | None] = []
 
     def begin_part(self, position: int) -> None:
         """Before the forward of the worker's shard number `position`."""
         if position > 0:
-            _copy(self._before, self._live)
+            self._put(self._before)
 
     def end_part(self, position: int, *, counts: bool) -> None:
         """After its backward; `counts` is False for a shard of weight zero."""
@@ -58,7 +60,7 @@ class CommittedBuffers:
         if not counts:
             self._first = self._before
         elif self._several:
-            self._first = [buffer.clone() for buffer in self._live]
+            self._first = self._copies()
 
     def commit(self) -> None:
         """After the last backward of the step.
@@ -67,15 +69,19 @@ class CommittedBuffers:
             Every rank: one broadcast if there are buffers.
         """
         if self._first:
-            _copy(self._first, self._live)
+            self._put(self._first)
         if self._sync is not None:
             self._sync.broadcast_buffers()
 
+    def _copies(self) -> list[torch.Tensor | None]:
+        held = [place.tensor() for place in self._places]
+        return [None if buffer is None else buffer.detach().clone() for buffer in held]
 
-def _copy(values: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for value, target in zip(values, into, strict=True):
-            target.copy_(value)
+    def _put(self, values: list[torch.Tensor | None]) -> None:
+        with torch.no_grad():
+            for place, value in zip(self._places, values, strict=True):
+                if value is not None:
+                    put_buffer(place, value)
 
 
 class BuffersBefore:

@@ -6,9 +6,11 @@ from __future__ import annotations
 from lockstep.sync.alone import Alone as Alone
 from lockstep.sync.attach import replicate as replicate
 from lockstep.sync.average import average_gradients as average_gradients
+from lockstep.sync.buffers import put as put_buffer
 from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
 from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
+from lockstep.sync.inventory import buffer_places as buffer_places
 from lockstep.sync.owner_server import OwnerServer as OwnerServer
 from lockstep.sync.ownership import is_local as is_local
 from lockstep.sync.ownership import local as local
@@ -29,10 +31,12 @@ __all__ = [
     "ShardOrder",
     "Synchroniser",
     "average_gradients",
+    "buffer_places",
     "copy_over",
     "is_local",
     "local",
     "overwrite",
+    "put_buffer",
     "replica_devices",
     "replicate",
 ]

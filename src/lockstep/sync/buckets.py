@@ -13,9 +13,14 @@ bucket of its own.
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from lockstep.sync.inventory import sum_of_bits
+from lockstep.sync.references import are_fresh, from_cpp, from_python, is_fresh, to_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,6 +46,7 @@ class Sums(NamedTuple):
         faults: how many ranks have to report something; nothing is delivered then.
         thaws: how many ranks unfroze a parameter that is not in any bucket yet.
         check: which model and which round each rank believes this to be; a small integer.
+        earlier: what the ranks have done to gradients of earlier rounds; a small integer.
     """
 
     weight: float
@@ -49,12 +55,28 @@ class Sums(NamedTuple):
     faults: float
     thaws: float
     check: float
+    earlier: float
 
 
 class Slot:
-    """One synchronised parameter."""
+    """One synchronised parameter, and the gradient that its last round left there.
 
-    __slots__ = ("__weakref__", "bucket", "name", "number", "owner", "param", "passed", "view")
+    Attributes:
+        passed: the last round of its owner after which it had a gradient.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_delivered",
+        "_version",
+        "bucket",
+        "name",
+        "number",
+        "owner",
+        "param",
+        "passed",
+        "view",
+    )
 
     def __init__(self, number: int, name: str, param: torch.Tensor, owner: object = None) -> None:
         self.number = number
@@ -63,35 +85,89 @@ class Slot:
         self.owner = owner
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
-        self.passed = 0  # the last round of its owner after which it had a gradient
+        self.passed = 0
+        self._delivered: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+
+    def disown(self) -> None:
+        """``param.grad`` holds something of this rank alone."""
+        self._delivered = None
+
+    def deliver(self, gradient: torch.Tensor | None) -> None:
+        """Make `gradient`, which every rank holds, the parameter's."""
+        if self.param.grad is not gradient:
+            self.param.grad = gradient
+        if gradient is not None and gradient is not self.view:
+            self._delivered, self._version = weakref.ref(gradient), gradient._version
+
+    @property
+    def holds_delivered(self) -> bool:
+        """``param.grad`` is the tensor that the last round left there."""
+        grad = self.param.grad
+        if grad is None:
+            return False
+        return grad is self.view or (self._delivered is not None and self._delivered() is grad)
+
+    @property
+    def is_untouched(self) -> bool:
+        """It is that tensor, and nobody has written to it since (or since `accept_changes`)."""
+        grad = self.param.grad
+        if grad is None or not self.holds_delivered:
+            return False
+        in_bucket = grad is self.view and self.bucket is not None
+        known = self.bucket.delivered_version if in_bucket and self.bucket else self._version
+        return grad._version == known
+
+    def accept_changes(self) -> None:
+        """An optimizer has used the gradient as it is now."""
+        grad = self.param.grad
+        if grad is None or not self.holds_delivered:
+            return
+        if grad is self.view and self.bucket is not None:
+            self.bucket.delivered_version = grad._version
+        else:
+            self._version = grad._version
 
 
 class Bucket:
-    """Some parameters' gradients, reduced by one collective."""
+    """Some parameters' gradients, reduced by one collective.
+
+    Its memory is lent: after a round ``parameter.grad`` is a view of it, which saves a copy.
+    Before the bucket writes again it looks whether anybody holds such a view still (a list of
+    gradients, an alias, a graph); then the memory is theirs, and the bucket takes other memory.
+    A gradient that the user holds, or that lies in the user's own memory, stays
+    ``parameter.grad`` and gets the reduced values by a copy.
+
+    Attributes:
+        delivered_version: the version of the views, when they were delivered.
+        kept: those whose gradient stays ``parameter.grad``.
+    """
 
     def __init__(
         self, slots: Sequence[Slot], device: torch.device, dtype: torch.dtype, tail: int
     ) -> None:
-        size = sum(_length(slot.param) for slot in slots)
+        self._size = sum(_length(slot.param) for slot in slots)
         # Complex numbers first: as pairs of reals they must start at an even place.
         self.slots = sorted(slots, key=lambda slot: not slot.param.is_complex())
         self.numbers = frozenset(slot.number for slot in slots)
-        # Not zeros: it is written whole before it is sent, and its pages are taken only then.
-        self.flat = torch.empty(size + tail, device=device, dtype=dtype)
-        self.payload = self.flat[:size]
-        self.tail = self.flat[size:]
-        self.views: list[torch.Tensor] = []
         self._params = [slot.param for slot in self.slots]
         self._all_used = [True] * len(self.slots)
-        self._is_long = bool(self.slots) and size >= _LONG * len(self.slots)
+        self._is_long = bool(self.slots) and self._size >= _LONG * len(self.slots)
         self.used = self._all_used
         self.missing: set[int] = set()
         self.pending: Pending | None = None
         self.is_launched = False
         self.may_leave_early = True
-        self._place_views()
+        self.kept: list[Slot] = []
+        self._take_memory(device, dtype, tail)
 
-    def _place_views(self) -> None:
+    def _take_memory(self, device: torch.device, dtype: torch.dtype, tail: int) -> None:
+        # Not zeros: it is written whole before it is sent, and its pages are taken only then.
+        self.flat = torch.empty(self._size + tail, device=device, dtype=dtype)
+        self.payload = self.flat[: self._size]
+        self.tail = self.flat[self._size :]
+        self.views: list[torch.Tensor] = []
+        self.delivered_version = 0
         offset = 0
         for slot in self.slots:
             length = _length(slot.param)
@@ -99,6 +175,34 @@ class Bucket:
             slot.view = _view_like(slot.param, self.flat[offset : offset + length])
             self.views.append(slot.view)
             offset += length
+        self._held_by_us = self._references()
+
+    def _references(self) -> tuple[list[int], list[int], int]:
+        """Those to each view from Python, to each from C++, and to the memory."""
+        views = self.views
+        return from_python(views), from_cpp(views), to_memory(self.flat)
+
+    def claim(self) -> None:
+        """Before the first write of a round: leave memory that somebody else sees to them.
+
+        A view that is still ``parameter.grad`` has been accumulated into in place, by torch. It
+        goes on as the parameter's, whoever holds it.
+        """
+        found = self._references()
+        if found == self._held_by_us:
+            return
+        in_place = [p.grad is view for p, view in zip(self._params, self.views, strict=True)]
+        if all(in_place):
+            return
+        python, cpp, memory = self._held_by_us
+        is_free = memory == found[2] and all(
+            is_grad or (now == of_ours and in_graphs == of_cpp)
+            for is_grad, now, of_ours, in_graphs, of_cpp in zip(
+                in_place, found[0], python, found[1], cpp, strict=True
+            )
+        )
+        if not is_free:
+            self._take_memory(self.flat.device, self.flat.dtype, len(self.tail))
 
     def expect(self) -> None:
         """A new backward: nothing has arrived. What is frozen now is not waited for."""
@@ -108,10 +212,13 @@ class Bucket:
         """Bring every gradient into its view, times `scale`, and note which ones there are.
 
         Raises:
-            RuntimeError: a gradient that cannot be copied into a strided tensor (sparse).
+            RuntimeError: a gradient that cannot be copied into a strided tensor (sparse), or of
+                another shape, dtype or device than the parameter had when the bucket was made.
         """
+        self.kept = []
+        self.claim()
         grads = [param.grad for param in self._params]
-        if self.slots and grads[0] is not self.views[0] and self._pack_fresh(grads, scale):
+        if self.slots and self._pack_fresh(grads, scale):
             return
         self._pack_each(grads)
         if scale != 1.0:
@@ -121,39 +228,51 @@ class Bucket:
         strays: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
-        owners: list[torch.Tensor] = []
-        for param, grad, view in zip(self._params, grads, self.views, strict=True):
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        fresh = is_fresh(grads)
+        for slot, grad, view, is_ours in zip(self.slots, grads, self.views, fresh, strict=True):
             if grad is None:
                 absent.append(view)
             elif grad is not view:
                 strays.append(grad)
                 places.append(view)
-                owners.append(param)
+                if is_ours:
+                    replaced.append((slot.param, view))
+                else:
+                    self.kept.append(slot)
         self.used = [grad is not None for grad in grads]
         if strays:
             torch._foreach_copy_(places, strays)
-            for param, view in zip(owners, places, strict=True):
-                param.grad = view
+        for param, view in replaced:
+            param.grad = view
         if absent:
             torch._foreach_zero_(absent)
 
     def _pack_fresh(self, grads: list[torch.Tensor | None], scale: float) -> bool:
-        """The common case, every gradient there and none a view yet: no look at each one."""
-        try:
-            if scale != 1.0 and self._is_long:
-                # One pass over memory instead of two, which is what large gradients cost.
-                for grad, view in zip(grads, self.views, strict=True):
-                    torch.mul(grad, scale, out=view)  # type: ignore[arg-type]
-            else:
-                torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
-                if scale != 1.0:
-                    self.payload.mul_(scale)
-        except TypeError:
-            return False  # a None among them; what was copied is copied once more
+        """The common case: every gradient there, made by this backward, and nobody has it."""
+        if not are_fresh(grads):
+            return False
+        if scale != 1.0 and self._is_long:
+            # One pass over memory instead of two, which is what large gradients cost.
+            for grad, view in zip(grads, self.views, strict=True):
+                torch.mul(grad, scale, out=view)  # type: ignore[arg-type]
+        else:
+            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+            if scale != 1.0:
+                self.payload.mul_(scale)
         for param, view in zip(self._params, self.views, strict=True):
             param.grad = view
         self.used = self._all_used
         return True
+
+    def give_back(self) -> None:
+        """The reduced values to gradients that stay where they are; and note the version."""
+        for slot in self.kept:
+            grad, view = slot.param.grad, slot.view
+            if grad is not None and view is not None and grad is not view:
+                slot.deliver(grad.copy_(view))
+        self.kept = []
+        self.delivered_version = self.flat._version
 
     def silence(self) -> None:
         """Contribute nothing, whatever the gradients hold (they may be NaN)."""
@@ -182,25 +301,34 @@ class Layout:
             for place, ((device, dtype), piece) in enumerate(pieces)
         ]
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self.tail = self.buckets[-1].tail
         self._written: list[float] | None = None
         self._image = self.tail
-        self._check = self.tail[-1]
-        self.sums_on_device = self.tail[len(self.slots) :]
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """Flags, then sums: what travels behind the last bucket."""
+        return self.buckets[-1].tail
+
+    @property
+    def sums_on_device(self) -> torch.Tensor:
+        """The part of the tail behind the flags."""
+        return self.tail[len(self.slots) :]
 
     def write_tail(self, sums: Sums) -> None:
         """Put this rank's flags and sums behind the last bucket."""
         values: list[float] = [flag for bucket in self.buckets for flag in bucket.used]
-        values += sums[:-1]
+        values += sums[:-2]
         # Almost every round says the same as the one before, but for its number: keep the
         # tensor, not the list.
         if values != self._written:
             self._written = values
             self._image = torch.tensor(
-                [*map(float, values), 0.0], dtype=self.tail.dtype, device=self.tail.device
+                [*map(float, values), 0.0, 0.0], dtype=self.tail.dtype, device=self.tail.device
             )
         self.tail.copy_(self._image)
-        self._check.fill_(sums.check)
+        self.tail[-2].fill_(sums.check)
+        if sums.earlier:
+            self.tail[-1].fill_(sums.earlier)
 
     def is_one(self, weight: float) -> bool:
         """Whether a sum of weights is 1 as exactly as the tail can say it."""
@@ -213,6 +341,25 @@ class Layout:
     def read_flags(self) -> list[bool]:
         """Which parameters were used by any rank. On an accelerator this waits for the device."""
         return [count > 0 for count in self.tail[: len(self.slots)].tolist()]
+
+
+def set_aside(slots: Iterable[Slot]) -> tuple[dict[Slot, torch.Tensor], int]:
+    """Take away the gradients that earlier rounds left; the parameters have None then.
+
+    Returns:
+        The gradients; and a number that is alike on all ranks if what was done to them since, or
+        assigned instead of them, is alike: 0 if nothing was.
+    """
+    aside: dict[Slot, torch.Tensor] = {}
+    changed: list[tuple[int, int]] = []
+    for slot in slots:
+        grad = slot.param.grad
+        if grad is not None:
+            if not slot.is_untouched:
+                changed.append((slot.number, sum_of_bits(grad)))
+            aside[slot] = grad
+            slot.param.grad = None
+    return aside, zlib.crc32(repr(changed).encode()) % 4093 + 1 if changed else 0
 
 
 def _by_device_and_dtype(

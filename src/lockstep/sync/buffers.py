@@ -3,19 +3,28 @@
 for rows that one rank alone has stepped.
 
 Tensors travel as bytes: one broadcast serves all dtypes (BatchNorm alone has two), and dtypes
-that a backend cannot name (bool, float8, complex) need no special case.
+that a backend cannot name (bool, float8, complex) need no special case. What is no block of
+memory (sparse, quantized, nested) travels as torch writes it into a file.
+
+A buffer may be part of a graph whose backward is still to come: two forwards, then two
+backwards. What such a graph has saved is not written. A buffer that is equal already stays as it
+is; another one is exchanged for a new tensor, and the graph keeps the old one.
 """
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from lockstep.sync.references import has_aliases, is_in_graph
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from lockstep.group import Group
+    from lockstep.sync.inventory import BufferPlace
 
 
 _LARGE: Final = 1 << 20
@@ -49,7 +58,92 @@ def broadcast_tensors(
             message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             group.broadcast(message, source)
             if group.rank != source and message.data_ptr() != pack[0].data_ptr():
-                _unpack(message, pack)
+                for tensor, value in _unpacked(message, pack):
+                    write_into(tensor, value)
+
+
+def broadcast_buffers(group: Group, places: Iterable[BufferPlace], *, cap_bytes: int) -> None:
+    """Make buffers equal to those of rank 0: in place, or where a graph has saved one, anew.
+
+    Args:
+        group: the ranks.
+        places: the same on every rank.
+        cap_bytes: the most that is packed into one message.
+
+    Gradient:
+        None: runs without recording, and graphs keep what they have saved.
+
+    Collective:
+        Every rank. Blocks. One broadcast per large buffer, and per device and `cap_bytes`; two
+        for each that is sparse, quantized or nested.
+
+    Raises:
+        PeerLostError: another rank went away.
+    """
+    if group.is_alone:
+        return
+    filled = [(place, tensor) for place in places if (tensor := place.tensor()) is not None]
+    blocks = {id(tensor): (place, tensor) for place, tensor in filled if is_block(tensor)}
+    with torch.no_grad():
+        for pack in _packs((tensor for _, tensor in blocks.values()), cap_bytes):
+            pieces = [_as_bytes(tensor) for tensor in pack]
+            message = torch.cat(pieces)  # a copy: a graph may need what lies there
+            group.broadcast(message, 0)
+            if group.rank != 0:
+                for tensor, value in _unpacked(message, pack):
+                    put(blocks[id(tensor)][0], value)
+        for place, tensor in filled:
+            if not is_block(tensor):
+                _broadcast_file(group, place, tensor)
+
+
+def is_block(tensor: torch.Tensor) -> bool:
+    """It is numbers in memory and strides, nothing else."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy, also where several elements of `tensor` are one number in memory (``expand``)."""
+    target = tensor.detach()
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also where numbers are not a number."""
+    return one.shape == other.shape and torch.equal(_as_bytes(one), _as_bytes(other))
+
+
+def put(place: BufferPlace, value: torch.Tensor) -> None:
+    """Let the buffer be `value`: in place, unless a graph has saved what is there."""
+    tensor = place.tensor()
+    alike = tensor is not None and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+    if tensor is None or not alike or not is_block(tensor):
+        place.owner._buffers[place.key] = value.clone()
+        return
+    is_saved = is_in_graph(tensor)
+    # A view of it may be saved: what is equal already is not written.
+    if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):
+        return
+    if is_saved:
+        place.owner._buffers[place.key] = value.clone()
+    else:
+        write_into(tensor, value)
+
+
+def _broadcast_file(group: Group, place: BufferPlace, tensor: torch.Tensor) -> None:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    own = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(group.device, copy=True)
+    length = torch.tensor([len(own)], device=group.device)
+    group.broadcast(length, 0)
+    message = own.clone() if group.rank == 0 else own.new_empty(int(length))
+    group.broadcast(message, 0)
+    if group.rank != 0 and not torch.equal(message, own):
+        file = io.BytesIO(message.cpu().numpy().tobytes())
+        place.owner._buffers[place.key] = torch.load(file, map_location=tensor.device)
 
 
 def _packs(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -78,13 +172,16 @@ def _packs(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[tor
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _unpack(message: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+def _unpacked(
+    message: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     offset = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         piece = message[offset : offset + size].view(tensor.dtype)
-        tensor.detach().copy_(piece.view(tensor.shape))
+        yield tensor, piece.view(tensor.shape)
         offset += size

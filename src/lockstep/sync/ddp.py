@@ -10,7 +10,6 @@ backward) stays this rank's, and the optimizer guard refuses to step with it.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -19,13 +18,14 @@ from lockstep import reduction
 from lockstep.errors import (
     WrongUseError,
 )
-from lockstep.sync import guard
-from lockstep.sync.buffers import broadcast_tensors
+from lockstep.sync import guard, verdict
+from lockstep.sync.buckets import set_aside
+from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
-from lockstep.sync.gradient_hooks import hook_gradient
-from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
+from lockstep.sync.graph_task import call_at_end
 from lockstep.sync.inventory import agree, refuse_shared, take_inventory
+from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.reducer import PLAIN, WEIGHTED
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
 from lockstep.sync.windowed import WindowedSync
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.reducer import Contribution
+from lockstep.sync.reducer import Contribution
 
 _OUTSIDE: Final = (
     "it did not come out of the forward of the model that register() returned (model.module,"
@@ -82,19 +82,16 @@ class DDPSync(WindowedSync):
         self._syncs_buffers = buffers == "after_backward" and self._keeps_buffers
         self.finds_unused = bool(arguments.get("find_unused_parameters"))
         self._copies = bool(arguments.get("gradient_as_bucket_view"))
-        everything = [slot.param for slot in self._slots] + self._buffer_tensors()
-        broadcast_tensors(group, everything, cap_bytes=2**25)
+        broadcast_tensors(group, [slot.param for slot in self._slots], cap_bytes=2**25)
+        broadcast_buffers(group, self._buffers, cap_bytes=2**25)
         self._of_param = {id(slot.param): slot for slot in self._slots}
         self.models = self._wrapped(modules, arguments)
         self._reduced = [model for model in self.models if isinstance(model, ReducedModel)]
-        self._lock = threading.Lock()
-        self._tasks: set[int] = set()
-        self.step = 0
-        self._is_open = False
-        self._is_driven = False
         self._used: set[Slot] = set()
         self._round = Round(self, self._reduced, self._used)
-        self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
+        self._arrive = self._note_arrival
+        self._hook_parameters()
+        self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 
     def _wrapped(
@@ -151,7 +148,7 @@ class DDPSync(WindowedSync):
 
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to."""
-        self.step = step
+        self._step = step
 
     def reduce_pending(self) -> None:
         """Follow the peers' backward with what is there, or with nothing.
@@ -167,7 +164,7 @@ class DDPSync(WindowedSync):
         """
         self.attached()
         if self._window.kind is None:
-            self._window.aside = self._set_aside()
+            self._keep_earlier()
         try:
             self._round.follow()
             self._finish()
@@ -197,7 +194,7 @@ class DDPSync(WindowedSync):
             Every rank. Blocks. One broadcast.
         """
         if self._keeps_buffers:
-            broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=2**25)
+            broadcast_buffers(self.attached(), self._buffers, cap_bytes=2**25)
 
     def part(self) -> bool:
         """Leave a group that has broken. The wrappers, which loops hold, stay."""
@@ -205,7 +202,7 @@ class DDPSync(WindowedSync):
             reduction.deliver(None)
             self._reset(broken=True)
             self._group = None
-        return bool(self._handles)
+        return bool(self._hooks)
 
     def join(self, group: Group) -> None:
         """Belong to `group`, after `part`.
@@ -228,12 +225,11 @@ class DDPSync(WindowedSync):
 
     def detach(self) -> None:
         """Take all hooks off and forget the group; the wrappers become their modules."""
-        if not self._handles:
+        if not self._hooks:
             return
         reduction.deliver(None)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._unhook_parameters()
+        self._newcomers.release()
         for model in self._reduced:
             model.release()
         self._reset()
@@ -241,6 +237,10 @@ class DDPSync(WindowedSync):
         guard.release(self, self._slots)
 
     # ------------------------------------------------------------------ for guard and models
+
+    @property
+    def step(self) -> int:
+        return self._step
 
     @property
     def is_paused(self) -> bool:
@@ -254,35 +254,16 @@ class DDPSync(WindowedSync):
 
     # ------------------------------------------------------------------ a backward
 
-    def _hook(self, slot: Slot) -> list[Any]:
-        tasks = self._tasks
+    def _note_arrival(self, slot: Slot) -> None:
+        if self._round.kept is None or not self.is_borrowed:
+            self._used.add(slot)
+        slot.passed = 0
+        self._round.note_arrival(slot)
 
-        def gradient_comes(_: object) -> None:
-            if current_task() not in tasks:
-                self._enter_task()
-
-        def gradient_arrived(_: torch.Tensor) -> None:
-            if self._round.kept is None:
-                self._used.add(slot)
-            slot.passed = 0
-            self._round.note_arrival(slot)
-
-        return hook_gradient(slot.param, gradient_comes, gradient_arrived)
-
-    def _enter_task(self) -> None:
-        """The first gradient of a run of the engine: of a new backward, or of one inside it."""
-        with self._lock:
-            task = current_task()
-            if task in self._tasks:
-                return
-            inside = self._is_driven or (self._is_open and nesting_depth())
-            if not inside:
-                self._open_window(PLAIN)
-                if not self._is_paused:
-                    self._is_open = True
-                    # Twice: DDP's own call at the end is queued in between.
-                    call_at_end(lambda: call_at_end(self._finish_plain))
-            self._tasks.add(task)
+    def _begin_plain(self) -> None:
+        self._is_open = True
+        # Twice: DDP's own call at the end is queued in between.
+        call_at_end(lambda: call_at_end(self._finish_plain))
 
     def _finish_plain(self) -> None:
         if not self._is_open:
@@ -295,9 +276,10 @@ class DDPSync(WindowedSync):
 
     def _open_window(self, kind: str) -> None:
         self.attached()
-        if self._is_open:
+        if self._is_open or self._has_failed:
             self._reset(broken=True)  # an earlier backward raised and never ended
             self.attached()
+        self._follow_zero_grad()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
             self._window.enter(WEIGHTED, self.place)
@@ -306,27 +288,33 @@ class DDPSync(WindowedSync):
         else:
             self._window.enter_sum(self.delivered_weight(), self.place)
         if is_first:
-            self._window.aside = self._set_aside()
+            self._keep_earlier()
 
     def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         self._is_driven = True
         if weight == 0.0:
             # Weight zero: nothing of it may stay, and zero times NaN would.
-            self._round.kept = self._set_aside()
+            self._round.kept, _ = self._set_aside()
         try:
             with reduction.backward_of(self.attached(), weight):
                 run()
             self._put_back_kept()
-            if not self._is_paused:
+            if self._is_paused:
+                self._leave_window_open()
+            else:
                 self._finish()
         except RuntimeError as error:
-            self._reset(broken=True)
+            self._fail()
             if "mark a variable ready only once" not in str(error):
                 raise
             raise came_twice(self.place, str(error).splitlines()[0]) from error
         except BaseException:
-            self._reset(broken=True)
+            self._fail()
             raise
+
+    def _fail(self) -> None:
+        self._reset(broken=True)
+        self._has_failed = True
 
     def _put_back_kept(self) -> None:
         kept, self._round.kept = self._round.kept, None
@@ -335,14 +323,21 @@ class DDPSync(WindowedSync):
         landed = {slot for model in self._round.landed() for slot in model.reduced}
         for slot in self._slots:
             if slot not in landed:
-                slot.param.grad = kept.get(slot)
+                is_used = slot.param.grad is not None and not self.is_borrowed
+                zero = torch.zeros_like(slot.param) if is_used and slot not in kept else None
+                slot.param.grad = kept.get(slot, zero)
 
-    def _set_aside(self) -> dict[Slot, torch.Tensor]:
-        """Take the gradients away. Copies, where DDP's next bucket will use their memory."""
-        grads = {slot: slot.param.grad for slot in self._slots if slot.param.grad is not None}
-        for slot in grads:
-            slot.param.grad = None
-        return {slot: grad.clone() if self._copies else grad for slot, grad in grads.items()}
+    def _keep_earlier(self) -> None:
+        """What earlier rounds left is not reduced again, and passes no hook again."""
+        self._keep_copies()
+        self._window.aside, self._window.earlier = self._set_aside()
+
+    def _set_aside(self) -> tuple[dict[Slot, torch.Tensor], int]:
+        """See `buckets.set_aside`. Copies, where DDP's next bucket will use their memory."""
+        aside, earlier = set_aside(self._slots)
+        if self._copies:
+            aside = {slot: grad.clone() for slot, grad in aside.items()}
+        return aside, earlier
 
     # ------------------------------------------------------------------ for a round
 
@@ -367,22 +362,36 @@ class DDPSync(WindowedSync):
 
     def _finish(self) -> None:
         self._round.finish()
-        landed, sums = self._round.landed(), self._round.sums
+        landed, sums, before = self._round.landed(), self._round.sums, self._window.before
         if landed:
             self.rounds += 1
-        for slot in [slot for model in landed for slot in model.reduced]:
+        reduced = {slot for model in landed for slot in model.reduced}
+        for slot in reduced:
             slot.passed = self.rounds
-        self._add_aside()
+        self._add_aside(reduced)
         if sums is not None:
             self._units.learn(sums)
         self._reset()
         if landed and self._syncs_buffers:
             self.broadcast_buffers()
+        self._captures.remember_gradients()
+        newcomers = self._newcomers.with_gradient()
+        if newcomers:
+            raise verdict.refused("newcomer", newcomers, self.place)
+        if landed and self._hooked:
+            self._run_users_hooks(before)
 
-    def _add_aside(self) -> None:
-        for slot, earlier in self._window.aside.items():
-            grad = slot.param.grad
-            slot.param.grad = earlier if grad is None else grad.add_(earlier)
+    def _add_aside(self, reduced: set[Slot]) -> None:
+        for slot in self._slots:
+            grad, earlier = slot.param.grad, self._window.aside.get(slot)
+            if earlier is not None and grad is not None:
+                grad = earlier.add_(grad)
+            whole = earlier if grad is None else grad
+            if slot in reduced or (whole is earlier and slot.param.grad is None):
+                slot.deliver(whole)
+            else:
+                slot.param.grad = whole
+                slot.disown()
 
     def _reset(self, *, broken: bool = False) -> None:
         if broken:
@@ -395,3 +404,4 @@ class DDPSync(WindowedSync):
         self._tasks.clear()
         self._is_open = False
         self._is_driven = False
+        self._has_failed = False

@@ -31,7 +31,7 @@ class Header:
         ends: this rank's backward has finished its last model.
         model: which one; 0 without `leads`. Its square tells whether all leaders mean the same.
         step: the optimizer step that this is meant for, and its square.
-        plain, weighted, weight, faults: see `Sums`.
+        plain, weighted, weight, faults, earlier: see `Sums`.
     """
 
     leads: float = 0.0
@@ -44,13 +44,14 @@ class Header:
     weighted: float = 0.0
     weight: float = 0.0
     faults: float = 0.0
+    earlier: float = 0.0
 
     @property
     def brings_something(self) -> bool:
         return self.plain + self.weighted > 0
 
     def sums(self) -> Sums:
-        return Sums(self.weight, self.plain, self.weighted, self.faults, thaws=0.0, check=0.0)
+        return Sums(self.weight, self.plain, self.weighted, self.faults, 0.0, 0.0, self.earlier)
 
 
 def make_header(
@@ -69,6 +70,7 @@ def make_header(
         weighted=float(mine.kind == WEIGHTED),
         weight=mine.weight,
         faults=float(bool(mine.faults)),
+        earlier=float(mine.earlier),
     )
 
 

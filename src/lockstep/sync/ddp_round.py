@@ -176,7 +176,7 @@ class Round:
         cargo.pending = self._host.attached().all_reduce(flat)
 
     def _ask_who_used(self, model: ReducedModel, turn: Turn) -> None:
-        counts = not self._host.contribution().is_silent
+        counts = not self._host.contribution().discards
         used = [float(counts and slot in self.used) for slot in model.slots]
         turn.used = torch.tensor(used, device=self._host.attached().device)
         turn.asked = self._host.attached().all_reduce(turn.used)

@@ -12,18 +12,19 @@ around them), and patching ``Tensor.backward`` (``torch.autograd.backward`` goes
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lockstep import reduction
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, verdict
-from lockstep.sync.buffers import broadcast_tensors
-from lockstep.sync.gradient_hooks import hook_gradient
-from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
+from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
+from lockstep.sync.graph_task import call_at_end
 from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
+from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
 from lockstep.sync.window import Units, Window, checked_weight, weighted_root
@@ -31,9 +32,6 @@ from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-    from torch.utils.hooks import RemovableHandle
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot, Sums
@@ -81,17 +79,14 @@ class GradientSync(WindowedSync):
         self._owns_group = owns_group
         self._syncs_buffers = buffers == "after_backward"
         if broadcast:
-            everything = [slot.param for slot in self._slots] + self._buffer_tensors()
-            broadcast_tensors(group, everything, cap_bytes=self._cap_bytes)
-        self._lock = threading.Lock()
-        self._tasks: set[int] = set()
-        self._is_open = self._is_driven = False
-        self._arrive: Callable[[Slot], None] | None = None
-        self._step = 0
+            params = [slot.param for slot in self._slots]
+            broadcast_tensors(group, params, cap_bytes=self._cap_bytes)
+            broadcast_buffers(group, self._buffers, cap_bytes=self._cap_bytes)
         self._unread: verdict.Unread | None = None
         how = making(self._cap_bytes, found.signature(), averages, order)
         self._lineup = Lineup(self._slots, group, how)
-        self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
+        self._hook_parameters()
+        self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 
     # ------------------------------------------------------------------ for users
@@ -104,8 +99,9 @@ class GradientSync(WindowedSync):
         Args:
             loss: what to differentiate; a scalar, or with ``gradient=`` of any shape.
             weight: what the loss counts for (samples, tokens) if it is a mean over them.
-                Zero takes part without contributing, even if the loss is NaN. None: as a plain
-                ``loss.backward()``, one per rank or what `set_delivered_weight` said.
+                Zero: what it uses has gradient zero (and not None), even if the loss is NaN; of
+                a borrowed batch (`set_delivered_weight` said 0) nothing counts. None: as a
+                plain ``loss.backward()``, one per rank or what `set_delivered_weight` said.
             backward_kwargs: for ``Tensor.backward`` (``gradient``, ``retain_graph``, ...).
 
         Gradient:
@@ -165,7 +161,7 @@ class GradientSync(WindowedSync):
         self.attached()
         self._settle()
         if self._window.kind is None:
-            self._window.aside = self._reducer.set_aside()
+            self._keep_earlier(apart=True)
         self._begin_round()
         self._end_round()
 
@@ -186,6 +182,7 @@ class GradientSync(WindowedSync):
         assert isinstance(self._reducer, OrderedReducer), "made without a shard order"
         self._reducer.take_shard(shard, self._window.weight - self._taken_weight)
         self._taken_weight = self._window.weight
+        self._leave_window_open()
 
     @contextmanager
     def last_shard(self, shard: int) -> Iterator[None]:
@@ -212,7 +209,7 @@ class GradientSync(WindowedSync):
         Collective:
             Every rank. Blocks. One broadcast.
         """
-        broadcast_tensors(self.attached(), self._buffer_tensors(), cap_bytes=self._cap_bytes)
+        broadcast_buffers(self.attached(), self._buffers, cap_bytes=self._cap_bytes)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.
@@ -222,9 +219,8 @@ class GradientSync(WindowedSync):
         if self._group is None:
             return
         reduction.deliver(None)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._unhook_parameters()
+        self._newcomers.release()
         self._reducer.close()
         self._reset()
         if self._owns_group:
@@ -251,38 +247,9 @@ class GradientSync(WindowedSync):
     def _reducer(self) -> Reducer:
         return self._lineup.reducer
 
-    # ------------------------------------------------------------------ hooks
-
-    def _hook(self, slot: Slot) -> list[RemovableHandle]:
-        tasks = self._tasks
-
-        def gradient_comes(_: object) -> None:
-            if current_task() not in tasks:
-                self._enter_task()
-
-        def gradient_arrived(_: torch.Tensor) -> None:
-            if current_task() not in tasks:
-                self._enter_task()
-            if self._arrive is not None:
-                self._arrive(slot)
-
-        before = None if self._averages else gradient_comes
-        return hook_gradient(slot.param, before, gradient_arrived)
-
-    def _enter_task(self) -> None:
-        """The first gradient of a run of the engine: of a new backward, or of one inside it."""
-        with self._lock:
-            task = current_task()
-            if task in self._tasks:
-                return
-            if self._is_driven or (self._is_open and nesting_depth()):
-                self._tasks.add(task)
-                return
-            self._open_window(PLAIN)
-            self._tasks.add(task)
-            if not self._is_paused:
-                call_at_end(lambda: self._end_round() if self._is_open else None)
-                self._begin_round()
+    def _begin_plain(self) -> None:
+        call_at_end(lambda: self._end_round() if self._is_open else None)
+        self._begin_round()
 
     def _unit(self, kind: str) -> float:
         self._settle()
@@ -295,9 +262,10 @@ class GradientSync(WindowedSync):
         self._settle()
         if self._order is not None:
             self._check_in_order()
-        if self._is_open:
+        if self._is_open or self._has_failed:
             self._reset()  # an earlier backward raised and never ended
             self.attached()
+        self._follow_zero_grad()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
             self._window.enter(WEIGHTED, self.place)
@@ -305,8 +273,19 @@ class GradientSync(WindowedSync):
             self._window.enter_plain(self.delivered_weight(), self.place)
         else:
             self._window.enter_sum(self.delivered_weight(), self.place)
-        if is_first and self._window.kind == WEIGHTED:
-            self._window.aside = self._reducer.set_aside()
+        if is_first:
+            self._keep_earlier(apart=self._window.kind == WEIGHTED)
+
+    def _keep_earlier(self, *, apart: bool) -> None:
+        """What earlier rounds left is not reduced again, and passes no hook again.
+
+        Args:
+            apart: keep it out of the buckets. A plain round can hold it: the mean of what is the
+                same on all ranks is that thing.
+        """
+        self._keep_copies()
+        if apart:
+            self._window.aside, self._window.earlier = self._reducer.set_aside()
 
     def _check_in_order(self) -> None:
         if not self._is_paused and self._last_shard is None:
@@ -322,7 +301,7 @@ class GradientSync(WindowedSync):
         kept: dict[Slot, torch.Tensor | None] = {}
         try:
             if muted:
-                # Weight zero: nothing of it may stay, and zero times NaN would.
+                # Weight zero: no value of it may stay, and zero times NaN would.
                 kept = {slot: slot.param.grad for slot in self._slots}
                 _put_grads(dict.fromkeys(kept))
                 self._arrive = None
@@ -332,15 +311,30 @@ class GradientSync(WindowedSync):
                 run()
         except BaseException:
             self._reset()
+            self._has_failed = True
             raise
         finally:
             self._is_driven = False
             if muted:
-                _put_grads(kept)
+                _put_grads(self._with_zeros(kept))
+                kept.clear()
         if muted and not self._is_paused:
             self._begin_round()
-        if not self._is_paused:
+        if self._is_paused:
+            self._leave_window_open()
+        else:
             self._end_round()
+
+    def _with_zeros(self, kept: dict[Slot, torch.Tensor | None]) -> dict[Slot, torch.Tensor | None]:
+        """After a backward of weight zero: what it used has a gradient, unless it was borrowed."""
+        if self.is_borrowed:
+            return kept
+        return {
+            slot: torch.zeros_like(slot.param)
+            if before is None and slot.param.grad is not None
+            else before
+            for slot, before in kept.items()
+        }
 
     def _begin_round(self) -> None:
         contribution = self._window.contribution(self._units)
@@ -357,11 +351,15 @@ class GradientSync(WindowedSync):
         if window.kind == WEIGHTED:
             contribution.weight = window.weight
         self._arrive = None
+        newcomers = self._newcomers.with_gradient()
+        if newcomers:
+            contribution.faults.append({"kind": "newcomer", "names": newcomers})
         try:
             sums = self._reducer.finish()
             used_all = self._reducer.used_all() and self._lineup.is_whole
+            thawed: tuple[Sums, Contribution] | None = None
             if contribution.thaws or (sums is not None and sums.thaws):
-                self._lineup.thaw(self.attached(), contribution)
+                thawed = self._lineup.thaw(self.attached(), contribution)
             self._lineup.finish_learning()
         except BaseException:
             self._is_broken = True
@@ -375,8 +373,17 @@ class GradientSync(WindowedSync):
             self._unread = verdict.Unread(self._reducer.layout.sums_on_device, contribution)
         else:
             self._judge(sums, contribution)
+        if thawed is not None:
+            self._judge(*thawed)
         if sums is None or sums.plain + sums.weighted:
             self._note_round(used_all)
+            self._captures.remember_gradients()
+            if self._hooked:
+                self._run_users_hooks(window.before)
+
+    def _accept_changes(self) -> None:
+        for bucket in self._reducer.layout.buckets:
+            bucket.delivered_version = bucket.flat._version
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
         group = self.attached()
@@ -407,6 +414,7 @@ class GradientSync(WindowedSync):
         self._tasks.clear()
         self._is_open = False
         self._is_driven = False
+        self._has_failed = False
         self._arrive = None
 
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
 from lockstep.lazy_compiler import outside_graphs
+from lockstep.sync.inventory import sum_of_bits
 from lockstep.sync.ownership import is_local
 from lockstep.sync.verdict import judge_losses
 
@@ -50,7 +51,10 @@ class Guarded(Protocol):
     def needs_guard(self) -> bool: ...
     @property
     def has_open_window(self) -> bool: ...
+    def note_step(self) -> None: ...
+    def suspects_changes(self) -> bool: ...
     def reduce_pending(self) -> None: ...
+    def forget_window(self) -> None: ...
     def attached(self) -> Group: ...
 
 
@@ -203,16 +207,23 @@ def _check(watch: _Watch) -> None:
             continue
         since = watch.rounds.get(owner, 0)
         if owner.has_open_window:
+            held = [slot.name for slot in slots if slot.param.grad is not None]
+            if not held:
+                owner.forget_window()  # zeroed: the program leaves this step out
+        if owner.has_open_window:
             raise _not_reduced(
                 owner,
                 watch,
-                [slot.name for slot in slots if slot.param.grad is not None],
+                held,
                 cause="every backward since the last step ran under no_sync, or one failed midway",
                 fix="run the last backward of a window outside no_sync, or call reduce_pending()",
             )
         if owner.full_round <= since:
             _check_each(owner, watch, slots, since)
+        if owner.suspects_changes():
+            _compare(owner, watch, slots)
         watch.rounds[owner] = owner.rounds
+        owner.note_step()
     for name, param in watch.unknown:
         if param.grad is not None:
             raise UnknownParameterError(
@@ -225,12 +236,19 @@ def _check(watch: _Watch) -> None:
 
 
 def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) -> None:
-    if not any(slot.passed > since for slot in slots) and not _by_hand(slots):
+    has_new = any(slot.passed > since for slot in slots)
+    # A reduced gradient may be used twice; one that was zeroed means that there is nothing here.
+    has_old = any(slot.is_untouched for slot in slots)
+    if not has_new and not has_old and not _by_hand(slots):
         # Nothing to reduce here. Peers may have had something: without this they would wait.
         owner.reduce_pending()
         if owner.full_round > since:
             return
-    stale = [slot.name for slot in slots if slot.param.grad is not None and slot.passed <= since]
+    stale = [
+        slot.name
+        for slot in slots
+        if slot.param.grad is not None and slot.passed <= since and not slot.is_untouched
+    ]
     if stale:
         cause, fix = getattr(owner, "stale_advice", _STALE)
         raise _not_reduced(
@@ -243,7 +261,35 @@ def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) ->
 
 
 def _by_hand(slots: list[Slot]) -> bool:
-    return any(slot.param.grad is not None and slot.param.grad is not slot.view for slot in slots)
+    return any(slot.param.grad is not None and not slot.holds_delivered for slot in slots)
+
+
+def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
+    """Are gradients and weights still the same on all ranks? What was done is then their right.
+
+    Collective:
+        Every rank: one exchange of two numbers for each parameter.
+
+    Raises:
+        GradientNotReducedError: on every rank, with the names of those that differ.
+    """
+    mine = [[sum_of_bits(slot.param), sum_of_bits(slot.param.grad)] for slot in slots]
+    everyone = owner.attached().exchange(mine)
+    differ = [
+        slot.name
+        for slot, *found in zip(slots, *everyone, strict=True)
+        if any(other != found[0] for other in found)
+    ]
+    if differ:
+        raise _not_reduced(
+            owner,
+            watch,
+            differ,
+            cause="after its reduction a gradient was changed (p.grad += autograd.grad(...)?), and"
+            " on each rank into something else",
+            fix="add up the losses and run one backward; or lockstep.average_gradients for what"
+            " autograd.grad computed, before it is added",
+        )
 
 
 def _not_reduced(

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeEr
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from lockstep.group import Group
 
@@ -33,6 +33,15 @@ class BufferPlace:
 
     def tensor(self) -> torch.Tensor | None:
         return self.owner._buffers.get(self.key)
+
+
+def buffer_places(modules: Iterable[torch.nn.Module]) -> list[BufferPlace]:
+    """Where the buffers of `modules` hang, those that several share once."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    found = [BufferPlace(part, key) for part in parts for key in part._buffers]
+    tensors = [place.tensor() for place in found]
+    firsts = {id(tensor): place for tensor, place in zip(tensors[::-1], found[::-1], strict=True)}
+    return [p for p, t in zip(found, tensors, strict=True) if t is not None and firsts[id(t)] is p]
 
 
 @dataclass
@@ -62,9 +71,9 @@ class Inventory:
             [
                 kind,
                 name,
-                list(tensor.shape),
+                [tensor.size(0)] if tensor.is_nested else list(tensor.shape),
                 str(tensor.dtype),
-                list(torch.empty_like(tensor, device="meta").stride()),
+                _strides(tensor),
                 tensor.requires_grad,
             ]
             for kind, name, tensor in named
@@ -73,6 +82,13 @@ class Inventory:
     def signature(self) -> int:
         """A small number that is the same on all ranks and hardly the same for two models."""
         return zlib.crc32(repr(self.structure()).encode()) % 64
+
+
+def _strides(tensor: torch.Tensor) -> list[int] | str:
+    """Those of a fresh tensor like it; how it is laid out, where it has no strides."""
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return list(torch.empty_like(tensor, device="meta").stride())
+    return "quantized" if tensor.is_quantized else str(tensor.layout)
 
 
 def as_modules(model: Any) -> list[torch.nn.Module]:
@@ -179,6 +195,8 @@ def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
         return f"`{name}` is a DTensor: its gradients belong to its own device mesh"
     if kind == "FlatParameter":
         return f"`{name}` belongs to FullyShardedDataParallel"
+    if param.is_nested or param.is_quantized or param.layout is not torch.strided:
+        return f"`{name}` is a {_strides(param)} tensor, whose gradient has no fixed place"
     if not param.is_leaf:
         return f"`{name}` is not a leaf of the autograd graph"
     return None
@@ -227,7 +245,7 @@ def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> Non
     Raises:
         ReplicasDifferError: on every rank; names the parameters and the ranks.
     """
-    everyone = group.exchange([_sum_of_bits(param) for param in parameters.values()])
+    everyone = group.exchange([sum_of_bits(param) for param in parameters.values()])
     ranks = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if not ranks:
         return
@@ -247,7 +265,10 @@ def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> Non
     )
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> int:
+def sum_of_bits(tensor: torch.Tensor | None) -> int:
+    """A number that tells tensors with other bits apart, hardly ever alike by chance."""
+    if tensor is None:
+        return -1
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
     # By pieces: torch makes a copy of twice the size to add integers in a wider type.
@@ -271,7 +292,8 @@ def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[st
 def _describe(entry: Entry) -> str:
     kind, name, shape, dtype, strides, requires_grad = entry
     grad = "" if requires_grad or kind == "buffer" else ", frozen"
-    return f"{kind} `{name}` {tuple(shape)} {dtype} strides {tuple(strides)}{grad}"
+    laid_out = strides if isinstance(strides, str) else f"strides {tuple(strides)}"
+    return f"{kind} `{name}` {tuple(shape)} {dtype} {laid_out}{grad}"
 
 
 def check_options(buffers: str, bucket_cap_mb: float) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.group import Group
-    from lockstep.sync.buckets import Slot
+    from lockstep.sync.buckets import Slot, Sums
     from lockstep.sync.shard_order import ShardOrder
 
 
@@ -71,8 +71,11 @@ class Lineup:
         """A parameter outside requires a gradient now."""
         return any(slot.param.requires_grad for slot in self._outside)
 
-    def thaw(self, group: Group, first: Contribution) -> None:
+    def thaw(self, group: Group, first: Contribution) -> tuple[Sums, Contribution]:
         """A second round for what was unfrozen; from the next backward on it has its bucket.
+
+        Returns:
+            What the ranks brought to it, to be judged, and what this one did.
 
         Gradient:
             As of a round of its own, for what any rank unfroze.
@@ -83,10 +86,16 @@ class Lineup:
         mine = [slot.number for slot in self._outside if slot.param.requires_grad]
         numbers = set().union(*group.exchange(mine))
         second = self._making.reducer(group, [s for s in self._slots if s.number in numbers])
-        second.start(replace(first, aside={}, thaws=False))
-        second.finish()
+        contribution = replace(first, faults=list(first.faults), aside={}, thaws=False)
+        second.start(contribution)
+        sums = second.finish(must_read=True)
+        assert sums is not None
+        gradients = {slot: slot.param.grad for slot in self._slots}
         active = numbers | {slot.number for slot in self.reducer.layout.slots}
         self._build(group, [slot for slot in self._slots if slot.number in active])
+        for slot, gradient in gradients.items():
+            slot.deliver(gradient)  # a view of the buckets of before
+        return sums, contribution
 
     def listener(self) -> Callable[[Slot], None] | None:
         """Who has to hear of a gradient that arrives; None if nothing can leave before the end."""

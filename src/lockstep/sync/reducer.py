@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from lockstep import reduction
-from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
+from lockstep.sync.buckets import Bucket, Layout, Slot, Sums, set_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +41,8 @@ class Contribution:
         scale: what its gradients are multiplied by in the bucket (1 if the root was weighted).
         faults: what it has to refuse, JSON-able.
         aside: gradients of earlier rounds, kept out of this one.
+        earlier: what was done to those since; alike on all ranks, or refused.
+        discards: its gradients are of borrowed rows: they count as if there were none.
         thaws: this rank unfroze a parameter that is not in any bucket yet.
         check: which model and round this is meant for.
     """
@@ -50,6 +52,8 @@ class Contribution:
     scale: float = 1.0
     faults: list[dict[str, Any]] = field(default_factory=list)
     aside: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    earlier: int = 0
+    discards: bool = False
     thaws: bool = False
     check: int = 0
 
@@ -66,6 +70,7 @@ class Contribution:
             faults=float(bool(self.faults)),
             thaws=float(self.thaws),
             check=float(self.check),
+            earlier=float(self.earlier),
         )
 
 
@@ -178,7 +183,7 @@ class Reducer:
 
     def _pack(self, bucket: Bucket) -> None:
         scale = self.contribution.scale * self._share
-        if not self._packs_densely(bucket, scale) or self.contribution.is_silent:
+        if not self._packs_densely(bucket, scale) or self.contribution.discards:
             bucket.silence()
 
     def _packs_densely(self, bucket: Bucket, scale: float) -> bool:
@@ -186,14 +191,10 @@ class Reducer:
         try:
             bucket.pack(scale)
         except RuntimeError:
-            names = [
-                slot.name
-                for slot in bucket.slots
-                if slot.param.grad is not None and slot.param.grad.layout is not torch.strided
-            ]
-            if not names:
+            faults = _misfits(bucket)
+            if not faults:
                 raise
-            self.contribution.faults.append({"kind": "sparse", "names": names})
+            self.contribution.faults += faults
             return False
         return True
 
@@ -237,19 +238,24 @@ class Reducer:
         earlier = self.contribution.aside
         if earlier or not self.used_all():
             self._place(self._flags(), earlier, add=sums is None or bool(sums.weighted))
+        for bucket in self.layout.buckets:
+            bucket.give_back()
         return sums
 
     def _place(self, flags: list[bool], earlier: dict[Slot, torch.Tensor], *, add: bool) -> None:
         for slot, used in zip(self.layout.slots, flags, strict=True):
+            before, view = earlier.get(slot), cast("torch.Tensor", slot.view)
             if not used:
-                slot.param.grad = earlier.get(slot)
-                continue
+                slot.deliver(before)
+            elif before is None:
+                if slot.param.grad is None:
+                    slot.param.grad = view
             # A rank that brings nothing cannot know beforehand whether its peers' sum already
             # holds what was reduced before: that of plain backwards does, a weighted one not.
-            if add and slot in earlier:
-                cast("torch.Tensor", slot.view).add_(earlier[slot])
-            if slot.param.grad is not slot.view:
-                slot.param.grad = slot.view
+            elif add:
+                slot.deliver(before.add_(view))
+            else:
+                slot.deliver(before.copy_(view))
 
     @property
     def reads_are_free(self) -> bool:
@@ -283,17 +289,11 @@ class Reducer:
 
     def _put_back(self) -> None:
         for slot in self.layout.slots:
-            slot.param.grad = self.contribution.aside.get(slot)
+            slot.deliver(self.contribution.aside.get(slot))
 
-    def set_aside(self) -> dict[Slot, torch.Tensor]:
-        """Take the gradients that earlier rounds left out of the buckets; they become None."""
-        aside: dict[Slot, torch.Tensor] = {}
-        for slot in self.layout.slots:
-            grad = slot.param.grad
-            if grad is not None:
-                aside[slot] = grad.clone() if grad is slot.view else grad
-                slot.param.grad = None
-        return aside
+    def set_aside(self) -> tuple[dict[Slot, torch.Tensor], int]:
+        """See `buckets.set_aside`; of the parameters that are in buckets."""
+        return set_aside(self.layout.slots)
 
     def abandon(self) -> None:
         """Forget a round that failed, and every reference to collectives in flight."""
@@ -313,3 +313,19 @@ class Reducer:
                 slot.param.grad = slot.view.clone(memory_format=torch.preserve_format)
             slot.view = None
             slot.bucket = None
+
+
+def _misfits(bucket: Bucket) -> list[dict[str, Any]]:
+    """Gradients that have no place in the bucket: sparse ones, and those of changed parameters."""
+    pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.param.grad) is not None]
+    sparse = [slot.name for slot, grad in pairs if grad.layout is not torch.strided]
+    moved = [
+        f"{slot.name}` {tuple(view.shape)} {view.dtype} {view.device}, now `{tuple(grad.shape)}"
+        f" {grad.dtype} {grad.device}"
+        for slot, grad in pairs
+        if grad.layout is torch.strided
+        and (view := cast("torch.Tensor", slot.view)) is not None
+        and (grad.shape, grad.dtype, grad.device) != (view.shape, view.dtype, view.device)
+    ]
+    found = {"sparse": sparse, "moved": moved}
+    return [{"kind": kind, "names": names} for kind, names in found.items() if names]

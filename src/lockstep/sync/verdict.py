@@ -8,7 +8,7 @@ have seen the count, they exchange what it stands for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -17,6 +17,7 @@ from lockstep.errors import (
     LockstepError,
     NotAvailableError,
     SparseGradientError,
+    UnknownParameterError,
     WeightError,
     WrongUseError,
 )
@@ -85,6 +86,8 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         raise_together(group, mine.faults)
     if sums.faults:
         raise_alone(place, mine.faults)
+    if sums.weighted and sums.earlier != mine.earlier * group.size:
+        raise _as_error({"kind": "by_hand", "names": []}, place)
     if sums.plain and sums.weighted:
         got = f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
         raise mixed_weights(place, got)
@@ -126,8 +129,53 @@ def raise_alone(place: str, mine: Faults) -> None:
     )
 
 
+_REFUSED_GRADIENTS: Final = {
+    "graph": (
+        "backward(create_graph=True) through synchronised parameters",
+        "a penalty on parameter.grad would differentiate this rank's gradient and not the global"
+        " one: what is reduced has no graph",
+        "put the penalty into the loss, with torch.autograd.grad(loss, inputs,"
+        " create_graph=True), and run one backward; what is this rank's own belongs into"
+        " no_sync()",
+    ),
+    "by_hand": (
+        "a backward would add to gradients that are not the same on all ranks",
+        "they were assigned or changed by hand (after autograd.grad?), or an earlier backward"
+        " failed midway",
+        "optimizer.zero_grad() before the backward; or add up the losses",
+    ),
+    "touched": (
+        "gradients were changed between the backwards of one accumulation window",
+        "clipped, scaled or assigned under no_sync(): this rank's part alone, of which nobody"
+        " knows afterwards what it counts for",
+        "change gradients after the window's last backward, which reduces them",
+    ),
+    "moved": (
+        "parameters are of another shape, dtype or device than when they were synchronised",
+        "model.to(...), model.double() or parameter.data = ... after replicate() or register()",
+        "convert the model first; or detach(), and replicate() again on every rank",
+    ),
+}
+"""By kind: what was found, the likely cause, and what to type."""
+
+
+def refused(kind: str, names: list[str], where: str) -> LockstepError:
+    """The error for a fault of `kind` in the parameters called `names`."""
+    return _as_error({"kind": kind, "names": names}, where)
+
+
 def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
     names = ", ".join(f"`{name}`" for name in fault["names"])
+    if fault["kind"] == "newcomer":
+        return UnknownParameterError(
+            "the model holds parameters that nobody synchronises",
+            where=where,
+            got=names,
+            cause="they were added or replaced after replicate() or register(), and have got a"
+            " gradient of this rank alone",
+            fix="build the model first; or detach(), and replicate() again on every rank; or mark"
+            " what is each rank's own: lockstep.local(parameter)",
+        )
     if fault["kind"] == "sparse":
         return SparseGradientError(
             "a sparse gradient cannot travel in a flat bucket",
@@ -136,6 +184,10 @@ def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
             cause="nn.Embedding(sparse=True) or a sparse tensor in the graph",
             fix="use sparse=False, or mark the parameter: lockstep.local(parameter)",
         )
+    if fault["kind"] in _REFUSED_GRADIENTS:
+        what, cause, fix = _REFUSED_GRADIENTS[fault["kind"]]
+        got = names or None
+        return GradientNotReducedError(what, where=where, got=got, cause=cause, fix=fix)
     if fault["kind"] == "changed":
         return mixed_weights(
             where,

@@ -137,6 +137,9 @@ class Window:
         delivered: the weight that the first plain backward carried (None: one per rank).
         faults: what the round has to refuse.
         aside: gradients that earlier rounds left, kept out of this one.
+        earlier: what was done to them since; see `buckets.set_aside`.
+        left: what each ``parameter.grad`` was when the window's last backward had ended.
+        before: copies of what earlier rounds left, for parameters with hooks of the user's.
     """
 
     kind: str | None = None
@@ -144,6 +147,9 @@ class Window:
     delivered: float | None = None
     faults: list[dict[str, Any]] = field(default_factory=list)
     aside: dict[Slot, Any] = field(default_factory=dict)
+    before: dict[Slot, Any] = field(default_factory=dict)
+    earlier: int = 0
+    left: list[tuple[int, int] | None] | None = None
 
     def enter(self, kind: str, where: str) -> bool:
         """Note a backward of `kind`. True if it is the first of the window.
@@ -178,12 +184,20 @@ class Window:
 
     def contribution(self, units: Units) -> Contribution:
         """What this rank brings to the round that closes the window."""
+        discards = self.delivered == 0.0
         if self.kind == WEIGHTED:
-            return Contribution(WEIGHTED, self.weight, 1.0, self.faults, self.aside)
+            return self._contribution(WEIGHTED, self.weight, 1.0, discards)
         if self.kind == PLAIN:
             weight = (1.0 if self.delivered is None else self.delivered) / units[PLAIN]
-            return Contribution(PLAIN, weight, weight, self.faults, self.aside)
-        return Contribution(None, faults=self.faults, aside=self.aside)
+            return self._contribution(PLAIN, weight, weight, discards)
+        return self._contribution(None, 0.0, 1.0, False)
+
+    def _contribution(
+        self, kind: str | None, weight: float, scale: float, discards: bool
+    ) -> Contribution:
+        return Contribution(
+            kind, weight, scale, self.faults, self.aside, self.earlier, discards=discards
+        )
 
 
 _BOTH = "loss.backward() and gradients.backward(loss, weight=...) were both used"

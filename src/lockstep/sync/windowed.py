@@ -7,20 +7,25 @@ carries the gradients: our own buckets, or torch's DDP. What a backward sets in 
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import torch
 
 from lockstep import reduction
 from lockstep.errors import WeightError
 from lockstep.sync import verdict
 from lockstep.sync.buckets import Slot
+from lockstep.sync.captures import Captures
+from lockstep.sync.gradient_hooks import ParameterHooks, accumulates
+from lockstep.sync.graph_task import call_at_end, current_task, nesting_depth
 from lockstep.sync.inventory import agree_on_values
+from lockstep.sync.reducer import PLAIN
 from lockstep.sync.window import Window, checked_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+    from collections.abc import Callable, Iterator, Mapping
 
     from lockstep.group import Group
     from lockstep.sync.inventory import Inventory
@@ -54,6 +59,16 @@ class WindowedSync:
         self._delivered: float | WeightError | None = None
         self._is_paused = False
         self._is_broken = False
+        self._is_open = self._is_driven = self._has_failed = False
+        self._step = 0  # of the run, or of the optimizers, to which rounds belong
+        self._steps_taken = 0
+        self._lock = threading.Lock()
+        # Runs of the engine, and whether each adds to ``parameter.grad``.
+        self._tasks: dict[int, bool] = {}
+        self._arrive: Callable[[Slot], None] | None = None
+        self._hooks: dict[Slot, ParameterHooks] = {}
+        self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
+        self._captures = Captures(self._slots)
 
     def expect_weight(self, total: float | None) -> None:
         """What all ranks' batches of a usual step weigh; a step that does needs no division.
@@ -128,6 +143,141 @@ class WindowedSync:
         """See `Synchroniser`; here optimizers step where they are."""
         return False
 
+    # ------------------------------------------------------------------ hooks
+
+    def _hook_parameters(self) -> None:
+        self._hooks = {slot: self._hook(slot) for slot in self._slots}
+
+    def _unhook_parameters(self) -> None:
+        hooks, self._hooks = self._hooks, {}
+        for each in hooks.values():
+            each.release()
+
+    def _hook(self, slot: Slot) -> ParameterHooks:
+        tasks, hooked = self._tasks, self._hooked
+
+        def gradient_comes(gradient: torch.Tensor) -> torch.Tensor | None:
+            adds_up = tasks.get(current_task())
+            if adds_up is None:
+                adds_up = self._enter_task(slot)
+            # What ``torch.autograd.grad`` returns passes the user's hooks here and now.
+            return None if adds_up else self._hooks[slot].applied_to(gradient)
+
+        def gradient_arrived(_: torch.Tensor) -> None:
+            if self._arrive is not None:
+                self._arrive(slot)
+
+        return ParameterHooks(
+            slot.param, gradient_comes, gradient_arrived, lambda: hooked.add(slot.number)
+        )
+
+    def _enter_task(self, slot: Slot) -> bool:
+        """A run of the engine brings its first gradient: does it add to ``parameter.grad``?"""
+        with self._lock:
+            task = current_task()
+            if task in self._tasks:
+                return self._tasks[task]
+            is_inner = self._is_driven or (self._is_open and nesting_depth() > 0)
+            if not is_inner and not self._is_open:
+                self._tasks.clear()  # runs that have ended
+            if not accumulates(slot.param):
+                self._tasks[task] = False
+                if self.needs_guard and not self._is_paused:
+                    self._captures.note(self.place, self.rounds, self._steps_taken)
+                return False
+            self._tasks[task] = True
+            if is_inner:
+                self._refuse_graph(slot)
+            else:
+                self._open_window(PLAIN)
+                self._refuse_graph(slot)
+                if self._is_paused:
+                    call_at_end(self._leave_window_open)
+                else:
+                    self._begin_plain()
+            return True
+
+    def _refuse_graph(self, slot: Slot) -> None:
+        if torch.is_grad_enabled():
+            self._window.faults.append({"kind": "graph", "names": [slot.name]})
+
+    def _open_window(self, kind: str) -> None:
+        raise NotImplementedError
+
+    def _begin_plain(self) -> None:
+        """A plain backward outside `no_sync` has begun."""
+        raise NotImplementedError
+
+    def _leave_window_open(self) -> None:
+        """A backward under `no_sync` has ended: note what it left."""
+        self._window.left = self._gradients_now()
+
+    def _follow_zero_grad(self) -> None:
+        """The next backward of a window comes: what did the program do to its gradients?
+
+        Zeroed gradients are a window that was given up, with its weights. Others cannot be told
+        from the sum of the window's backwards, and no rank knows what they count for.
+        """
+        left = self._window.left
+        if left is None or left == self._gradients_now():
+            return
+        grads = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
+        if any(bool(grad.any()) for grad in grads):
+            self._window.faults.append({"kind": "touched", "names": []})
+        else:
+            for slot in self._slots:
+                slot.param.grad = None
+            self._reset()
+
+    def _gradients_now(self) -> list[tuple[int, int] | None]:
+        grads = [slot.param.grad for slot in self._slots]
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+    def _reset(self) -> None:
+        raise NotImplementedError
+
+    def _keep_copies(self) -> None:
+        """Of what earlier rounds left, where hooks of the user's are to see what is added."""
+        hooked = [slot for slot in self._slots if slot.number in self._hooked]
+        held = {slot: slot.param.grad for slot in hooked}
+        self._window.before = {s: grad.clone() for s, grad in held.items() if grad is not None}
+
+    def _run_users_hooks(self, before: Mapping[Slot, torch.Tensor]) -> None:
+        """Once for each round, on what it has added to ``parameter.grad``.
+
+        Args:
+            before: what ``parameter.grad`` held before the round; None is left out.
+        """
+        for slot in reversed(self._slots):
+            grad = slot.param.grad
+            if slot.number not in self._hooked or grad is None:
+                continue
+            earlier = before.get(slot)
+            with torch.no_grad():
+                if earlier is None or bool((grad != earlier).any()):
+                    self._hooks[slot].run(slot.param, earlier)
+
+    # ------------------------------------------------------------------ for the guard
+
+    def note_step(self) -> None:
+        """An optimizer is about to step, with gradients that it may use."""
+        self._step += 1
+        self._steps_taken += 1
+        self._accept_changes()
+
+    def _accept_changes(self) -> None:
+        for slot in self._slots:
+            slot.accept_changes()
+
+    def suspects_changes(self) -> bool:
+        """Gradients of this rank alone may have got into gradients or weights."""
+        return self._captures.suspects()
+
+    @property
+    def is_borrowed(self) -> bool:
+        """The batch in hand belongs to another rank: this one has no samples."""
+        return self._delivered == 0.0
+
     @property
     def needs_guard(self) -> bool:
         """A rank alone has whole gradients, however it got them."""
@@ -135,8 +285,8 @@ class WindowedSync:
 
     @property
     def has_open_window(self) -> bool:
-        """Gradients have arrived since the last round."""
-        return self._window.kind is not None
+        """Gradients have arrived since the last round, or a backward failed midway."""
+        return self._window.kind is not None or self._has_failed
 
     def attached(self) -> Group:
         """The group, while gradients can be reduced over it.
@@ -150,6 +300,3 @@ class WindowedSync:
         if self._is_broken:
             raise verdict.broken(self.place)
         return self._group
-
-    def _buffer_tensors(self) -> list[torch.Tensor]:
-        return [tensor for place in self._buffers if (tensor := place.tensor()) is not None]

@@ -167,11 +167,24 @@ def _arm(operator: Any, armed: Sequence[_Armed]) -> None:
     model.register_forward_pre_hook(_ByMode(reach("forward"), reach("validation")))
     _untyped(model).register_state_dict_pre_hook(reach("save"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trained[-1].register_hook(reach("backward"))
-    trained[0].register_hook(reach("buckets"))
+    operator._reached = [_in_backward(trained[-1], reach("backward"))]
+    operator._reached += [_in_backward(trained[0], reach("buckets"))]
     run.optimizers[0].register_step_pre_hook(reach("optimizer"))
     run.optimizers[0].register_step_post_hook(reach("applied"))
     operator._read = reach("data")
+
+
+def _in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
+    """Call when backward reaches `parameter`, for as long as what is returned lives.
+
+    A hook on the parameter itself would be run when its gradient has been reduced.
+    """
+    view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    node = view.next_functions[0][0]
+    assert node is not None
+    node.register_prehook(call)
+    return node
 
 
 def _untyped(module: nn.Module) -> Any:

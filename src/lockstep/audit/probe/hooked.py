@@ -8,6 +8,7 @@ backward. Two things are told apart from all others: a factor, and a limit for e
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,7 +47,9 @@ def _hook_in(probe: Probe, record: Backward, undo: list[tuple[dict[int, Any], li
         for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
             hooks = param._backward_hooks
             watched_here = hooks and described.wrapper and param.requires_grad
-            if watched_here and len(undo) < _PARAMETERS:
+            # A table of another type belongs to a synchronisation that runs the hooks itself,
+            # after it has reduced.
+            if watched_here and type(hooks) is OrderedDict and len(undo) < _PARAMETERS:
                 undo.append((hooks, _around(probe, record, described.name, param)))
 
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of parameters that ``torch.autograd.grad`` has computed: this rank's own.
+
+They pass no reduction, and what a program does with them cannot be seen. What can be seen is what
+has changed since: weights, although nothing was reduced and no optimizer stepped (an update by
+hand), or reduced gradients, in another way than by a factor or a limit.
+
+Clipping is told apart from additions by some elements of each gradient, and not by asking the
+other ranks: a rank that computes gradients for its log alone must not wait for peers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from lockstep.errors import GradientNotReducedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.sync.buckets import Slot
+
+_SAMPLED: Final = 4
+"""Elements of each gradient that are compared."""
+
+
+class _Moment(NamedTuple):
+    rounds: int
+    steps: int
+    versions: int
+
+
+class Captures:
+    """What ``torch.autograd.grad`` was called for.
+
+    Args:
+        slots: the parameters.
+
+    Attributes:
+        count: how often it computed gradients of some of them.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._last: _Moment | None = None
+        self._samples: dict[Slot, torch.Tensor] = {}
+        self._seen = 0
+        self.count = 0
+
+    def note(self, place: str, rounds: int, steps: int) -> None:
+        """It computes gradients now.
+
+        Args:
+            place: this rank, for the error.
+            rounds: reductions that there have been.
+            steps: of optimizers.
+
+        Raises:
+            GradientNotReducedError: weights were changed since the last time, and nothing was
+                reduced.
+        """
+        self.count += 1
+        now = _Moment(rounds, steps, self._versions())
+        last, self._last = self._last, now
+        if last is not None and last[:2] == now[:2] and last.versions != now.versions:
+            raise GradientNotReducedError(
+                "weights were changed after torch.autograd.grad, and no gradient was reduced",
+                where=f"{place}, step {steps}",
+                cause="an update by hand from gradients of this rank alone: the ranks' weights"
+                " are no longer the same",
+                fix="loss.backward() and an optimizer; an inner loop whose weights are restored"
+                " afterwards: `with gradients.no_sync():` around it",
+            )
+        self.remember_gradients()
+
+    def remember_gradients(self) -> None:
+        """A round has left its gradients, or is about to be followed by others."""
+        if self._seen < self.count:
+            held = {slot: slot.param.grad for slot in self._slots if slot.holds_delivered}
+            self._samples = {s: _sample(grad) for s, grad in held.items() if grad is not None}
+
+    def suspects(self) -> bool:
+        """Before a step: weights or gradients were changed, other than by a factor or a limit."""
+        if self._seen == self.count:
+            return False
+        self._seen = self.count
+        if self._last is not None and self._last.versions != self._versions():
+            return True
+        samples, self._samples = self._samples, {}
+        factor: float | None = None
+        for slot, before in samples.items():
+            grad = slot.param.grad
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            now = _sample(grad)
+            is_limited = bool(((now * before >= 0) & (now.abs() <= before.abs())).all())
+            largest = int(before.abs().argmax()) if before.numel() else 0
+            if factor is None and before.numel() and before[largest] != 0:
+                factor = float(now[largest] / before[largest])
+            is_scaled = factor is not None and torch.allclose(now, before * factor, rtol=1e-5)
+            if not is_limited and not is_scaled:
+                return True
+        return False
+
+    def _versions(self) -> int:
+        return sum(slot.param._version for slot in self._slots)
+
+
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    """Copies of some elements, as real numbers."""
+    flat = gradient.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+    if some.is_complex():
+        some = torch.view_as_real(some).reshape(-1)
+    return some.to(torch.float64, copy=True)

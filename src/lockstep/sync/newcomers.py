@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that come into a synchronised model later: nobody reduces their gradients.
+
+Torch tells of every parameter and module that is registered anywhere; a look at the model's tree
+after each backward would cost more than the backward's hooks. The models are asked only after
+something was registered in them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from lockstep.sync.ownership import is_local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+
+class Newcomers:
+    """Parameters of some modules beside those that are known.
+
+    Args:
+        modules: the roots.
+        known: the parameters that are synchronised.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], known: Iterable[torch.Tensor]) -> None:
+        self._modules = list(modules)
+        self._known = {id(param) for param in known}
+        # Those that were left out on purpose (local ones) stay left out.
+        self._known |= {id(param) for param in self._parameters()}
+        self._members = self._ids()
+        self._has_changed = False
+        self._found: list[tuple[str, torch.nn.Parameter]] = []
+        _listeners.add(self)
+
+    def heard(self, module: torch.nn.Module) -> None:
+        """Something was registered in `module`."""
+        if id(module) in self._members:
+            self._has_changed = True
+
+    def with_gradient(self) -> list[str]:
+        """The names of newcomers that have got a gradient."""
+        if self._has_changed:
+            self._has_changed = False
+            self._members = self._ids()
+            self._found = [
+                (name, param)
+                for module in self._modules
+                for name, param in module.named_parameters()
+                if id(param) not in self._known
+            ]
+        return [
+            name for name, param in self._found if param.grad is not None and not is_local(param)
+        ]
+
+    def release(self) -> None:
+        """Listen no longer."""
+        _listeners.discard(self)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [param for module in self._modules for param in module.parameters()]
+
+    def _ids(self) -> set[int]:
+        return {id(part) for module in self._modules for part in module.modules()}
+
+
+class _Listeners:
+    """All of this process; torch's hooks are there while there are some. Ranks may be threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: weakref.WeakSet[Newcomers] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, one: Newcomers) -> None:
+        with self._lock:
+            self._all.add(one)
+            if not self._handles:
+                self._handles = [
+                    register_module_parameter_registration_hook(self._tell),
+                    register_module_module_registration_hook(self._tell),
+                ]
+
+    def discard(self, one: Newcomers) -> None:
+        with self._lock:
+            self._all.discard(one)
+            if not len(self._all):
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+    def _tell(self, module: torch.nn.Module, *_: Any) -> None:
+        with self._lock:
+            for one in list(self._all):
+                one.heard(module)
+
+
+_listeners = _Listeners()

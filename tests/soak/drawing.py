@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random specs: the same name gives the same program, for ever."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from soak.gradients import GRADIENTS
+from soak.models import MODELS
+from soak.on_ray import disturbed
+from soak.operators import LOOPS
+from soak.spec import Piece, Spec, Step
+from soak.statements import AFTER, BEFORE, SETUP
+
+SYNCS = {"replicate": 46, "fsdp": 4, "ddp": 15, "parameter_server": 20, "data_parallel": 15}
+WORKERS = {1: 8, 2: 50, 3: 27, 4: 15}
+
+RAW = frozenset(
+    {
+        "only_some", "threaded_backward", "autograd_backward", "by_hand", "added_before",
+        "added_after", "added_after_functionally", "weights_by_hand", "weights_by_hand_alone",
+        "graph_of_gradients",
+    }
+)  # fmt: skip
+"""Gradients that do not go through `sync.backward`: no weights, and every rank has rows."""
+
+OUTSIDE = frozenset({"scaled", "input_penalty", "learning_to_learn", "threaded", "retained",
+                     "shared_forward", "two_players", "two_players_sharing"})  # fmt: skip
+"""Those whose forward does not stand within the backward: every rank has rows."""
+
+FEW = frozenset(
+    {
+        "by_hand", "added_before", "added_after", "added_after_functionally", "weights_by_hand",
+        "weights_by_hand_alone", "graph_of_gradients", "window_left_open", "nothing", "closure",
+        "extra_backward", "caught_inside", "caught_inside_one", "new_parameter", "untie",
+        "replaced_parameter", "other_shape",
+    }
+)  # fmt: skip
+"""Most of these end a program: drawn seldom, or little else would be seen."""
+
+WINDOWS = frozenset(kind for kind in GRADIENTS if kind.startswith(("window", "forgotten")))
+
+_ON_ROWS = frozenset(
+    {"evaluate", "evaluate_inference", "forward_only", "caught_forward", "caught_inside",
+     "caught_inside_one", "extra_backward"}
+)  # fmt: skip
+"""Statements that call the model with this rank's rows."""
+
+# What loops may do there that know nothing of shards.
+_IN_SHARDS_GRADIENTS = (
+    "plain", "several", "retained", "shared_forward", "window", "window_of_three", "threaded",
+    "window_closed_by_hand", "autograd_backward", "input_penalty", "two_players", "by_hand",
+)  # fmt: skip
+_IN_SHARDS_BEFORE = (
+    "evaluate", "freeze", "unfreeze", "caught_before", "caught_forward", "load_optimizer",
+    "extra_backward",
+)  # fmt: skip
+_IN_SHARDS_AFTER = ("scale_function", "scale_in_place", "decay", "drop_one", "zero_one")
+
+_FOR_TRAINER = frozenset(kind for kind in SETUP if kind.startswith(("hook", "post"))) - {
+    "hook_read",
+    "post_read",
+    "post_step",
+}
+_AFTER_FOR_TRAINER = frozenset(AFTER) - {
+    "see_held", "see_hooked", "flat_scale", "flat_read"
+}  # fmt: skip
+_PLACED = frozenset({"hold", "remove_hook", "unfreeze", "tie", "untie"})
+_SHOWN = frozenset({"see_held", "see_hooked", "flat_scale", "flat_read"})
+
+
+def is_fair(spec: Spec) -> bool:
+    """Whether one process computes what the ranks have to: the rules that drawing keeps."""
+    kinds = {step.gradients["kind"] for step in spec.steps}
+    some = any(0 in split for split in spec.splits)
+    frozen = {piece["kind"] for step in spec.steps for piece in step.before} | {
+        piece["kind"] for piece in spec.setup
+    }
+    if "loop" in spec.options and spec.model.startswith("norm"):
+        return False  # the trainer puts models into training mode
+    if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
+        return False  # a rank whose rows take a frozen branch has nothing to differentiate
+    if spec.steps[-1].update == "one_rank_leaves_out":
+        return False  # nobody hears of it after the last step
+    if "joint" in MODELS[spec.model].tags:
+        return (
+            spec.sync != "data_parallel"
+            and all(not any(split[1:]) for split in spec.splits)
+            and not kinds & (RAW | OUTSIDE)
+        )
+    if spec.way == "equal" and any(len(set(split)) > 1 for split in spec.splits):
+        return False
+    if spec.way in ("equal", "delivered") and kinds & WINDOWS and len(set(spec.splits)) > 1:
+        return False
+    if kinds & RAW and spec.way not in ("equal", "delivered"):
+        return False
+    calls = {piece["kind"] for step in spec.steps for piece in step.before} & _ON_ROWS
+    return not (some and (calls or kinds & (RAW | OUTSIDE)))
+
+
+def named(name: str, **fixed: Any) -> Spec:
+    """The spec of this name, with some of its fields given; on Ray, if the name says so."""
+    if "ray" in name:
+        source = random.Random(f"disturbed {name}")
+        peaceful = named(name.replace("ray", "trainer"), trainer=1.0, sync="replicate")
+        return disturbed(peaceful, source)
+    return Drawing(random.Random(f"program {name}"), fixed).spec(zlib.crc32(name.encode()) % 10**6)
+
+
+class Drawing:
+    """The choices of one spec."""
+
+    def __init__(self, source: random.Random, fixed: dict[str, Any]) -> None:
+        self._source = source
+        self._fixed = fixed
+
+    def spec(self, seed: int) -> Spec:
+        """A program around a sync of its own, or now and then one for the trainer."""
+        loose = self._loose(seed)
+        if loose.sync == "fsdp":
+            return loose
+        return self._for_trainer(loose) if self._chance(self._fixed.get("trainer", 0.2)) else loose
+
+    def _for_trainer(self, loose: Spec) -> Spec:
+        loop = self._source.choice(LOOPS)
+        batch = self._source.choice((4, 6, 7, 12))
+        whole = loop in ("default", "joint")
+        many = whole and loop != "joint" and loose.sync == "replicate"
+        options = {
+            "loop": loop,
+            "rows": batch * self._source.choice((2, 3)) + self._source.choice((0, 1, 2)),
+            "batch": batch,
+            "accumulate": self._source.choice((1, 1, 2, 3)) if loop == "default" else 1,
+            "clip": self._source.choice((None, 0.05)) if whole else None,
+            "reproducible": many and self._chance(0.4),
+            "more_shards": self._source.choice((0, 0, 1, 3)) if loop == "default" else 0,
+        }
+        setup = [] if loop != "plain" else [p for p in loose.setup if p["kind"] in _FOR_TRAINER]
+        after = tuple(p for p in loose.steps[0].after if p["kind"] in _AFTER_FOR_TRAINER)
+        model = "mlp" if loose.model.startswith("norm") else loose.model
+        return loose.but(
+            model=model,
+            options=options,
+            way="tokens" if loop == "default" and self._chance(0.3) else "delivered",
+            optimizer="momentum" if loose.optimizer == "lbfgs" else loose.optimizer,
+            clearing=loose.clearing if loose.clearing != "flat" else "none",
+            setup=tuple(setup),
+            steps=(Step({"kind": "plain"}, after=() if whole else after),),
+            splits=((2,) * loose.workers,),
+        )
+
+    def _loose(self, seed: int) -> Spec:
+        sync = self._fixed.get("sync") or self._weighted(SYNCS)
+        workers = self._fixed.get("workers") or self._weighted(WORKERS)
+        model = self._model(sync)
+        steps = [self._kind(model, sync) for _ in range(self._source.choice((1, 2, 2, 3, 3, 4)))]
+        if self._chance(0.4):
+            steps = steps[:1] * len(steps)
+        is_raw = bool(RAW.intersection(steps))
+        is_joint = "joint" in MODELS[model].tags
+        if is_joint:
+            is_raw, steps = True, ["plain" if k in RAW | OUTSIDE else k for k in steps]
+        way = self._source.choice(("equal", "delivered") if is_raw else _WAYS)
+        way = "delivered" if is_joint else way
+        setup = () if sync == "fsdp" else self._setup(model)
+        is_flat = any(piece["kind"] == "flat" for piece in setup)
+        spec = Spec(
+            seed=seed,
+            sync=sync,
+            workers=workers,
+            model=model,
+            loss=self._weighted({"squared": 6, "smooth": 2, "cross": 2, "learned": 3}),
+            way=way,
+            optimizer="lbfgs" if "closure" in steps else self._weighted(_OPTIMIZERS),
+            clearing=self._weighted({"zeros": 2, "flat": 1} if is_flat else _CLEARINGS),
+            setup=setup,
+            absent="pending" if is_joint else self._source.choice(("pending", "borrowed")),
+        )
+        if "closure" in steps:
+            steps = ["closure"] * min(2, len(steps))
+        spec = spec.but(splits=self._splits(spec, steps))
+        return spec.but(
+            steps=tuple(self._step(spec, kind, n, steps) for n, kind in enumerate(steps))
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    def _chance(self, probability: float) -> bool:
+        return self._source.random() < probability
+
+    def _weighted(self, table: dict[Any, int]) -> Any:
+        return self._source.choices(list(table), list(table.values()))[0]
+
+    def _model(self, sync: str) -> str:
+        usual = {"mlp": 8, "deep": 3, "tied": 3, "branches": 5, "linear": 2}
+        weights = {name: usual.get(name, 1.0) for name in MODELS}
+        for name, model in MODELS.items():
+            if "slow" in model.tags or ("joint" in model.tags and sync == "data_parallel"):
+                weights[name] = 0.0
+            if "sparse" in model.tags:
+                weights[name] = 0.5
+        return self._weighted(weights)
+
+    def _kind(self, model: str, sync: str) -> str:
+        weights = {kind: 0.15 if kind in FEW else 1.0 for kind in GRADIENTS}
+        weights |= {"plain": 10.0, "window": 2.0, "several": 2.0}
+        if sync == "data_parallel":
+            weights |= dict.fromkeys(WINDOWS | {"idle"}, 0.0)
+        if sync == "fsdp":
+            weights = {kind: weights[kind] for kind in _IN_SHARDS_GRADIENTS}
+        return self._weighted(weights)
+
+    def _setup(self, model: str) -> tuple[Piece, ...]:
+        if self._chance(0.6):
+            return ()
+        weights = dict.fromkeys(SETUP, 1.0)
+        weights |= {"flat": 2.0, "post_step": 0.4, "frozen": 2.0}
+        if "unused" in MODELS[model].tags:
+            weights["frozen"] = 0.0
+        return (
+            {
+                "kind": self._weighted(weights),
+                "when": self._source.choice(("before", "after")),
+                "i": self._source.randrange(4),
+            },
+        )
+
+    def _splits(self, spec: Spec, kinds: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        size = spec.workers
+        if "joint" in MODELS[spec.model].tags:
+            return ((4, *[0] * (size - 1)),)
+        if spec.way == "equal":
+            return ((self._source.choice((1, 2, 3)),) * size,)
+        full = bool((RAW | OUTSIDE).intersection(kinds)) or spec.sync == "data_parallel"
+        least = 1 if full or self._chance(0.5) else 0
+        windowed = spec.way == "delivered" and WINDOWS.intersection(kinds)
+        splits = []
+        for _ in range(1 if windowed else self._source.choice((1, 2, 3))):
+            split = [self._source.randint(least, 4) for _ in range(size)]
+            if not any(split):
+                split[self._source.randrange(size)] = 2
+            splits.append(tuple(split))
+        return tuple(splits)
+
+    def _step(self, spec: Spec, kind: str, number: int, kinds: Sequence[str]) -> Step:
+        gradients: Piece = {"kind": kind, "rank": self._source.randrange(spec.workers)}
+        if kind.startswith("closure"):
+            return Step(gradients)
+        before, after = self._before(spec, number), self._after(spec)
+        held = [piece for piece in before if piece["kind"] == "hold"]
+        after += [{"kind": "see_held"} for _ in held]
+        if any(piece["kind"] in ("hook_read", "post_read") for piece in spec.setup):
+            after.append({"kind": "see_hooked"})
+        is_last = number == len(kinds) - 1
+        update = "step" if is_last else self._weighted({"step": 90, "none": 5, "twice": 3})
+        if self._chance(0.01):
+            update = "twice" if is_last else "one_rank_leaves_out"
+        if any(piece["kind"] == "post_step" for piece in spec.setup):
+            update = "none"
+        return Step(gradients, tuple(before), tuple(after), update)
+
+    def _before(self, spec: Spec, number: int) -> list[Piece]:
+        if self._chance(0.65):
+            return []
+        weights = {kind: 0.15 if kind in FEW else 1.0 for kind in BEFORE}
+        weights |= dict.fromkeys(_PLACED, 0.0)
+        weights["hold"] = 2.0 if number else 0.0
+        if any(SETUP[piece["kind"]].startswith(("handle", "seen", "def")) for piece in spec.setup):
+            weights["remove_hook"] = 2.0
+        if "unused" in MODELS[spec.model].tags:
+            weights["freeze"] = 0.0
+        if spec.model == "deep":
+            weights["tie"] = 2.0
+        if spec.model == "tied":
+            weights["untie"] = 0.5
+        weights["unfreeze"] = 1.0 if number else 0.0
+        if any(0 in split for split in spec.splits):
+            weights |= dict.fromkeys(_ON_ROWS, 0.0)
+        if spec.sync == "data_parallel":
+            weights |= dict.fromkeys(("extra_backward", "caught_inside_one"), 0.0)
+        if spec.sync == "fsdp":
+            weights = {kind: weights[kind] for kind in _IN_SHARDS_BEFORE}
+        return [self._piece(self._weighted(weights), spec)]
+
+    def _after(self, spec: Spec) -> list[Piece]:
+        if self._chance(0.65):
+            return []
+        weights = {kind: 0.0 if kind in _SHOWN else 1.0 for kind in AFTER}
+        if spec.sync == "fsdp":
+            weights = {kind: weights[kind] for kind in _IN_SHARDS_AFTER}
+        if any(piece["kind"] == "flat" for piece in spec.setup):
+            weights |= {"flat_scale": 6.0, "flat_read": 3.0}
+        return [self._piece(self._weighted(weights), spec)]
+
+    def _piece(self, kind: str, spec: Spec) -> Piece:
+        found: Piece = {"kind": kind}
+        text = {**BEFORE, **AFTER}[kind]
+        if "{i}" in text:
+            found["i"] = self._source.randrange(4)
+        if "{rank}" in text:
+            found["rank"] = self._source.randrange(spec.workers)
+        return found
+
+
+_WAYS = ("equal", "delivered", "weighted", "weighted", "tokens")
+_OPTIMIZERS = {"momentum": 6, "decay": 3, "sgd": 1}
+_CLEARINGS = {"none": 10, "zeros": 4, "model": 2, "never": 2}
