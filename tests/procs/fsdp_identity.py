@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from harness import reset
+from lockstep.errors import PeerLostError
 from lockstep.sync.fsdp import FSDPSync
 from lockstep.sync.shards import whole_of
 from ranks.programs import X, Y
@@ -438,6 +439,29 @@ def data_assigned_in_a_step(group):
     pair.train(1)
 
 
+def a_step_that_one_rank_leaves_out(group):
+    pair = paired(group)
+    pair.train(1)
+    pair.backward()
+    before = [param.detach().clone() for param in pair.model.parameters()]
+    if group.rank == 1:
+        group.close()  # as its end would
+        return {"came": False}
+    try:
+        pair.optimizer.step()
+    except PeerLostError as error:
+        pairs = zip(before, pair.model.parameters(), strict=True)
+        return {"said": error.what, "same": all(torch.equal(a, b) for a, b in pairs)}
+
+
+def steps_in_another_order(group):
+    one, other = reset(Net(), 3), reset(Net(), 4)
+    optimizers = [momentum(one.parameters()), momentum(other.parameters())]
+    sync = FSDPSync([one, other], group, optimizers)
+    sync.backward(((one(X) + other(X) - Y) ** 2).mean(), weight=1)
+    optimizers[group.rank].step()
+
+
 def given_back(group):
     """After `detach` an optimizer steps as ever, and holds what it held."""
     pair = paired(group, lambda ps: torch.optim.SGD(ps, lr=0.1))
@@ -466,6 +490,6 @@ SAME = [
 
 SAME_BY_NAME = {every_optimizer: OPTIMIZERS, every_closure: CLOSURES}
 
-CODES = {data_assigned_in_a_step: "LS003"}
+CODES = {data_assigned_in_a_step: "LS003", steps_in_another_order: "LS101"}
 
-CASES = [*SAME, *SAME_BY_NAME, *CODES]
+CASES = [*SAME, *SAME_BY_NAME, *CODES, a_step_that_one_rank_leaves_out]

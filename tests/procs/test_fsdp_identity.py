@@ -40,3 +40,11 @@ def test_each_as_in_one_process(ranks, case, name):
 @pytest.mark.parametrize(("case", "code"), CODES.items(), ids=lambda each: str(each))
 def test_refused_on_every_rank(ranks, case, code):
     assert [found[case.__name__] for found in ranks] == [code, code]
+
+
+def test_a_step_that_one_rank_leaves_out_is_named_before_anything_changes(ranks):
+    found = ranks[0]["a_step_that_one_rank_leaves_out"]
+    assert found == {
+        "said": "rank 1 did not come to a step of an optimizer that is sharded",
+        "same": True,
+    }

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.errors import NotAvailableError, PeerLostError
+from lockstep.errors import GradientNotReducedError, NotAvailableError, PeerLostError
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
 from lockstep.sync.shards import ShardOfParameter, gather_rows, has_rows, state_in_shards
@@ -82,6 +82,42 @@ class FSDPSync(GradientSync):
         """See `Rows`."""
         assert self._mesh is not None, "optimizers are released before it goes"
         return state_in_shards(state, param, self._mesh)
+
+    def meet(self, optimizer: ShardedOptimizer) -> None:
+        """See `Rows`: a rank that left the step out would take its messages for others.
+
+        On accelerators, where the host would have to wait for the device, it is left to the
+        backend's own timeout.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank. Blocks. See `Group.roll_call`.
+
+        Raises:
+            GradientNotReducedError: the ranks step different optimizers.
+            PeerLostError: a rank did not come.
+        """
+        group = self.attached()
+        if group.device.type != "cpu":
+            return
+        number = self._sharded.index(optimizer) if optimizer in self._sharded else -1
+        try:
+            numbers = group.roll_call([number], "step")
+        except PeerLostError:
+            self._is_broken = True
+            raise
+        if any(other != numbers[0] for other in numbers):
+            raise GradientNotReducedError(
+                "the ranks step different optimizers",
+                where=self.place,
+                expected="the same one on every rank, for each steps its rows",
+                got=", ".join(
+                    f"optimizer {int(one)} on rank {r}" for r, [one] in enumerate(numbers)
+                ),
+                fix="step the optimizers in the same order on every rank",
+            )
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the other ranks' rows with what those ranks have.

@@ -37,6 +37,9 @@ class Rows(Protocol):
     def state_in_shards(self, state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
         """What an optimizer remembers of a parameter that has a shard."""
 
+    def meet(self, optimizer: ShardedOptimizer) -> None:
+        """Every rank: wait until all are about to step this one."""
+
     def gather(self, tensors: Sequence[torch.Tensor]) -> None:
         """Every rank: bring the peers' rows of whole tensors."""
 
@@ -107,8 +110,11 @@ class ShardedOptimizer:
             the weights' rows. With a closure, one more before each evaluation.
 
         Raises:
+            GradientNotReducedError: the ranks step different optimizers; nothing has changed.
             NotAvailableError: the optimizer put other tensors in the place of its parameters.
+            PeerLostError: a rank left the step out, or went away.
         """
+        self._rows.meet(self)
         # What schedulers look at, to warn of steps that were never taken.
         vars(self.optimizer)["_opt_called"] = True
         if callable(kwargs.get("closure")):
