@@ -40,7 +40,7 @@ _ROLL_CALL_TAG: Final = 0x10C5
 
 _MEETINGS: Final = {
     "backward": "the backward of a collective",
-    "step": "a step of an optimizer that is sharded",
+    "backward or step": "a backward, or to a step of an optimizer that is sharded",
 }
 
 _LENGTH: Final = struct.Struct("<q")

@@ -454,6 +454,15 @@ def a_step_that_one_rank_leaves_out(group):
         return {"said": error.what, "same": all(torch.equal(a, b) for a, b in pairs)}
 
 
+def a_step_of_one_rank_alone(group):
+    """Its peers go on to the next backward."""
+    pair = paired(group)
+    pair.backward()
+    if group.rank == 0:
+        pair.optimizer.step()
+    pair.backward()
+
+
 def steps_in_another_order(group):
     one, other = reset(Net(), 3), reset(Net(), 4)
     optimizers = [momentum(one.parameters()), momentum(other.parameters())]
@@ -490,6 +499,10 @@ SAME = [
 
 SAME_BY_NAME = {every_optimizer: OPTIMIZERS, every_closure: CLOSURES}
 
-CODES = {data_assigned_in_a_step: "LS003", steps_in_another_order: "LS101"}
+CODES = {
+    data_assigned_in_a_step: "LS003",
+    steps_in_another_order: "LS101",
+    a_step_of_one_rank_alone: "LS101",
+}
 
 CASES = [*SAME, *SAME_BY_NAME, *CODES, a_step_that_one_rank_leaves_out]

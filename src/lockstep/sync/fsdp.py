@@ -13,13 +13,18 @@ gives zeros to what nobody used, and needs every rank to run the same forwards a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.errors import GradientNotReducedError, NotAvailableError, PeerLostError
+from lockstep.errors import (
+    GradientNotReducedError,
+    LockstepError,
+    NotAvailableError,
+    PeerLostError,
+)
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
 from lockstep.sync.shards import ShardOfParameter, gather_rows, has_rows, state_in_shards
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.group import Group
+
+
+_ROUND: Final = -1
+"""The end of a backward, where the ranks meet; optimizers have their numbers."""
 
 
 class FSDPSync(GradientSync):
@@ -84,10 +93,7 @@ class FSDPSync(GradientSync):
         return state_in_shards(state, param, self._mesh)
 
     def meet(self, optimizer: ShardedOptimizer) -> None:
-        """See `Rows`: a rank that left the step out would take its messages for others.
-
-        On accelerators, where the host would have to wait for the device, it is left to the
-        backend's own timeout.
+        """See `Rows`: who left a step out would take its messages for those of a backward.
 
         Gradient:
             None: metadata only.
@@ -96,28 +102,40 @@ class FSDPSync(GradientSync):
             Every rank. Blocks. See `Group.roll_call`.
 
         Raises:
-            GradientNotReducedError: the ranks step different optimizers.
+            GradientNotReducedError: on every rank, if one is somewhere else; see `_meet_at`.
             PeerLostError: a rank did not come.
+        """
+        here = self._sharded.index(optimizer) if optimizer in self._sharded else len(self._sharded)
+        self._meet_at(here)
+
+    def _end_round(self) -> None:
+        self._meet_at(_ROUND)
+        super()._end_round()
+
+    def _meet_at(self, here: int) -> None:
+        """Refuse to go on where one rank steps and another one does not.
+
+        On accelerators, where the host would have to wait for the device, a rank that is missing
+        is left to the backend's own timeout.
         """
         group = self.attached()
         if group.device.type != "cpu":
             return
-        number = self._sharded.index(optimizer) if optimizer in self._sharded else -1
         try:
-            numbers = group.roll_call([number], "step")
-        except PeerLostError:
+            places = group.roll_call([here], "backward or step")
+            if any(place != places[0] for place in places):
+                raise GradientNotReducedError(
+                    "the ranks are at different places of a step",
+                    where=self.place,
+                    expected="the same backwards and the same optimizers' steps on every rank",
+                    got="; ".join(f"rank {r}: {_named(int(n))}" for r, [n] in enumerate(places)),
+                    cause="a step, or a backward, that some rank left out or has of its own",
+                    fix="step on every rank or on none, and the optimizers in the same order",
+                )
+        except LockstepError:
             self._is_broken = True
+            self._reset()
             raise
-        if any(other != numbers[0] for other in numbers):
-            raise GradientNotReducedError(
-                "the ranks step different optimizers",
-                where=self.place,
-                expected="the same one on every rank, for each steps its rows",
-                got=", ".join(
-                    f"optimizer {int(one)} on rank {r}" for r, [one] in enumerate(numbers)
-                ),
-                fix="step the optimizers in the same order on every rank",
-            )
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the other ranks' rows with what those ranks have.
@@ -152,6 +170,10 @@ class FSDPSync(GradientSync):
             # The states keep the mesh, and a mesh keeps its groups by name.
             getattr(self._mesh, "_pg_registry", {}).clear()
         self._mesh = None
+
+
+def _named(place: int) -> str:
+    return "a backward" if place == _ROUND else f"a step of optimizer {place}"
 
 
 def _mesh(group: Group, device: torch.device) -> DeviceMesh:

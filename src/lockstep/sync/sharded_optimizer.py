@@ -110,7 +110,7 @@ class ShardedOptimizer:
             the weights' rows. With a closure, one more before each evaluation.
 
         Raises:
-            GradientNotReducedError: the ranks step different optimizers; nothing has changed.
+            GradientNotReducedError: another rank is at another place; nothing has changed.
             NotAvailableError: the optimizer put other tensors in the place of its parameters.
             PeerLostError: a rank left the step out, or went away.
         """
