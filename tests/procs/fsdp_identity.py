@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.procs.odd_optimizers import (
+    AssignsData,
+    ByNorms,
+    EmptiesGradients,
+    OfOldStyle,
+    WritesToGradients,
+)
 from torch import nn
 
 from harness import reset
@@ -287,57 +294,6 @@ def a_step_that_raises(group):
 
 
 # --------------------------------------------------------------------------------- optimizers
-
-
-class ByNorms(torch.optim.Optimizer):
-    """As LAMB: the length of a step follows from norms of the whole weight and its gradient."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for options in self.param_groups:
-            for param in options["params"]:
-                if param.grad is not None:
-                    ratio = param.norm() / (param.grad.norm() + 1e-3)
-                    param.add_(param.grad * ratio, alpha=-options["lr"])
-
-
-class OfOldStyle(ByNorms):
-    """Through ``.data``, decaying also what has no gradient, and writing to gradients."""
-
-    def step(self, closure=None):
-        for options in self.param_groups:
-            for param in options["params"]:
-                param.data.mul_(0.99)
-                if param.grad is not None:
-                    param.data.add_(param.grad.data, alpha=-options["lr"])
-
-
-class WritesToGradients(ByNorms):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for options in self.param_groups:
-            for param in options["params"]:
-                param.grad.add_(param, alpha=0.1)
-                param.add_(param.grad, alpha=-options["lr"])
-
-
-class EmptiesGradients(ByNorms):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for options in self.param_groups:
-            for param in options["params"]:
-                param.add_(param.grad, alpha=-options["lr"])
-        self.zero_grad()
-
-
-class AssignsData(ByNorms):
-    def step(self, closure=None):
-        for options in self.param_groups:
-            for param in options["params"]:
-                param.data = param.data - options["lr"] * param.grad.data
 
 
 OPTIMIZERS = {
