@@ -38,6 +38,11 @@ ROLL_CALL_LIMIT_S: Final = 300.0
 
 _ROLL_CALL_TAG: Final = 0x10C5
 
+_MEETINGS: Final = {
+    "backward": "the backward of a collective",
+    "backward or step": "a backward, or to a step of an optimizer that is sharded",
+}
+
 _LENGTH: Final = struct.Struct("<q")
 
 _ENVELOPE: Final = 504
@@ -309,7 +314,7 @@ class Group:
         gathered = torch.stack(self.all_gather(padded.to(self.device))).cpu()
         return [bytes(row) for row in gathered.numpy()]
 
-    def roll_call(self, token: Sequence[float]) -> list[list[float]]:
+    def roll_call(self, token: Sequence[float], to: str = "backward") -> list[list[float]]:
         """Every rank's `token`, by rank; names the ranks that do not come.
 
         For the moments at which a rank may not come for a reason of its own, such as a
@@ -342,14 +347,14 @@ class Group:
             return [part.tolist() for part in heard]
         missing = [rank for rank in range(self.size) if heard[rank].isnan().all()]
         raise PeerLostError(
-            f"rank {', '.join(map(str, missing))} did not come to the backward of a collective"
+            f"rank {', '.join(map(str, missing))} did not come to {_MEETINGS[to]}"
             if missing
             else "the ranks did not all hear from each other",
             where=f"rank {self.rank} of {self.size}",
-            expected="the same backward on every rank",
+            expected=f"the same {to} on every rank",
             got=str(failure).splitlines()[0],
-            cause="it left backward out (a NaN guard, an early `continue`), raised, or died",
-            fix="run backward on every rank, or agree to leave it out on all of them",
+            cause=f"it left the {to} out (a NaN guard, an early `continue`), raised, or died",
+            fix=f"run the {to} on every rank, or agree to leave it out on all of them",
         ) from failure
 
     def _hear(self, mine: torch.Tensor, heard: torch.Tensor) -> RuntimeError | None:

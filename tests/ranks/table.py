@@ -22,7 +22,7 @@ from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options, Setting
 from lockstep.worker import Rendezvous, Worker, WorkerSpec
-from ranks.table_operators import COLUMNS, OPERATORS, Plain, whole
+from ranks.table_operators import COLUMNS, OPERATORS, Plain
 
 EPOCHS = 2
 SPLITS = {"even": (36, 12), "uneven": (33, 11), "empty_last": (25, 12)}
@@ -55,12 +55,12 @@ class Watch:
             optimizer.register_step_post_hook(self._after)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: whole(parameter) for name, parameter in self.named.items()}
+        return {name: parameter.detach().clone() for name, parameter in self.named.items()}
 
     def _before(self, optimizer, args, kwargs) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self.seen.gradients.append(
-            {self.names[id(p)]: None if p.grad is None else whole(p.grad) for p in held}
+            {self.names[id(p)]: None if p.grad is None else p.grad.clone() for p in held}
         )
 
     def _after(self, optimizer, args, kwargs) -> None:
@@ -121,9 +121,6 @@ def train(worker: Worker) -> tuple[Seen, LockstepError | None]:
         refusal = error
         # Peers may be waiting for this rank.
         worker.leave()
-        # What is in shards can no longer be made whole.
-        if any(hasattr(parameter, "full_tensor") for parameter in watch.named.values()):
-            return watch.seen, refusal
     watch.seen.weights.append(watch.weights())
     watch.seen.also = worker.operator.also()
     return watch.seen, refusal

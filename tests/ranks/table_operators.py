@@ -26,12 +26,6 @@ TOKENS = (torch.arange(36) * 7 % 5 + 1).double()
 COLUMNS = (FEATURES, TARGETS, CHOICE, TOKENS)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy; of something in shards, put together by all ranks."""
-    full = getattr(tensor, "full_tensor", None)
-    return (tensor if full is None else full()).detach().clone()
-
-
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
@@ -315,8 +309,7 @@ class Compiled(Plain):
         if not self._lockstep.setting.options.wrap_ddp:
             return mlp()  # the truth needs no compiler
         # fullgraph: raise, and do not fall back, where the compiler gives up.
-        whole_graph = self._lockstep.setting.options.sync != "fsdp"
-        return torch.compile(mlp(), backend="aot_eager", fullgraph=whole_graph)
+        return torch.compile(mlp(), backend="aot_eager", fullgraph=True)
 
     def output(self, batch):
         # Ranks are threads here, and the compiler is one for all of them.
@@ -329,7 +322,7 @@ class Averaged(Plain):
 
     def build(self):
         super().build()
-        self.average = {name: whole(p) for name, p in self.weights()}
+        self.average = {name: p.detach().clone() for name, p in self.weights()}
 
     def weights(self):
         return self._lockstep.registered.plain_models()[0].named_parameters()
@@ -340,7 +333,7 @@ class Averaged(Plain):
             self.compute_loss(batch, info).backward()
             self.optimizer.step()
             for name, parameter in self.weights():
-                self.average[name].lerp_(whole(parameter), 0.1)
+                self.average[name].lerp_(parameter.detach(), 0.1)
         return {}
 
     def also(self):

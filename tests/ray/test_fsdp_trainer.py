@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TorchTrainer(sync="fsdp")``: weights in shards on real workers, whole ones for the user."""
+"""``TorchTrainer(sync="fsdp")``: optimizers in shards on real workers, whole weights everywhere."""
 
 import os
 
 import pytest
 import torch
-from tests.ray.operators import GLOBAL_BATCH, STEPS, DefaultLoop, farthest, net, one_process
+from tests.ray.operators import (
+    GLOBAL_BATCH,
+    STEPS,
+    DefaultLoop,
+    farthest,
+    net,
+    one_process,
+    problem,
+    sgd,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
-from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_SIZE
 
 
@@ -22,13 +32,36 @@ class OwnStep(DefaultLoop):
         return {"train_loss": loss.item()}
 
 
-class LateOptimizer(DefaultLoop):
-    """Hands over an optimizer that has stepped."""
+class ListedOnce(DefaultLoop):
+    """Lists its parameters before anything has seen them, as programs do."""
 
-    def register(self, *, models, optimizers, **rest):
-        models(torch.zeros(1, 5, dtype=torch.float64)).sum().backward()
-        optimizers.step()
-        return super().register(models=models, optimizers=optimizers, **rest)
+    def setup(self, config):
+        model = net()
+        self.listed = list(model.parameters())
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+        )
+        loader = DataLoader(TensorDataset(*problem()), config[BATCH_SIZE])
+        self.register_data(train_loader=loader)
+
+    def train_batch(self, batch, batch_info):
+        features, targets = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), targets)
+        loss.backward()
+        self.seen = [param.detach().clone() for param in self.listed]
+        nn.utils.clip_grad_norm_(self.listed, 0.1)
+        self.optimizer.step()
+        with torch.no_grad():
+            for param in self.listed:
+                param.clamp_(-0.4, 0.4)
+        return {"train_loss": loss.item()}
+
+
+def held_all_along(operator):
+    now = [param.detach().clone() for param in operator.listed]
+    same = zip(operator.listed, operator.model.parameters(), strict=True)
+    return all(one is other for one, other in same), now
 
 
 def trainer(operator=DefaultLoop, **arguments):
@@ -38,9 +71,8 @@ def trainer(operator=DefaultLoop, **arguments):
 
 
 def part_of_first_layer(operator):
-    weight = operator.model.first.weight
-    momentum = operator.optimizer.state[weight]["momentum_buffer"]
-    return weight.to_local().numel(), momentum.to_local().numel()
+    momentum = operator.optimizer.state[operator.model.first.weight]["momentum_buffer"]
+    return momentum.to_local().numel()
 
 
 def test_the_weights_of_one_process_and_a_directory_that_goes_on_anywhere(tmp_path):
@@ -54,13 +86,35 @@ def test_the_weights_of_one_process_and_a_directory_that_goes_on_anywhere(tmp_pa
         parts = run.apply_all_operators(part_of_first_layer)
     assert type(trained) is type(net())
     assert farthest(trained, one_process()) < 1e-12
-    # No rank holds more than its rows, of the weights and of the momentum.
-    assert parts == [(15, 15), (15, 15), (5, 5)]
+    # No rank holds more than its rows of the momentum.
+    assert parts == [15, 15, 5]
     assert os.path.isdir(path)
     with trainer(num_shards=3, sync="replicate") as other:
         other.load(path)
         other.train(num_steps=4)
         assert farthest(other.get_model(), trained) < 1e-12
+
+
+def test_what_was_listed_before_register_is_what_is_trained():
+    with trainer(ListedOnce, num_shards=2) as alone:
+        alone.train(num_steps=5)
+        expected = alone.get_model()
+    with trainer(ListedOnce, num_workers=2, sync="fsdp") as run:
+        run.train(num_steps=5)
+        for is_same, weights in run.apply_all_operators(held_all_along):
+            assert is_same
+            pairs = zip(weights, expected.parameters(), strict=True)
+            assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-12
+
+
+@pytest.mark.slow
+def test_half_precision():
+    with trainer(num_workers=2, sync="fsdp", precision="fp16", clip_grad_norm=1.0) as run:
+        run.train(num_steps=3)
+        got = run.get_model()
+    with trainer(num_workers=2, precision="fp16", clip_grad_norm=1.0) as other:
+        other.train(num_steps=3)
+        assert farthest(got, other.get_model()) < 1e-12
 
 
 @pytest.mark.slow
@@ -72,8 +126,3 @@ def test_a_step_of_ones_own_and_a_file_of_another_sync(tmp_path):
         run.load(file)
         run.train(num_steps=4)
         assert farthest(run.get_model(), one_process()) < 1e-12
-
-
-def test_an_optimizer_that_has_stepped_is_refused():
-    with pytest.raises(ConfigurationError, match="stepped already"):
-        trainer(LateOptimizer, num_workers=2, sync="fsdp")

@@ -116,8 +116,9 @@ METHODS_APART = frozenset(
         "steps_ahead",
     }
 )
-"""Methods in which no rank waits for another, unless weights are in shards: after a failure of one
-the others finish on their own, behind the error, and the run goes on."""
+"""Methods in which no rank waits for another (in `apply_state` they do where optimizers' states are
+in shards): after a failure of one the others finish on their own, behind the error, and the run
+goes on."""
 
 METHODS_BESIDE = frozenset({"verify"})
 """Methods in which ranks wait for each other over a group of their own, beside the run's: one

@@ -213,7 +213,8 @@ class RayEngine:
 
     def _finishes_alone(self, method: str) -> bool:
         """Who is still at it will come to its end; a call that comes meanwhile waits its turn."""
-        return method in METHODS_APART and self.spec.options.sync != "fsdp"
+        in_shards = self.spec.options.sync == "fsdp" and method == "apply_state"
+        return method in METHODS_APART and not in_shards
 
     def end(self, cause: BaseException) -> None:
         """End all workers because of `cause`."""

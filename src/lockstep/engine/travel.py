@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 
+from lockstep.engine.parametrized import dumps
 from lockstep.errors import NotPicklableError
 from lockstep.worker.handover import joined, taken_apart
 
@@ -26,8 +26,7 @@ def pickled(value: Any, what: str) -> bytes:
         NotPicklableError: names `what` and the type that cannot travel.
     """
     try:
-        data: bytes = cloudpickle.dumps(value)
-        return data
+        return dumps(value)
     # Whatever a user's __reduce__ raises; the usual ones are TypeError and PicklingError.
     except Exception as error:
         raise NotPicklableError(

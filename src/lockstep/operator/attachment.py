@@ -114,13 +114,12 @@ def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchronis
 
 def _fsdp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
     if setting.group.is_alone:
-        return _replicate(registered, setting, wanted)  # one shard is the whole
+        return _replicate(registered, setting, wanted)  # its rows are all rows
     # Imported only by who asks for it: it brings torch's DTensor.
     from lockstep.sync.fsdp import FSDPSync
 
-    registered.remember_plain()
     return FSDPSync(
-        registered.plain_modules(),
+        registered.modules(),
         setting.group,
         registered.optimizers,
         bucket_cap_mb=setting.options.bucket_cap_mb,

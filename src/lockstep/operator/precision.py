@@ -55,7 +55,7 @@ class Precision:
         """Unscale, clip to a global norm, step: in this order, after the reduction."""
         self.unscale(optimizer)
         if clip_grad_norm is not None:
-            clip(list(parameters), clip_grad_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
         self.take_step(optimizer)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -93,13 +93,3 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
     # Before its first `scale` it has none, nothing to forget, and an assertion that says so.
     with suppress(AssertionError):
         scaler.update(scaler.get_scale())
-
-
-def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> None:
-    """Scale the gradients down to a common norm of `max_norm`; also those in shards."""
-    if not any(type(parameter.grad).__name__ == "DTensor" for parameter in parameters):
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        return
-    from lockstep.sync.fsdp import clip_shards
-
-    clip_shards(parameters, max_norm)

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -16,6 +14,8 @@ from lockstep.sync import ReplicatedModel, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
 
     from lockstep.sync import Synchroniser
 
@@ -51,7 +51,6 @@ class Registered:
     sync: Synchroniser | None
     wanted: Wanted
     attached: tuple[nn.Parameter, ...] = ()
-    skeletons: tuple[nn.Module, ...] = ()
     may_join: bool = False
 
     def part(self) -> None:
@@ -86,11 +85,6 @@ class Registered:
             " parameter.data.copy_(...)",
         )
 
-    def seal(self) -> None:
-        """Where weights are in shards and were gathered for use: only the shards are left."""
-        if self.sync is not None:
-            self.sync.seal()
-
     def plain_models(self) -> list[nn.Module]:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""
         return [_unwrapped(model) for model in self.models]
@@ -98,17 +92,6 @@ class Registered:
     def plain_modules(self) -> list[nn.Module]:
         """`modules()` without wrappers."""
         return [_unwrapped(module) for module in self.modules()]
-
-    def remember_plain(self) -> None:
-        """Keep copies of the models without their tensors: sharding changes them in place."""
-        memo: dict[int, Any] = {}
-        for model in self.plain_models():
-            for parameter in model.parameters():
-                empty = torch.empty_like(parameter, device="meta")
-                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            for buffer in model.buffers():
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-        self.skeletons = tuple(copy.deepcopy(model, memo) for model in self.plain_models())
 
     def plain_criterion(self) -> Any:
         """The criterion without a wrapper."""

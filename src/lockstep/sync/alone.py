@@ -141,8 +141,6 @@ class Alone:
 
     def agree_on_values(self) -> None: ...
 
-    def seal(self) -> None: ...
-
     def part(self) -> bool:
         return True
 

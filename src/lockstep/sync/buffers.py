@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making every rank's tensors equal to rank 0's: at attach, and for buffers after a backward.
+"""Making every rank's tensors equal to one rank's: at attach, for buffers after a backward, and
+for rows that one rank alone has stepped.
 
 Tensors travel as bytes: one broadcast serves all dtypes (BatchNorm alone has two), and dtypes
 that a backend cannot name (bool, float8, complex) need no special case. What is no block of
@@ -30,8 +31,10 @@ _LARGE: Final = 1 << 20
 """Bytes from which a tensor travels from where it lies: a copy is memory that stays taken."""
 
 
-def broadcast_tensors(group: Group, tensors: Iterable[torch.Tensor], *, cap_bytes: int) -> None:
-    """Overwrite `tensors` with those of rank 0, in place.
+def broadcast_tensors(
+    group: Group, tensors: Iterable[torch.Tensor], *, cap_bytes: int, source: int = 0
+) -> None:
+    """Overwrite `tensors` with those of rank `source`, in place.
 
     Args:
         group: the ranks.
@@ -53,8 +56,8 @@ def broadcast_tensors(group: Group, tensors: Iterable[torch.Tensor], *, cap_byte
         for pack in _packs(tensors, cap_bytes):
             pieces = [_as_bytes(tensor) for tensor in pack]
             message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            group.broadcast(message, 0)
-            if group.rank != 0 and message.data_ptr() != pack[0].data_ptr():
+            group.broadcast(message, source)
+            if group.rank != source and message.data_ptr() != pack[0].data_ptr():
                 for tensor, value in _unpacked(message, pack):
                     write_into(tensor, value)
 

@@ -83,9 +83,6 @@ class Synchroniser(Protocol):
     def agree_on_values(self) -> None:
         """Raise on every rank, or on none, if the replicas' parameters differ."""
 
-    def seal(self) -> None:
-        """Give up what was gathered for use, where weights are in shards between steps."""
-
     def part(self) -> bool:
         """Leave a group that has broken.
 

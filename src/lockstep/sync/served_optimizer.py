@@ -213,7 +213,7 @@ def served_ones(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
                 cause="the parameter server steps with what all ranks share",
                 fix="make an optimizer of their own for the local parameters",
             )
-        if _evaluates_again(optimizer):
+        if evaluates_again(optimizer):
             raise NotAvailableError(
                 "this optimizer evaluates the loss within a step, which happens elsewhere",
                 where=where,
@@ -223,7 +223,7 @@ def served_ones(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return found
 
 
-def _evaluates_again(optimizer: Optimizer) -> bool:
+def evaluates_again(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, torch.optim.LBFGS):
         return True
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -143,9 +143,6 @@ class WindowedSync:
         """See `Synchroniser`; here optimizers step where they are."""
         return False
 
-    def seal(self) -> None:
-        """See `Synchroniser`; here every rank has whole weights at all times."""
-
     # ------------------------------------------------------------------ hooks
 
     def _hook_parameters(self) -> None:

@@ -277,17 +277,10 @@ def _check_sync(options: Options, use_local: bool) -> None:
     )
     require(options.wrap_ddp, "wrap_ddp", False, f"True: {options.sync} synchronises", fix)
     require(
-        options.sync != "fsdp" or options.precision != "fp16",
-        "precision",
-        options.precision,
-        '"bf16" or "fp32" with sync="fsdp": no rank sees all the gradients that may overflow',
-    )
-
-    require(
         options.sync != "fsdp" or not use_local,
         "use_local",
         use_local,
-        'False with sync="fsdp": objects of this process would be left in shards',
+        'False with sync="fsdp": states of optimizers in this process would be left in shards',
     )
 
 

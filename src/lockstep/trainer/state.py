@@ -35,7 +35,7 @@ class KeepsState(Calls):
 
         A list if `register` was given a list or tuple of models.
         """
-        model: nn.Module | list[nn.Module] = self._from_rank_0("models")
+        model: nn.Module | list[nn.Module] = self._call_rank(0, "models")
         return model
 
     def get_local_operator(self) -> TrainingOperator:

@@ -77,7 +77,6 @@ class HandsOver(Inquiries):
         Args:
             take: see `states.collect`.
         """
-        self.run.seal()
         state = states.collect(self.operator, self.run, take)
         state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
         state["position"] = {
@@ -103,7 +102,6 @@ class HandsOver(Inquiries):
         return states.copied(self.operator.state_dict())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        self.run.seal()
         states.check(self.run, state)
         shards = state.get("num_shards", self.spec.num_shards)
         if shards < self.spec.num_workers:
@@ -163,5 +161,4 @@ class HandsOver(Inquiries):
         return answer if self.rank == 0 else None
 
     def models(self) -> nn.Module | list[nn.Module]:
-        self.run.seal()
         return states.model_copies(self.run)

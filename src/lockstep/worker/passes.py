@@ -175,14 +175,9 @@ class Underway:
             What the operator's loop communicates, and one exchange at the start of an epoch.
         """
         self._shards = self._operator._lockstep.setting.placement.shards
-        sync = self._operator._lockstep.sync
-        if sync is not None:
-            # Also for validation: weights that are in shards are gathered by all ranks at once.
-            sync.begin_step(self._operator._lockstep.committed)
         with preserved(), self._arithmetic(), activate(reduction_of(self._operator, None)):
             while not self.is_over:
                 self.is_over = self._pass()
-        registered(self._operator).seal()
         return self.report()
 
     def _pass(self) -> bool:

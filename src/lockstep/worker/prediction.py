@@ -2,7 +2,7 @@
 """One worker's share of `trainer.predict`: its shards of a loader that the driver sent along.
 
 The run stays as it is: the position in the data, the random numbers and the modules' modes are
-those of before. Ranks wait for each other only where weights have to be gathered first.
+those of before. No rank waits for another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
     """Run the operator's `predict_batch` on this worker's shards of `loader`.
 
     Collective:
-        Every rank where weights are in shards (they are gathered first), else none.
+        None.
     """
     operator, run = worker.operator, worker.run
     options, placement = worker.spec.options, operator._lockstep.setting.placement
@@ -58,8 +58,6 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
     source = ShardedLoader(
         loader, placement, joint=whole, borrow=False, keeps_last=True, keeps_generators=False
     )
-    if run.sync is not None:
-        run.sync.begin_step(operator._lockstep.committed)
     try:
         with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
             return [
@@ -70,7 +68,6 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
             ]
     finally:
         source.close()
-        run.seal()
 
 
 def _staged(seed: int, step: int, part: Any) -> Part:

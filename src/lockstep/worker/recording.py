@@ -67,11 +67,7 @@ class Recorder:
         self._linear = frozenset(linear)
 
     def take(self) -> Recorded:
-        """What happened since the last call.
-
-        Collective:
-            With sharded parameters, every rank: they are made whole.
-        """
+        """What happened since the last call."""
         taken, self._current = self._current, Recorded()
         taken.linear = self._linear
         for parameter, name in self._names.values():

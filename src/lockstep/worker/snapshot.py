@@ -2,9 +2,9 @@
 """Copies of a run's state, taken between two steps while training goes on.
 
 All ranks hold the same state, so one of them copies it and the others merely wait for it in their
-next step. Two things only all ranks together know, and then all take part: weights in shards, and
-what operators with a `state_dict` of their own keep. So when a copy is due must follow from what
-all ranks count alike: the steps of the run.
+next step. Two things only all ranks together know, and then all take part: optimizers' states in
+shards, and what operators with a `state_dict` of their own keep. So when a copy is due must follow
+from what all ranks count alike: the steps of the run.
 """
 
 from __future__ import annotations

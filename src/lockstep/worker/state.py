@@ -52,7 +52,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this may be a shard; then every rank has to call it."""
     if type(tensor).__name__ != "DTensor":
         return tensor
-    from lockstep.sync.fsdp import whole_of
+    from lockstep.sync.shards import whole_of
 
     return whole_of(tensor)
 
@@ -158,17 +158,12 @@ def check(run: Registered, state: Mapping[str, Any]) -> None:
 def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for model, saved in zip(run.plain_models(), state["models"], strict=True):
-        _load_module(run, model, saved)
+        model.load_state_dict(saved)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
-        _load_module(run, run.plain_criterion(), state["criterion"])
+        run.plain_criterion().load_state_dict(state["criterion"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
-        own = copied(saved)
-        if run.skeletons:
-            from lockstep.sync.fsdp import optimizer_in_shards
-
-            own = optimizer_in_shards(optimizer, own)
-        optimizer.load_state_dict(own)
+        optimizer.load_state_dict(copied(saved))
     for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(saved))
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
@@ -177,39 +172,14 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 
 
-def _load_module(run: Registered, module: nn.Module, saved: Mapping[str, Any]) -> None:
-    if run.skeletons:
-        from lockstep.sync.fsdp import in_shards
-
-        saved = in_shards(saved, module.state_dict())
-    module.load_state_dict(saved)
-
-
 def model_copies(run: Registered) -> nn.Module | list[nn.Module]:
     """Copies of the models on the CPU, without gradients, hooks or any trace of lockstep.
 
     Parameters and buffers are moved before the modules are copied, so that a device that is
     nearly full need not hold a second model.
     """
-    copies = _filled_skeletons(run) if run.skeletons else _copied_models(run.plain_models())
+    copies = _copied_models(run.plain_models())
     return copies[0] if run.models_given_alone else copies
-
-
-def _filled_skeletons(run: Registered) -> list[nn.Module]:
-    """The models as they were before they were sharded, with the tensors of now."""
-    memo: dict[int, Any] = {}
-    for skeleton, model in zip(run.skeletons, run.plain_models(), strict=True):
-        empty = dict(skeleton.named_parameters())
-        for name, parameter in model.named_parameters():
-            moved = whole(parameter.detach()).to("cpu", copy=True)
-            frozen = nn.Parameter(moved, requires_grad=parameter.requires_grad)
-            memo.setdefault(id(empty[name]), frozen)
-        hollow = dict(skeleton.named_buffers())
-        for name, buffer in model.named_buffers():
-            memo.setdefault(id(hollow[name]), buffer.detach().to("cpu", copy=True))
-        for plain, sharded in zip(skeleton.modules(), model.modules(), strict=True):
-            plain.training = sharded.training
-    return [copy.deepcopy(skeleton, memo) for skeleton in run.skeletons]
 
 
 def _copied_models(models: list[nn.Module]) -> list[nn.Module]:

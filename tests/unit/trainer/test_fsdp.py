@@ -21,9 +21,7 @@ def test_one_shard_is_the_whole_and_saves_a_directory(tmp_path):
         assert same(weights(run.get_model()), by_hand(5))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"reproducible": True}, {"precision": "fp16"}, {"use_local": True}]
-)
+@pytest.mark.parametrize("arguments", [{"reproducible": True}, {"use_local": True}])
 def test_refused_before_anything_starts(arguments):
     with pytest.raises(ConfigurationError, match=next(iter(arguments))):
         trainer(sync="fsdp", num_workers=2, **arguments)

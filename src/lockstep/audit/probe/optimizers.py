@@ -28,6 +28,7 @@ from lockstep.audit.probe.frozen import prints_of
 from lockstep.audit.probe.fully_sharded import note_reductions
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
+from lockstep.audit.probe.shards import is_piece
 from lockstep.audit.probe.unheld import note_told_within, note_unheld
 from lockstep.lazy_compiler import outside_graphs
 
@@ -361,7 +362,8 @@ def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
     tensors, names = [], []
     for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
         for key, value in sorted(optimizer.state.get(param, {}).items(), key=lambda kv: str(kv[0])):
-            if isinstance(value, torch.Tensor) and not described.sharded:
+            # A whole parameter's state may be in pieces: an optimizer that is sharded alone.
+            if isinstance(value, torch.Tensor) and not (described.sharded or is_piece(value)):
                 tensors.append(value)
                 names.append(f"{described.name}.{key}")
     if not tensors:

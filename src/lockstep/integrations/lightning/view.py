@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import NotAvailableError
-from lockstep.operator.precision import clip
 
 if TYPE_CHECKING:
     from lockstep.integrations.lightning.sources import Source
@@ -174,7 +173,7 @@ class _Plugin:
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
         else:
-            clip(parameters, clip_val)
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

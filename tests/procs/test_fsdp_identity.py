@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under `fsdp` a program's parameters stay the ones that it has listed, and are always whole."""
+
+import pytest
+from tests.procs.fsdp_identity import CODES, SAME, SAME_BY_NAME
+from tests.procs.test_fsdp_exact import results_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return results_of(tmp_path_factory.mktemp("identity"), "identity", 2)
+
+
+@pytest.mark.parametrize("case", SAME, ids=lambda case: case.__name__)
+def test_as_one_process(ranks, case):
+    for found in ranks:
+        apart = found[case.__name__]
+        assert isinstance(apart, float), apart
+        assert apart < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, id=f"{case.__name__}-{name}")
+        for case, names in SAME_BY_NAME.items()
+        for name in names
+    ],
+)
+def test_each_as_in_one_process(ranks, case, name):
+    for found in ranks:
+        apart = found[case.__name__]
+        assert isinstance(apart, dict), apart
+        # Those that divide by what may be tiny magnify the order of additions.
+        assert apart[name] < 1e-10
+
+
+@pytest.mark.parametrize(("case", "code"), CODES.items(), ids=lambda each: str(each))
+def test_refused_on_every_rank(ranks, case, code):
+    assert [found[case.__name__] for found in ranks] == [code, code]
+
+
+def test_a_step_that_one_rank_leaves_out_is_named_before_anything_changes(ranks):
+    found = ranks[0]["a_step_that_one_rank_leaves_out"]
+    assert found == {
+        "said": "rank 1 did not come to a backward, or to a step of an optimizer that is sharded",
+        "same": True,
+    }
