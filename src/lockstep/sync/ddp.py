@@ -23,7 +23,7 @@ from lockstep.sync.buckets import set_aside
 from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
-from lockstep.sync.graph_task import call_at_end
+from lockstep.sync.graph_task import call_at_end, nesting_depth
 from lockstep.sync.inventory import agree, refuse_shared, take_inventory
 from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.reducer import PLAIN, WEIGHTED
@@ -260,6 +260,14 @@ class DDPSync(WindowedSync):
         slot.passed = 0
         self._round.note_arrival(slot)
 
+    def _enter_task(self, slot: Slot) -> bool:
+        adds_up = super()._enter_task(slot)
+        # DDP takes what a reentrant checkpoint hides from it for unused, and fails in C++ when
+        # its gradient comes after all.
+        if adds_up and self.finds_unused and nesting_depth() > 0 and not self._is_paused:
+            raise came_twice(self.place, slot.name)
+        return adds_up
+
     def _begin_plain(self) -> None:
         self._is_open = True
         # Twice: DDP's own call at the end is queued in between.
@@ -358,7 +366,12 @@ class DDPSync(WindowedSync):
     # ------------------------------------------------------------------ the end of a round
 
     def _finish(self) -> None:
+        newcomers = self._newcomers.with_gradient() if self.needs_guard else []
+        if newcomers:
+            self._window.faults.append({"kind": "newcomer", "names": newcomers})
         self._round.finish()
+        if newcomers:
+            raise verdict.refused("newcomer", newcomers, self.place)
         landed, sums, window = self._round.landed(), self._round.sums, self._window
         if landed:
             self.rounds += 1
@@ -377,9 +390,6 @@ class DDPSync(WindowedSync):
             self._divide_alone(own, window)
             own = set()
         self._complete(window, own)
-        newcomers = self._newcomers.with_gradient() if self.needs_guard else []
-        if newcomers:
-            raise verdict.refused("newcomer", newcomers, self.place)
 
     def _divide_alone(self, slots: set[Slot], window: Window) -> None:
         if self.averages and window.kind == WEIGHTED and window.weight > 0.0:

@@ -187,21 +187,17 @@ class WindowedSync:
                     self._captures.note(self.place, self.rounds, self._steps_taken)
                 return False
             self._tasks[task] = True
-            if is_inner:
-                self._refuse_graph(slot)
-            else:
+            if not is_inner:
                 self._open_window(PLAIN)
-                self._refuse_graph(slot)
+            if torch.is_grad_enabled():
+                self._window.faults.append({"kind": "graph", "names": [slot.name]})
+            if not is_inner:
                 self._is_running = True
                 if self._is_paused:
                     call_at_end(self._leave_window_open, self._fail)
                 else:
                     self._begin_plain()
             return True
-
-    def _refuse_graph(self, slot: Slot) -> None:
-        if torch.is_grad_enabled():
-            self._window.faults.append({"kind": "graph", "names": [slot.name]})
 
     def _open_window(self, kind: str) -> None:
         raise NotImplementedError
