@@ -56,6 +56,12 @@ class _WaitingHooks(OrderedDict[int, Any]):
     def __delitem__(self, key: int) -> None:
         del self.users[key]
 
+    def begin(self, tell: Callable[[], object]) -> None:
+        """Keep the user's hooks back from now on."""
+        self.tell = tell
+        if self.users:
+            tell()
+
     def show(self, hook: Callable[..., Any]) -> None:
         """Let autograd run `hook` and nothing else."""
         super().__setitem__(_OURS, hook)
@@ -66,6 +72,10 @@ class _WaitingHooks(OrderedDict[int, Any]):
         self.tell = lambda: self.show(run_users)
         if self.users:
             self.tell()
+
+
+def _nothing(_: torch.Tensor) -> None:
+    """Shown where only hooks of the user's wait."""
 
 
 def _table(found: Any) -> _WaitingHooks:
@@ -80,7 +90,7 @@ class ParameterHooks:
         comes: called with a gradient that autograd has computed, before anything is done with
             it: also under ``torch.autograd.grad``, which accumulates nothing. Returns None, or
             the gradient to go on with.
-        arrived: called when a gradient was added to ``param.grad``.
+        arrived: called when a gradient was added to ``param.grad``; None: nobody has to know.
         tell: called when there are hooks of the user's: now, or when one is registered.
     """
 
@@ -88,20 +98,33 @@ class ParameterHooks:
         self,
         param: torch.Tensor,
         comes: Callable[[torch.Tensor], torch.Tensor | None],
-        arrived: Callable[[torch.Tensor], None],
+        arrived: Callable[[torch.Tensor], None] | None,
         tell: Callable[[], object],
     ) -> None:
         self._param = param
+        self._tell = tell
         self._before = _table(param._backward_hooks)
-        self._after = _table(param._post_accumulate_grad_hooks)
-        self._before.tell = self._after.tell = tell
-        if self._before.users or self._after.users:
-            tell()
+        self._before.begin(tell)
         self._before.show(comes)
-        self._after.show(arrived)
         # Set anew in any case: setting is what makes torch look into the table.
         param._backward_hooks = self._before
-        param._post_accumulate_grad_hooks = self._after
+        self._after: _WaitingHooks | None = None
+        if arrived is not None or param._post_accumulate_grad_hooks is not None:
+            self._take_over_after().show(arrived or _nothing)
+
+    def _take_over_after(self) -> _WaitingHooks:
+        self._after = _table(self._param._post_accumulate_grad_hooks)
+        self._after.begin(self._tell)
+        self._param._post_accumulate_grad_hooks = self._after
+        return self._after
+
+    def look_after(self) -> None:
+        """Before a gradient is accumulated: has the user registered a first hook behind it?
+
+        A table of ours from the start would cost a call into Python for every parameter.
+        """
+        if self._after is None and self._param._post_accumulate_grad_hooks is not None:
+            self._take_over_after().show(_nothing)
 
     def applied_to(self, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient` as the user's hooks on the tensor leave it."""
@@ -122,13 +145,14 @@ class ParameterHooks:
 
     def run_after(self) -> None:
         """Run the user's hooks that wait for ``param.grad`` to be complete."""
-        for hook in list(self._after.users.values()):
+        for hook in list(self._after.users.values()) if self._after is not None else []:
             hook(self._param)
 
     def release(self) -> None:
         """From now on autograd runs the user's hooks again, and none of ours."""
         self._before.pass_on(self.applied_to)
-        self._after.pass_on(lambda _: self.run_after())
+        if self._after is not None:
+            self._after.pass_on(lambda _: self.run_after())
 
 
 def _passed_through(hooks: dict[int, Any], gradient: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class GradientSync(WindowedSync):
         self._unread: verdict.Unread | None = None
         how = making(self._cap_bytes, found.signature(), averages, order)
         self._lineup = Lineup(self._slots, group, how)
-        self._hook_parameters()
+        self._hook_parameters(arrivals=self._reducer.can_overlap)
         self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 

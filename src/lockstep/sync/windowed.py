@@ -145,15 +145,16 @@ class WindowedSync:
 
     # ------------------------------------------------------------------ hooks
 
-    def _hook_parameters(self) -> None:
-        self._hooks = {slot: self._hook(slot) for slot in self._slots}
+    def _hook_parameters(self, *, arrivals: bool = True) -> None:
+        """Take the parameters' hooks; `arrivals`: `_arrive` has to hear of each gradient."""
+        self._hooks = {slot: self._hook(slot, arrivals=arrivals) for slot in self._slots}
 
     def _unhook_parameters(self) -> None:
         hooks, self._hooks = self._hooks, {}
         for each in hooks.values():
             each.release()
 
-    def _hook(self, slot: Slot) -> ParameterHooks:
+    def _hook(self, slot: Slot, *, arrivals: bool) -> ParameterHooks:
         tasks, hooked = self._tasks, self._hooked
 
         def gradient_comes(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -167,9 +168,8 @@ class WindowedSync:
             if self._arrive is not None:
                 self._arrive(slot)
 
-        return ParameterHooks(
-            slot.param, gradient_comes, gradient_arrived, lambda: hooked.add(slot.number)
-        )
+        arrived = gradient_arrived if arrivals else None
+        return ParameterHooks(slot.param, gradient_comes, arrived, lambda: hooked.add(slot.number))
 
     def _enter_task(self, slot: Slot) -> bool:
         """A run of the engine brings its first gradient: does it add to ``parameter.grad``?"""
@@ -187,6 +187,8 @@ class WindowedSync:
                     self._captures.note(self.place, self.rounds, self._steps_taken)
                 return False
             self._tasks[task] = True
+            for hooks in self._hooks.values():
+                hooks.look_after()
             if not is_inner:
                 self._open_window(PLAIN)
             if torch.is_grad_enabled():
