@@ -68,8 +68,12 @@ class Member:
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
         self._process = self._context.Process(target=serve, args=(theirs,))
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice, of each program
+        # DDP has advice on each program. torch reads this when it is imported.
+        before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+        os.environ["TORCH_CPP_LOG_LEVEL"] = before or "ERROR"
         self._process.start()
+        if before is None:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
         theirs.close()
 
     def leave(self) -> None:

@@ -71,7 +71,12 @@ _FOR_TRAINER = frozenset(kind for kind in SETUP if kind.startswith(("hook", "pos
 _AFTER_FOR_TRAINER = frozenset(AFTER) - {
     "see_held", "see_hooked", "flat_scale", "flat_read"
 }  # fmt: skip
+_ASKING = (RAW | {"learning_to_learn"}) - {"only_some", "threaded_backward", "autograd_backward"}
+"""Gradients asked for by ``torch.autograd.grad``, of parameters."""
 _HEARD_LATER = frozenset({"one_rank_leaves_out", "extra_backward", "caught_inside_one"})
+_OF_ONE_RANK = frozenset(
+    {"update:one_rank_leaves_out", "before:extra_backward", "before:caught_inside_one"}
+)
 _PLACED = frozenset({"hold", "remove_hook", "unfreeze", "tie", "untie"})
 _SHOWN = frozenset({"see_held", "see_hooked", "flat_scale", "flat_read"})
 
@@ -87,9 +92,8 @@ def is_fair(spec: Spec) -> bool:
         return False  # the trainer puts models into training mode
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
-    ends = {spec.steps[-1].update, *(piece["kind"] for piece in spec.steps[-1].before)}
-    if ends & _HEARD_LATER:
-        return False  # nobody hears of it after the last step
+    if not _is_closed(spec, kinds) or not _is_heard(spec):
+        return False
     hooked = {piece["kind"] for piece in spec.setup} & _FOR_TRAINER
     if hooked and spec.model.startswith("checkpointed_"):
         return False  # in one process they run as often as the engine does
@@ -107,6 +111,28 @@ def is_fair(spec: Spec) -> bool:
         return False
     calls = {piece["kind"] for step in spec.steps for piece in step.before} & _ON_ROWS
     return not (some and (calls or kinds & (RAW | OUTSIDE)))
+
+
+def _is_heard(spec: Spec) -> bool:
+    """Whether what one rank does in another way than its peers can be heard of by them."""
+    ends = {spec.steps[-1].update, *(piece["kind"] for piece in spec.steps[-1].before)}
+    return not ends & _HEARD_LATER and not (spec.workers == 1 and spec.pieces() & _OF_ONE_RANK)
+
+
+def _is_closed(spec: Spec, kinds: set[str]) -> bool:
+    """Whether what one process leaves out of a window, or ranks do by hand, is seen nowhere."""
+    setup = {piece["kind"] for piece in spec.setup}
+    before = {piece["kind"] for step in spec.steps for piece in step.before}
+    if kinds & _ASKING and any(kind.startswith("hook") for kind in setup):
+        return False  # torch.autograd.grad runs them, on what it returns here
+    if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
+        return False  # one process leaves the window's backwards out altogether
+    if "weights_by_hand_alone" in kinds and "unused" in MODELS[spec.model].tags:
+        return False  # the user's own mean needs a gradient from everybody
+    return not any(
+        step.gradients["kind"] == "window_left_open" and step.update == "none"
+        for step in spec.steps
+    )
 
 
 def named(name: str, **fixed: Any) -> Spec:
@@ -190,6 +216,10 @@ class Drawing:
         )
         if "closure" in steps:
             steps = ["closure"] * min(2, len(steps))
+        if not _is_closed(
+            spec.but(steps=tuple(Step({"kind": kind}) for kind in steps)), set(steps)
+        ):
+            steps = ["plain"] * len(steps)
         spec = spec.but(splits=self._splits(spec, steps))
         return spec.but(
             steps=tuple(self._step(spec, kind, n, steps) for n, kind in enumerate(steps))
@@ -263,42 +293,45 @@ class Drawing:
         if kind.startswith("closure"):
             return Step(gradients)
         is_last = number == len(kinds) - 1
-        before, after = self._before(spec, number, is_last=is_last), self._after(spec)
+        before, after = self._before(spec, number, kinds), self._after(spec)
         held = [piece for piece in before if piece["kind"] == "hold"]
         after += [{"kind": "see_held"} for _ in held]
         if any(piece["kind"] in ("hook_read", "post_read") for piece in spec.setup):
             after.append({"kind": "see_hooked"})
         update = "step" if is_last else self._weighted({"step": 90, "none": 5, "twice": 3})
+        if kind == "window_left_open":
+            update = "step"
         if self._chance(0.01):
-            update = "twice" if is_last else "one_rank_leaves_out"
+            update = "twice" if is_last or spec.workers == 1 else "one_rank_leaves_out"
         if any(piece["kind"] == "post_step" for piece in spec.setup):
             update = "none"
         return Step(gradients, tuple(before), tuple(after), update)
 
-    def _before(self, spec: Spec, number: int, *, is_last: bool) -> list[Piece]:
+    def _before(self, spec: Spec, number: int, kinds: Sequence[str]) -> list[Piece]:
         if self._chance(0.65):
             return []
         weights = {kind: 0.15 if kind in FEW else 1.0 for kind in BEFORE}
         weights |= dict.fromkeys(_PLACED, 0.0)
-        weights["hold"] = 2.0 if number else 0.0
+        weights["unfreeze"] = 1.0 if number else 0.0
+        weights["hold"] = 2.0 if number and "forgotten_window" not in kinds else 0.0
         if any(SETUP[piece["kind"]].startswith(("handle", "seen", "def")) for piece in spec.setup):
             weights["remove_hook"] = 2.0
-        if "unused" in MODELS[spec.model].tags:
-            weights["freeze"] = 0.0
-        if is_last:
-            weights |= dict.fromkeys(_HEARD_LATER & set(BEFORE), 0.0)
-        if spec.model == "deep":
-            weights["tie"] = 2.0
-        if spec.model == "tied":
-            weights["untie"] = 0.5
-        weights["unfreeze"] = 1.0 if number else 0.0
-        if any(0 in split for split in spec.splits):
-            weights |= dict.fromkeys(_ON_ROWS, 0.0)
-        if spec.sync == "data_parallel":
-            weights |= dict.fromkeys(("extra_backward", "caught_inside_one"), 0.0)
+        weights["tie"] = 2.0 * (spec.model == "deep")
+        weights["untie"] = 0.5 * (spec.model == "tied")
+        weights |= dict.fromkeys(self._out_of_place(spec, number == len(kinds) - 1), 0.0)
         if spec.sync == "fsdp":
             weights = {kind: weights[kind] for kind in _IN_SHARDS_BEFORE}
         return [self._piece(self._weighted(weights), spec)]
+
+    def _out_of_place(self, spec: Spec, is_last: bool) -> set[str]:
+        found: set[str] = set()
+        if "unused" in MODELS[spec.model].tags:
+            found.add("freeze")
+        if is_last or spec.workers == 1 or spec.sync == "data_parallel":
+            found |= _HEARD_LATER & set(BEFORE)
+        if any(0 in split for split in spec.splits):
+            found |= _ON_ROWS
+        return found
 
     def _after(self, spec: Spec) -> list[Piece]:
         if self._chance(0.65):

@@ -82,13 +82,13 @@ def judged(
         return Outcome("wrong", what, f"{text}{_shown(errors)}")
     if not any(errors):
         return Outcome("exact")
-    if is_late:
-        return Outcome("hang", "timeout", _shown(errors))
     foreign = [e for e in errors if e is not None and not isinstance(e, LockstepError)]
     if foreign:
         frames = traceback.format_exception(foreign[0])[-3:]
         text = "".join("\n".join(frame.splitlines()[:4]) + "\n" for frame in frames)
         return Outcome("crash", f"{type(foreign[0]).__name__}: {str(foreign[0])[:50]}", text)
+    if is_late:
+        return Outcome("hang", "timeout", _shown(errors))
     coded = [e.code for e in errors if e is not None and not isinstance(e, PeerLostError)]
     if not coded:
         return Outcome("crash", "peers lost, and no rank says why", _shown(errors))
