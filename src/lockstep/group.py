@@ -40,6 +40,7 @@ _ROLL_CALL_TAG: Final = 0x10C5
 
 _MEETINGS: Final = {
     "backward": "the backward of a collective",
+    "step": "a step of an optimizer, before which what autograd.grad was used for is compared",
     "backward or step": "a backward, or to a step of an optimizer that is sharded",
 }
 

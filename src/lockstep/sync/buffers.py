@@ -172,8 +172,9 @@ def _packs(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[tor
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Of a lone number any stride is contiguous.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _unpacked(

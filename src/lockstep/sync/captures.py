@@ -94,23 +94,36 @@ class Captures:
         if self._last is not None and self._last.versions != self._versions():
             return True
         samples, self._samples = self._samples, {}
-        factor: float | None = None
-        for slot, before in samples.items():
-            grad = slot.param.grad
-            if grad is None or grad.layout is not torch.strided:
-                continue
-            now = _sample(grad)
-            is_limited = bool(((now * before >= 0) & (now.abs() <= before.abs())).all())
-            largest = int(before.abs().argmax()) if before.numel() else 0
-            if factor is None and before.numel() and before[largest] != 0:
-                factor = float(now[largest] / before[largest])
-            is_scaled = factor is not None and torch.allclose(now, before * factor, rtol=1e-5)
-            if not is_limited and not is_scaled:
-                return True
-        return False
+        pairs = [
+            (before, _sample(grad))
+            for slot, before in samples.items()
+            if (grad := slot.param.grad) is not None and grad.layout is torch.strided
+        ]
+        if not pairs:
+            return False
+        before, now = (torch.cat(column) for column in zip(*pairs, strict=True))
+        kinds = {slot.param.dtype for slot in self._slots}
+        rounding = 8.0 * max(torch.finfo(kind).eps for kind in kinds)
+        return not (_is_scaled(before, now, rounding) or _is_limited(before, now))
 
     def _versions(self) -> int:
         return sum(slot.param._version for slot in self._slots)
+
+
+def _is_scaled(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:
+    """Every element was multiplied by one factor, or set to zero."""
+    largest = int((now.abs() > 0).double().mul(before.abs()).argmax())
+    if before[largest] == 0:
+        return bool((now == before).all())
+    scaled = before * (now[largest] / before[largest])
+    return bool((torch.isclose(now, scaled, rtol=rounding, atol=0.0) | (now == 0)).all())
+
+
+def _is_limited(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Every element was kept, or cut to one limit."""
+    limit = now.abs().max()
+    cut = (now.abs() == limit) & (now * before > 0) & (before.abs() > limit)
+    return bool(((now == before) | cut).all())
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,7 @@ class DDPSync(WindowedSync):
         self._copies = bool(arguments.get("gradient_as_bucket_view"))
         broadcast_tensors(group, [slot.param for slot in self._slots], cap_bytes=2**25)
         broadcast_buffers(group, self._buffers, cap_bytes=2**25)
+        self._kinds = [_kind(slot.param) for slot in self._slots]
         self._of_param = {id(slot.param): slot for slot in self._slots}
         self.models = self._wrapped(modules, arguments)
         self._reduced = [model for model in self.models if isinstance(model, ReducedModel)]
@@ -251,6 +252,10 @@ class DDPSync(WindowedSync):
         if self._is_open and self._round.refusal is not None:
             self._reset(broken=True)  # refused by all ranks alike, in a plain backward
         self.attached()
+        pairs = zip(self._slots, self._kinds, strict=True)
+        moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
+        if moved:
+            raise verdict.refused("moved", moved, self.place)
 
     # ------------------------------------------------------------------ a backward
 
@@ -262,6 +267,8 @@ class DDPSync(WindowedSync):
 
     def _enter_task(self, slot: Slot) -> bool:
         adds_up = super()._enter_task(slot)
+        if adds_up and torch.is_grad_enabled():
+            raise verdict.refused("graph", [slot.name], self.place)  # DDP would fail in C++
         # DDP takes what a reentrant checkpoint hides from it for unused, and fails in C++ when
         # its gradient comes after all.
         if adds_up and self.finds_unused and nesting_depth() > 0 and not self._is_paused:
@@ -366,7 +373,7 @@ class DDPSync(WindowedSync):
     # ------------------------------------------------------------------ the end of a round
 
     def _finish(self) -> None:
-        newcomers = self._newcomers.with_gradient() if self.needs_guard else []
+        newcomers = self._newcomers.with_gradient()
         if newcomers:
             self._window.faults.append({"kind": "newcomer", "names": newcomers})
         self._round.finish()
@@ -409,3 +416,8 @@ class DDPSync(WindowedSync):
         self._is_open = False
         self._is_driven = self._is_running = False
         self._has_failed = False
+
+
+def _kind(param: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What DDP's buckets are made for."""
+    return param.shape, param.dtype, param.device

@@ -341,7 +341,7 @@ class GradientSync(WindowedSync):
         if window.kind == WEIGHTED:
             contribution.weight = window.weight
         self._arrive = None
-        newcomers = self._newcomers.with_gradient() if self.needs_guard else []
+        newcomers = self._newcomers.with_gradient()
         if newcomers:
             contribution.faults.append({"kind": "newcomer", "names": newcomers})
         try:

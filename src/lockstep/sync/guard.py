@@ -39,6 +39,10 @@ _STALE: Final = (
 """Why a gradient was not reduced, and what to type; a way of its own may say `stale_advice`."""
 
 
+_EXACT: Final = 2**52
+"""Below it float64 holds every whole number."""
+
+
 class Guarded(Protocol):
     """What the guard has to know of a way to synchronise."""
 
@@ -224,8 +228,7 @@ def _check(watch: _Watch) -> None:
             _compare(owner, watch, slots)
         watch.rounds[owner] = owner.rounds
         owner.note_step()
-    has_peers = any(owner.needs_guard for owner in watch.slots)
-    for name, param in watch.unknown if has_peers else []:
+    for name, param in watch.unknown:
         if param.grad is not None:
             raise UnknownParameterError(
                 f"the optimizer holds {name} with a gradient that nobody synchronises",
@@ -269,18 +272,20 @@ def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
     """Are gradients and weights still the same on all ranks? What was done is then their right.
 
     Collective:
-        Every rank: one exchange of two numbers for each parameter.
+        Every rank: one roll call. Each rank finds for itself that it has to come, and not an
+        all-gather: a rank that has nothing to compare goes on to another collective.
 
     Raises:
         GradientNotReducedError: on every rank, with the names of those that differ.
+        PeerLostError: a rank did not come.
     """
-    mine = [[sum_of_bits(slot.param), sum_of_bits(slot.param.grad)] for slot in slots]
-    everyone = owner.attached().exchange(mine)
-    differ = [
-        slot.name
-        for slot, *found in zip(slots, *everyone, strict=True)
-        if any(other != found[0] for other in found)
-    ]
+    bits = [sum_of_bits(tensor) for slot in slots for tensor in (slot.param, slot.param.grad)]
+    everyone = owner.attached().roll_call([float(number % _EXACT) for number in bits], "step")
+    first = everyone[0]
+    places = {
+        place // 2 for other in everyone for place, n in enumerate(other) if n != first[place]
+    }
+    differ = [slots[place].name for place in sorted(places)]
     if differ:
         raise _not_reduced(
             owner,

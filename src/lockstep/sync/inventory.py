@@ -269,7 +269,9 @@ def sum_of_bits(tensor: torch.Tensor | None) -> int:
     """A number that tells tensors with other bits apart, hardly ever alike by chance."""
     if tensor is None:
         return -1
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    plain = plain.resolve_conj().resolve_neg().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
     # By pieces: torch makes a copy of twice the size to add integers in a wider type.
     return sum(int(piece.sum(dtype=torch.int64)) for piece in words.split(_PIECE))
