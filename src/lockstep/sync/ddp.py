@@ -396,7 +396,7 @@ class DDPSync(WindowedSync):
             # A rank alone has whole gradients, also where DDP has not looked at them.
             self._divide_alone(own, window)
             own = set()
-        self._complete(window, own)
+        self._complete(window, is_round=bool(landed), unreduced=own)
 
     def _divide_alone(self, slots: set[Slot], window: Window) -> None:
         if self.averages and window.kind == WEIGHTED and window.weight > 0.0:

@@ -222,7 +222,7 @@ class Round:
                 # All follow, and some hold what a window left: every model, in order.
                 self.sums = sums.sums()
                 for model in self._models:
-                    self._take_turn(model)
+                    self._take_turn(model, asks=True)
             return
 
     def _led_model(self, signature: int) -> ReducedModel:
@@ -237,8 +237,12 @@ class Round:
             fix="freeze the same layers on every rank",
         )
 
-    def _take_turn(self, model: ReducedModel) -> None:
-        """Reduce `model` without a backward."""
+    def _take_turn(self, model: ReducedModel, *, asks: bool = False) -> None:
+        """Reduce `model` without a backward.
+
+        Args:
+            asks: no rank leads, so that none has seen whether all parameters were used.
+        """
         turn = self._turns[model]
         turn.is_led = True
         for flat, params in model.empty_buckets():
@@ -247,7 +251,7 @@ class Round:
             for param, view in zip(params, views_of(flat, params), strict=True):
                 put_in(view, param.grad)
             self._ship(cargo)
-        if self._host.finds_unused:
+        if asks or self._host.finds_unused:
             self._ask_who_used(model, turn)
         self._land(model, turn)
         for cargo in turn.cargo:

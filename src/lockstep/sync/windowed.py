@@ -264,11 +264,12 @@ class WindowedSync:
             if not window.earlier:
                 slot.deliver(earlier)
 
-    def _complete(self, window: Window, unreduced: Container[Slot] = ()) -> None:
+    def _complete(self, window: Window, *, is_round: bool, unreduced: Container[Slot] = ()) -> None:
         """What a round has reduced passes the user's hooks, and is added to what was there.
 
         Args:
             window: of the round.
+            is_round: the ranks have compared what was done to earlier gradients.
             unreduced: parameters whose gradient is still this rank's own.
         """
         hooked = [slot for slot in reversed(self._slots) if slot.number in self._hooked]
@@ -280,11 +281,13 @@ class WindowedSync:
                 grad = slot.param.grad
                 whole = earlier if grad is None else earlier.add_(grad)
                 slot.param.grad = whole
-                if grad is None or slot not in unreduced:
-                    slot.deliver(whole)
-                    slot.passed = self.rounds  # the round has compared what was done to it
-                else:
+                if grad is not None and slot in unreduced:
                     slot.disown()
+                elif is_round:
+                    slot.deliver(whole)
+                    slot.passed = self.rounds
+                elif not window.earlier:
+                    slot.deliver(whole)
             self._captures.remember_gradients()
             for slot in hooked:
                 self._hooks[slot].run_after()
