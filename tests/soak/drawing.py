@@ -127,6 +127,12 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False  # torch.autograd.grad runs them, on what it returns here
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
+    if "only_some" in kinds and "unused" in MODELS[spec.model].tags:
+        return False  # a backward that reaches no synchronised parameter says nothing to anybody
+    if "idle" in kinds and spec.pieces() & _OF_ONE_RANK:
+        return False  # a rank that steps without a gradient stands for one without rows
+    if "closure" in kinds and spec.way == "sums" and any(0 in split for split in spec.splits):
+        return False  # the user's own sum holds the loss of borrowed rows
     if "weights_by_hand_alone" in kinds and "unused" in MODELS[spec.model].tags:
         return False  # the user's own mean needs a gradient from everybody
     return not any(

@@ -177,6 +177,8 @@ class DDPSync(WindowedSync):
         """Drop the gradients that were accumulated since the last round."""
         for slot in self._slots:
             slot.param.grad = None
+        for model in self._reduced:
+            model.forget()  # DDP remembers who was used
         self._reset()
 
     def take_shard(self, shard: int) -> NoReturn:

@@ -187,8 +187,7 @@ class WindowedSync:
                     self._captures.note(self.place, self.rounds, self._steps_taken)
                 return False
             self._tasks[task] = True
-            for hooks in self._hooks.values():
-                hooks.look_after()
+            self._look_for_hooks()
             if not is_inner:
                 self._open_window(PLAIN)
             if torch.is_grad_enabled():
@@ -200,6 +199,10 @@ class WindowedSync:
                 else:
                     self._begin_plain()
             return True
+
+    def _look_for_hooks(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.look_after()
 
     def _open_window(self, kind: str) -> None:
         raise NotImplementedError
@@ -239,6 +242,7 @@ class WindowedSync:
 
     def _keep_earlier(self) -> None:
         """What earlier rounds left is not reduced again, and passes no hook again."""
+        self._look_for_hooks()
         self._window.aside, self._window.earlier = set_aside(self._slots)
 
     def _fail(self) -> None:
