@@ -58,7 +58,8 @@ class Run:
             settings = {name: value for name, value in group.items() if name != "params"}
             self.groups.append([(settings, numbers)])
         self.owner, self.size = Owner(size), size
-        self.alone(Message("adopt", shipped(optimizers, self.parameters)))
+        self.shipped = shipped(optimizers, self.parameters)
+        self.alone(Message("adopt", self.shipped))
 
     def alone(self, message):
         answer = self.owner.handle(0, message)[0]
@@ -230,3 +231,26 @@ def test_workers_that_are_left_further_behind_than_was_kept():
     with pytest.raises(ReplicasDifferError, match="gone on further") as caught:
         run.regrouped(3)
     assert "step 4" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["adopt", "inherit"])
+def test_who_asks_too_early_is_answered_when_rank_0_has_come(what):
+    run = Run(OPTIMIZERS["sgd"])
+    owner, about = Owner(2), run.shipped
+    if what == "inherit":
+        owner.handle(0, Message("adopt", about))
+        owner, about = owner.succeeded_by(2), 0
+    asked = Message("state", {"number": 0, "weights": [], "groups": run.groups[0]})
+    assert owner.handle(1, asked) == {}
+    assert not owner.is_idle
+    answers = owner.handle(0, Message(what, about))
+    assert [answers[rank].what for rank in (0, 1)] == ["done", "done"]
+    assert owner.is_idle
+
+
+def test_who_asks_after_rank_0_has_left_is_refused():
+    owner = Owner(2)
+    owner.leave(0)
+    asked = Message("state", {"number": 0, "weights": [], "groups": []})
+    assert owner.handle(1, asked)[1].what == "error"
+    assert owner.is_idle

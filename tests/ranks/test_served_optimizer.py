@@ -2,6 +2,7 @@
 """What loops do with an optimizer, where its steps happen at a parameter server."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -282,6 +283,42 @@ def test_detaching_makes_the_optimizer_an_ordinary_one():
         squared(model)(X * (step + 1), Y).backward()
         optimizer.step()
     assert_same(weights([model]), loop(None, None, slice(None), 0))
+
+
+def test_a_rank_that_asks_for_a_state_before_rank_0_has_handed_it_over_waits(monkeypatch):
+    handed_over = ParameterServer._owned
+
+    def late(self, *arguments):
+        time.sleep(0.3)
+        return handed_over(self, *arguments)
+
+    monkeypatch.setattr(ParameterServer, "_owned", late)
+
+    def loop(model, attach, part, rank):
+        optimizer = sgd(model)
+        optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones_like(model[0].weight)
+        sync = attach(optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        steps(model, sync, optimizer, part, count=2)
+
+    assert_as_one_process(loop)
+
+
+def test_a_rank_that_waits_for_a_state_is_freed_when_rank_0_fails(monkeypatch):
+    def fails(self, *arguments):
+        time.sleep(0.3)
+        raise KeyError("rank 0 failed")
+
+    monkeypatch.setattr(ParameterServer, "_owned", fails)
+
+    def loop(model, attach, part, rank):
+        optimizer = sgd(model)
+        attach(optimizer)
+        optimizer.state_dict()
+
+    first, second = run(loop)
+    assert isinstance(first, KeyError)
+    assert isinstance(second, PeerLostError)
 
 
 def test_what_cannot_step_elsewhere_is_refused():

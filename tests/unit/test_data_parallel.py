@@ -14,8 +14,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness import assert_same, gradients, reset, rows
+from kinds import KINDS, NESTED
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
 from lockstep.sync import ReplicatedModel, replica_devices
+
+# Torch says so once in a process, whoever makes such a tensor first.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse .* support is in beta:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
 
 X, Y = rows(11, 4, seed=1), rows(11, 3, seed=2)
 CPU = torch.device("cpu")
@@ -70,8 +78,117 @@ def test_outputs_and_gradients_are_the_one_models(make, size, count):
         assert_same(gradients(model.module), gradients(true))
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(2, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x.unflatten(1, (2, 2)))[0][:, -1]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_keep_their_own_weights(kind):
+    true = reset(Recurrent(kind), seed=3)
+    model = replicated(true)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (true, model)]
+    for _ in range(3):
+        for each, optimizer in zip((true, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            ((each(X) - Y) ** 2).sum(1).mean().backward()
+            optimizer.step()
+        assert_same(gradients(model.module), gradients(true))
+        # A list beside the parameters: a replica's copies in it would be what is saved.
+        layer = model.module.layer
+        own = {id(weight) for weight in layer.parameters()}
+        assert {id(weight) for weight in layer._flat_weights} == own
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, x):
+        return self.table((x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+
+
+def test_sparse_gradients_stay_sparse():
+    true = reset(Table(), seed=3)
+    model = replicated(true)
+    optimizers = [torch.optim.SparseAdam(list(each.parameters())) for each in (true, model)]
+    for _ in range(2):
+        for each, optimizer in zip((true, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            ((each(X) - Y) ** 2).sum(1).mean().backward()
+            optimizer.step()
+        assert model.table.weight.grad.is_sparse
+        dense = [each.table.weight.grad.to_dense() for each in (model, true)]
+        assert torch.allclose(*dense, rtol=1e-13, atol=1e-14)
+        assert torch.allclose(model.table.weight, true.table.weight, rtol=1e-12)
+
+
+class Holding(nn.Module):
+    """Holds a buffer, and puts another one in its place if `put` says so."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("held", make(2.0))
+        self.put = None
+
+    def forward(self, x):
+        if self.put is not None:
+            self.held = self.put(x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("make", [*KINDS.values(), *NESTED.values()], ids=[*KINDS, *NESTED])
+def test_buffers_of_all_kinds(make):
+    true = reset(Holding(make), seed=3)
+    model = ReplicatedModel(reset(Holding(make), seed=3), [CPU] * 3)
+    for put in (None, lambda x: make(3.0)):  # every replica puts the same
+        true.put = model.module.put = put
+        for each in (true, model):
+            each.zero_grad()
+            ((each(X) - Y) ** 2).sum(1).mean().backward()
+        assert_same(gradients(model.module), gradients(true))
+    model.module.put = lambda x: make(float(len(x)))
+    with pytest.raises(LostUpdateError, match="`held`"):
+        model(X)
+
+
+class Inside(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "nested", "jagged"])
+def test_what_cannot_be_cut_or_joined_is_refused_by_name(kind):
+    makes = {
+        "coo": torch.Tensor.to_sparse,
+        "csr": torch.Tensor.to_sparse_csr,
+        "nested": lambda x: torch.nested.nested_tensor(list(x)),
+        "jagged": lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+    }
+    make = makes[kind]
+    with pytest.raises(ConfigurationError, match="input"):
+        replicated(nn.Identity())(make(X))
+    if kind == "coo":
+        assert torch.equal(replicated(Inside(make))(X).to_dense(), X)
+        return
+    with pytest.raises(ConfigurationError, match="output"):
+        replicated(Inside(make))(X)
+
+
 # torch's compiler looks at the gradient of everything that goes into a graph, copies too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# And of what it traces through makes an object, of which it warns itself.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["around the replicas", "inside"])
 def test_a_compiled_model(whole):

@@ -95,6 +95,8 @@ def assemble(
         wanted=wanted,
     )
     for module in registered.modules():
+        _refuse_buffers(module)
+    for module in registered.modules():
         module.to(setting.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
@@ -142,6 +144,27 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
     # Modules keep their Parameter objects in `.to`, so the groups need nothing.
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _refuse_buffers(module: nn.Module) -> None:
+    """What no state could be saved with, or loaded, is not found out in the middle of a run."""
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is None:
+                continue
+            where = f"buffer `{path}.{key}`".replace("`.", "`")
+            if buffer.is_mkldnn:
+                raise ConfigurationError(
+                    "a buffer is an MKL-DNN tensor, which can be neither copied nor sent",
+                    where=where,
+                    fix="keep it as `.to_dense()`, and convert it in forward",
+                )
+            if buffer.is_nested and key not in part._non_persistent_buffers_set:
+                raise ConfigurationError(
+                    "a buffer is a nested tensor, which no checkpoint can hold",
+                    where=where,
+                    fix="register_buffer(name, tensor, persistent=False), and make it in setup()",
+                )
 
 
 def _refuse_strangers(registered: Registered) -> None:

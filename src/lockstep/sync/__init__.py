@@ -6,6 +6,8 @@ from __future__ import annotations
 from lockstep.sync.alone import Alone as Alone
 from lockstep.sync.attach import replicate as replicate
 from lockstep.sync.average import average_gradients as average_gradients
+from lockstep.sync.buffers import is_block as is_block
+from lockstep.sync.buffers import is_expanded as is_expanded
 from lockstep.sync.buffers import put as put_buffer
 from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
 from lockstep.sync.data_parallel import replica_devices as replica_devices
@@ -33,6 +35,8 @@ __all__ = [
     "average_gradients",
     "buffer_places",
     "copy_over",
+    "is_block",
+    "is_expanded",
     "is_local",
     "local",
     "overwrite",

@@ -14,6 +14,7 @@ is; another one is exchanged for a new tensor, and the graph keeps the old one.
 from __future__ import annotations
 
 import io
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -102,8 +103,26 @@ def is_block(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
+def is_expanded(block: torch.Tensor) -> bool:
+    """Several of its elements are one number in memory."""
+    return any(
+        not stride and size > 1 for size, stride in zip(block.shape, block.stride(), strict=True)
+    )
+
+
+def fits(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """The numbers of `value` can take the place of those of `tensor`, whatever they are."""
+    are_blocks = is_block(value) and is_block(tensor)
+    return are_blocks and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+
+
 def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy, also where several elements of `tensor` are one number in memory (``expand``)."""
+    if not is_block(tensor):
+        # Not through `detach`: a sparse tensor holds its numbers itself, and would keep its own.
+        with torch.no_grad():
+            tensor.copy_(value)
+        return
     target = tensor.detach()
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
@@ -112,16 +131,35 @@ def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also where numbers are not a number."""
-    return one.shape == other.shape and torch.equal(_as_bytes(one), _as_bytes(other))
+    """Also where numbers are not a number, and in tensors that are no block of memory."""
+    kinds = [(x.layout, x.dtype, x.is_quantized, x.is_nested) for x in (one, other)]
+    if kinds[0] != kinds[1] or (not one.is_nested and one.shape != other.shape):
+        return False
+    if one.is_quantized:
+        return torch.equal(one, other)  # with what the integers stand for
+    if is_block(one):
+        return torch.equal(_as_bytes(one), _as_bytes(other))
+    pairs = list(zip_longest(_blocks_of(one), _blocks_of(other)))
+    return all(a is not None and b is not None and same_bits(a, b) for a, b in pairs)
+
+
+def _blocks_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What a sparse or nested tensor is made of."""
+    if tensor.is_nested:
+        return tensor.detach().unbind()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def put(place: BufferPlace, value: torch.Tensor) -> None:
     """Let the buffer be `value`: in place, unless a graph has saved what is there."""
     tensor = place.tensor()
-    alike = tensor is not None and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
-    if tensor is None or not alike or not is_block(tensor):
-        place.owner._buffers[place.key] = value.clone()
+    if tensor is None or not fits(value, tensor):
+        if tensor is None or not same_bits(tensor, value):
+            place.owner._buffers[place.key] = value.clone()
         return
     is_saved = is_in_graph(tensor)
     # A view of it may be saved: what is equal already is not written.

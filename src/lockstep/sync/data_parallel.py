@@ -12,7 +12,7 @@ one after the other; on accelerators, which work on while Python goes on, they s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -21,11 +21,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.data.structure import concatenate, map_leaves
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
+from lockstep.sync.buffers import fits, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+
+_JOINED: Final = (torch.strided, torch.sparse_coo)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,7 +125,7 @@ class _Run:
         # Replica 0 is the model itself. The others are copied before it may change anything.
         self._copies: list[Tensors] = [{**parameters, **buffers}]
         for device in devices[1:]:
-            copies = {name: param.to(device, copy=True) for name, param in parameters.items()}
+            copies = {name: _copy_to(param, device) for name, param in parameters.items()}
             with torch.no_grad():
                 copies |= {name: item.to(device, copy=True) for name, item in buffers.items()}
             self._copies.append(copies)
@@ -136,6 +139,10 @@ class _Run:
             self._copies[0] |= dict(self._module.named_buffers())
         else:
             output = functional_call(self._module, self._copies[number], tuple(args), dict(kwargs))
+            for part in self._module.modules():
+                if isinstance(part, nn.RNNBase):
+                    # It holds its weights in a list, too, and looks after it in its next forward.
+                    part._update_flat_weights()
         self._refuse_left_tensors(number)
         return output
 
@@ -158,6 +165,28 @@ class _Run:
         for place, value in _left_behind(self._module).items():
             if self._before.get(place) != value and torch.is_grad_enabled():
                 raise _lost_update(number, f"`{place}`, a tensor that forward left on the module")
+
+
+class _Copy(torch.autograd.Function):
+    """A copy on another device, or on the same one.
+
+    Not ``.to``: torch makes its gradient dense, and fails to where it is sparse.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.home = param.device
+        return param.to(device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.home), None
+
+
+def _copy_to(param: torch.Tensor, device: torch.device) -> torch.Tensor:
+    apply: Any = _Copy.apply
+    copied: torch.Tensor = apply(param, device)
+    return copied
 
 
 def _left_behind(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -189,15 +218,12 @@ def _running_statistics(module: nn.Module) -> set[str]:
 
 def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
     value = value.to(own.device)
-    if torch.equal(value, own):
+    if same_bits(value, own):
         return True
-    # A value that is not a number is not equal to itself.
-    return (
-        value.shape == own.shape
-        and own.is_floating_point()
-        and torch.equal(value.isnan(), own.isnan())
-        and torch.equal(value.nan_to_num(), own.nan_to_num())
-    )
+    if not fits(value, own):
+        return False
+    # Beyond bits: zero has two signs, and what is not a number is not equal to itself.
+    return bool(((value == own) | ((value != value) & (own != own))).all())
 
 
 def _refuse_synced_statistics(module: nn.Module, count: int) -> None:
@@ -218,7 +244,7 @@ def _rows(inputs: Any) -> int | None:
 
     def look(leaf: Any, _: str) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            found.append(leaf.shape[0])
+            found.append(leaf.size(0))
         return leaf
 
     map_leaves(inputs, look)
@@ -230,6 +256,8 @@ def _scattered(inputs: Any, part: slice, rows: int, device: torch.device) -> Any
         if isinstance(leaf, torch.Tensor):
             if leaf.ndim == 0:
                 return leaf.to(device)
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                raise _without_strides(f"input{place}", leaf)
             if leaf.shape[0] != rows:
                 raise _without_rows(f"input{place}", f"shape {tuple(leaf.shape)}", rows)
             return leaf[part].to(device, non_blocking=True)
@@ -246,6 +274,8 @@ def _checked_output(output: Any, rows: int, device: torch.device) -> Any:
     def look(leaf: Any, place: str) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if leaf.is_nested or leaf.layout not in _JOINED:
+            raise _without_strides(f"output{place}", leaf)
         if leaf.ndim == 0 or leaf.shape[0] != rows:
             raise _without_rows(f"output{place}", f"shape {tuple(leaf.shape)}", rows)
         return leaf.to(device)
@@ -263,6 +293,17 @@ def _without_rows(place: str, got: str, rows: int) -> ConfigurationError:
         " counts wrongly where replicas have unequal numbers of rows",
         fix="keep what all rows share in buffers of the model, return a value for each row, and"
         " take the mean in compute_loss",
+    )
+
+
+def _without_strides(place: str, leaf: torch.Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        "torch cannot cut such a tensor into the replicas' rows, or join it again",
+        where=f"{place} of a model under sync='data_parallel'",
+        expected="tensors with strides",
+        got="a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}",
+        fix="make it dense (`.to_dense()`, `.to_padded_tensor(0.0)`); what all rows share can be"
+        " a buffer of the model",
     )
 
 

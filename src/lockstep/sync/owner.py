@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _TOGETHER = frozenset({"add", "step"})
+_TAKING_OVER = frozenset({"adopt", "inherit"})
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 Groups = list[tuple[dict[str, Any], list[int]]]
@@ -47,12 +49,15 @@ class Owner:
     - "add": answer with the sum over the ranks, added in their order.
     - "step": let an optimizer step with rank 0's gradients; answer with the new weights, and with
       the settings that it changed.
-    - "state", "load": read or replace the state of an optimizer.
+    - "state", "load": read or replace the state of an optimizer, once it has been taken over.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._asked: dict[int, Message] = {}
+        # Who asks for what rank 0, who may be the slower one, has not handed over yet.
+        self._early: dict[int, Message] = {}
+        self._has_taken_over = False
         self._gone: set[int] = set()
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._optimizers: list[Optimizer] = []
@@ -68,7 +73,7 @@ class Owner:
     @property
     def is_idle(self) -> bool:
         """No worker waits for another one."""
-        return not self._asked
+        return not self._asked and not self._early
 
     def leave(self, rank: int) -> None:
         """Rank `rank` asks for nothing any more."""
@@ -77,7 +82,7 @@ class Owner:
     def handle(self, rank: int, message: Message) -> dict[int, Message]:
         """Take a request of rank `rank`; returns the answers that are due now, by rank."""
         if message.what not in _TOGETHER:
-            return {rank: self._answer(lambda: self._alone(message))}
+            return self._in_turn(rank, message)
         self._asked[rank] = message
         if self._gone:
             everyone, self._asked = list(self._asked), {}
@@ -86,6 +91,20 @@ class Owner:
             return {}
         asked, self._asked = [self._asked[each] for each in range(self._size)], {}
         return dict.fromkeys(range(self._size), self._answer(lambda: self._together(asked)))
+
+    def _in_turn(self, rank: int, message: Message) -> dict[int, Message]:
+        """Answer a request of `rank` alone, and those that had to wait for it."""
+        if not self._has_taken_over and message.what not in _TAKING_OVER:
+            if 0 in self._gone:
+                return {rank: _refusal(_left([0]))}
+            self._early[rank] = message
+            return {}
+        answers = {rank: self._answer(lambda: self._alone(message))}
+        if self._has_taken_over:
+            early, self._early = self._early, {}
+            for other, request in early.items():
+                answers[other] = self._answer(partial(self._alone, request))
+        return answers
 
     def _answer(self, act: Callable[[], Message]) -> Message:
         try:
@@ -100,9 +119,11 @@ class Owner:
             for optimizer, further in optimizers:
                 vars(optimizer).update(further)
                 self._optimizers.append(optimizer)
+            self._has_taken_over = True
             return Message("done")
         if message.what == "inherit":
             self._undoing.return_to(message.about)
+            self._has_taken_over = True
             weights = [param.detach() for param in self._parameters.values()]
             return Message("done", list(self._parameters), weights)
         if message.what == "load":

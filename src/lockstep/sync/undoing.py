@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ReplicasDifferError
+from lockstep.sync.buffers import fits, is_block, is_expanded, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,18 +173,33 @@ def _put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def copy_over(values: Sequence[torch.Tensor], into: list[torch.Tensor]) -> None:
     """Copies of `values` in `into`, whose memory is used again where it fits; no host waits."""
-    fits = len(values) == len(into) and all(
-        one.shape == other.shape and one.dtype == other.dtype
-        for one, other in zip(values, into, strict=True)
-    )
-    if fits:
-        overwrite(into, values)
-    else:
-        into[:] = [value.detach().clone() for value in values]
+    if len(values) != len(into):
+        into.clear()
+    places = [
+        n for n, (value, old) in enumerate(zip(values, into, strict=False)) if fits(value, old)
+    ]
+    overwrite([into[n] for n in places], [values[n] for n in places])
+    held = {n: into[n] for n in places}
+    into[:] = [held[n] if n in held else value.detach().clone() for n, value in enumerate(values)]
 
 
 def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Each of `targets` gets the value of its counterpart."""
-    if values:
-        with torch.no_grad():
-            torch._foreach_copy_(list(targets), list(values))
+    plain: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            if _is_plain(target):
+                plain.append(target)
+                theirs.append(value)
+            else:
+                write_into(target, value)
+        if plain:
+            torch._foreach_copy_(plain, theirs)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Every element is a number of its own in memory, as it is."""
+    if not is_block(tensor) or tensor.is_conj() or tensor.is_neg():
+        return False
+    return not is_expanded(tensor)

@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync import is_local
+from lockstep.sync import is_block, is_local
 from lockstep.sync.wire import pack, unpack
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, obj: Any) -> int | None:
         # Exactly tensors: a subclass knows itself what it is made of.
-        if type(obj) is not torch.Tensor or obj.layout != torch.strided:
+        if type(obj) is not torch.Tensor or not is_block(obj):
             return None
         self._tensors.append(obj.detach().cpu())
         return len(self._tensors) - 1

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from lockstep.sync import is_block
 from lockstep.worker.state import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+    import torch
 
 
 class Shelf:
@@ -29,7 +30,7 @@ class Shelf:
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` on the CPU."""
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if not is_block(tensor):
             return tensor.to("cpu", copy=True)
         try:
             place = self._free[_kind(tensor)].popleft()
@@ -42,7 +43,7 @@ class Shelf:
         # By identity: what stands in two places of a state must not become two copies' memory.
         tensors = {id(tensor): tensor for tensor in tensors_in(state)}
         for tensor in tensors.values():
-            if tensor.layout == torch.strided and not tensor.is_quantized:
+            if is_block(tensor):
                 self._free[_kind(tensor)].append(tensor)
 
     def clear(self) -> None:

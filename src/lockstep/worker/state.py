@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError
+from lockstep.sync import is_block, is_expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -158,9 +159,9 @@ def check(run: Registered, state: Mapping[str, Any]) -> None:
 def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for model, saved in zip(run.plain_models(), state["models"], strict=True):
-        model.load_state_dict(saved)
+        _load(model, saved)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
-        run.plain_criterion().load_state_dict(state["criterion"])
+        _load(run.plain_criterion(), state["criterion"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
         optimizer.load_state_dict(copied(saved))
@@ -170,6 +171,31 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
     if state.get("operator") is not None:
         operator.load_state_dict(copy.deepcopy(state["operator"]))
+
+
+def _load(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """``load_state_dict``, also of buffers into which torch refuses to write."""
+    places: dict[int, torch.Tensor] = {}
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            value = saved.get(f"{path}.{key}".lstrip("."))
+            if buffer is None or not isinstance(value, torch.Tensor):
+                continue
+            if not _takes(buffer, value):
+                # Those that share one go on sharing it.
+                fresh = value.to(buffer.device, buffer.dtype, copy=True)
+                part._buffers[key] = places.setdefault(id(buffer), fresh)
+    module.load_state_dict(saved)
+
+
+def _takes(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether it can be written over, or is nothing that torch would write over."""
+    if buffer.is_nested or value.is_nested or buffer.shape != value.shape:
+        return True
+    if is_block(buffer) and is_block(value):
+        return not is_expanded(buffer)
+    # A compressed one has room for as many numbers as it holds.
+    return buffer.layout == value.layout and buffer.layout in (torch.strided, torch.sparse_coo)
 
 
 def model_copies(run: Registered) -> nn.Module | list[nn.Module]:
