@@ -159,6 +159,12 @@ class Drawing:
 
     def spec(self, seed: int) -> Spec:
         """A program around a sync of its own, or now and then one for the trainer."""
+        drawn = self._drawn(seed)
+        while not is_fair(drawn):
+            drawn = self._drawn(seed)
+        return drawn
+
+    def _drawn(self, seed: int) -> Spec:
         loose = self._loose(seed)
         if loose.sync == "fsdp":
             return loose

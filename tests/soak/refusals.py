@@ -63,6 +63,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "gradients:window_left_open",
         ("LS101",),
         "Every backward since the last step ran under no_sync.",
+        ranks=1,
     ),
     Refusal(
         "update:one_rank_leaves_out",

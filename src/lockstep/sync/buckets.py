@@ -255,6 +255,8 @@ class Bucket:
             grad, view = slot.param.grad, slot.view
             if grad is not None and view is not None and grad is not view:
                 slot.deliver(grad.copy_(view))
+        for slot in self.kept:
+            slot.accept_changes()  # views of one tensor have one version together
         self.kept = []
         self.delivered_version = self.flat._version
 

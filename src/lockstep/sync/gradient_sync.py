@@ -370,7 +370,7 @@ class GradientSync(WindowedSync):
         if is_round:
             self._note_round(used_all)
         if window.aside or self._hooked or self._captures.are_fresh:
-            self._complete(window, is_round=bool(is_round))
+            self._complete(window, is_round=True)
 
     def _judge_round(self, sums: Sums | None, mine: Contribution) -> None:
         if sums is None:

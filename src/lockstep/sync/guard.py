@@ -207,8 +207,6 @@ def _held(slots: list[Slot]) -> list[torch.Tensor | None]:
 
 def _check(watch: _Watch) -> None:
     for owner, slots in watch.slots.items():
-        if not owner.needs_guard:
-            continue
         since = watch.rounds.get(owner, 0)
         if owner.has_open_window:
             held = [slot.name for slot in slots if slot.param.grad is not None]
@@ -222,6 +220,8 @@ def _check(watch: _Watch) -> None:
                 cause="every backward since the last step ran under no_sync, or one failed midway",
                 fix="run the last backward of a window outside no_sync, or call reduce_pending()",
             )
+        if not owner.needs_guard:
+            continue
         if owner.full_round <= since:
             _check_each(owner, watch, slots, since)
         if owner.suspects_changes():

@@ -292,6 +292,9 @@ class WindowedSync:
                     slot.passed = self.rounds
                 elif not window.earlier:
                     slot.deliver(whole)
+            for slot in window.aside:
+                if slot.holds_delivered and (is_round or not window.earlier):
+                    slot.accept_changes()  # views of one tensor have one version together
             self._captures.remember_gradients()
             for slot in hooked:
                 self._hooks[slot].run_after()
