@@ -116,7 +116,19 @@ def is_fair(spec: Spec) -> bool:
 def _is_heard(spec: Spec) -> bool:
     """Whether what one rank does in another way than its peers can be heard of by them."""
     ends = {spec.steps[-1].update, *(piece["kind"] for piece in spec.steps[-1].before)}
-    return not ends & _HEARD_LATER and not (spec.workers == 1 and spec.pieces() & _OF_ONE_RANK)
+    if ends & _HEARD_LATER:
+        return False
+    if not spec.pieces() & _OF_ONE_RANK:
+        return True
+    # Peers hear of it when the step is over: until then they compute what they would have
+    # computed, because the rank that is ahead, or behind, has the same rows.
+    shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
+    return (
+        spec.workers > 1
+        and spec.way == "equal"
+        and not shown
+        and all(step.update in ("step", "one_rank_leaves_out") for step in spec.steps)
+    )
 
 
 def _is_closed(spec: Spec, kinds: set[str]) -> bool:

@@ -66,6 +66,11 @@ REFUSALS: tuple[Refusal, ...] = (
         ranks=1,
     ),
     Refusal(
+        "update:twice",
+        ("LS101",),
+        "The second step uses a gradient that was put in the place of the reduced one.",
+    ),
+    Refusal(
         "update:one_rank_leaves_out",
         ("LS101", "LS301"),
         "The ranks' weights are not the same any more.",

@@ -257,7 +257,6 @@ class Bucket:
                 slot.deliver(grad.copy_(view))
         for slot in self.kept:
             slot.accept_changes()  # views of one tensor have one version together
-        self.kept = []
         self.delivered_version = self.flat._version
 
     def silence(self) -> None:

@@ -94,6 +94,8 @@ class Captures:
         if self._last is not None and self._last.versions != self._versions():
             return True
         samples, self._samples = self._samples, {}
+        if any(_is_by_hand(slot) for slot in self._slots if slot not in samples):
+            return True
         pairs = [
             (before, _sample(grad))
             for slot, before in samples.items()
@@ -108,6 +110,10 @@ class Captures:
 
     def _versions(self) -> int:
         return sum(slot.param._version for slot in self._slots)
+
+
+def _is_by_hand(slot: Slot) -> bool:
+    return slot.param.grad is not None and not slot.holds_delivered
 
 
 def _is_scaled(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:

@@ -84,6 +84,7 @@ class DDPSync(WindowedSync):
         self._copies = bool(arguments.get("gradient_as_bucket_view"))
         broadcast_tensors(group, [slot.param for slot in self._slots], cap_bytes=2**25)
         broadcast_buffers(group, self._buffers, cap_bytes=2**25)
+        self._places = [slot.param.data_ptr() for slot in self._slots]
         self._kinds = [_kind(slot.param) for slot in self._slots]
         self._of_param = {id(slot.param): slot for slot in self._slots}
         self.models = self._wrapped(modules, arguments)
@@ -258,6 +259,12 @@ class DDPSync(WindowedSync):
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
         if moved:
             raise verdict.refused("moved", moved, self.place)
+        places = [slot.param.data_ptr() for slot in self._slots]
+        if places != self._places:
+            # To another dtype and back: autograd accumulates where DDP's hooks are not.
+            self._places = places
+            for model in self._reduced:
+                model.forget()
 
     # ------------------------------------------------------------------ a backward
 

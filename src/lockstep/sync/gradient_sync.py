@@ -381,6 +381,10 @@ class GradientSync(WindowedSync):
     def _accept_changes(self) -> None:
         for bucket in self._reducer.layout.buckets:
             bucket.delivered_version = bucket.flat._version
+            for slot in bucket.kept:
+                slot.accept_changes()
+        for slot in self._added_to:
+            slot.accept_changes()
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
         group = self.attached()

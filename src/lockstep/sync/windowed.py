@@ -69,6 +69,7 @@ class WindowedSync:
         self._hooks: dict[Slot, ParameterHooks] = {}
         self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
         self._captures = Captures(self._slots)
+        self._added_to: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
 
     def expect_weight(self, total: float | None) -> None:
         """What all ranks' batches of a usual step weigh; a step that does needs no division.
@@ -292,7 +293,8 @@ class WindowedSync:
                     slot.passed = self.rounds
                 elif not window.earlier:
                     slot.deliver(whole)
-            for slot in window.aside:
+            self._added_to = list(window.aside)
+            for slot in self._added_to:
                 if slot.holds_delivered and (is_round or not window.earlier):
                     slot.accept_changes()  # views of one tensor have one version together
             self._captures.remember_gradients()
