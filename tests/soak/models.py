@@ -42,11 +42,11 @@ def _class(init: str, forward: str, *tags: str) -> Model:
     return Model("Net()", text.rstrip(), frozenset(tags))
 
 
-def _buffered(make: str, use: str) -> Model:
+def _buffered(make: str, use: str, how: str = "") -> Model:
     return _class(
         f"""
         self.layer = nn.Linear(4, 3)
-        self.register_buffer("constant", {make})
+        self.register_buffer("constant", {make}{how})
         """,
         f"return torch.tanh(self.layer(x)) * {use}",
     )
@@ -189,7 +189,9 @@ MODELS: dict[str, Model] = {
         "self.constant.dequantize()",
     ),
     "buffer_nested": _buffered(
-        "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])", "self.constant.unbind()[1]"
+        "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])",
+        "self.constant.unbind()[1]",
+        ", persistent=False",  # the trainer refuses one that no checkpoint can hold
     ),
     "buffer_conjugate": _buffered(
         "torch.tensor([1 + 2j, 3j, 2.0], dtype=torch.cdouble).conj()", "self.constant.imag"

@@ -39,6 +39,13 @@ REFUSALS: tuple[Refusal, ...] = (
         ranks=1,
     ),
     Refusal(
+        "model:embedding_sparse",
+        ("LS103",),
+        "The trainer holds its gradients in flat buckets, as with several workers.",
+        ("data_parallel",),
+        ranks=1,
+    ),
+    Refusal(
         "model:checkpointed_twice",
         ("LS101",),
         "A gradient comes more often than in the first step, and its bucket has left.",
