@@ -117,6 +117,8 @@ def _alone_statement(base: Spec, table: str, name: str) -> Iterator[Spec]:
     if name == "see_held":
         step = replace(step, before=({"kind": "hold"},))
     needed = _NEEDED.get(name)
+    if name in ("caught_inside_one", "extra_backward"):
+        base = base.but(way="equal", splits=((2, 2),), workers=2)
     yield base.but(
         model={"tie": "deep", "untie": "tied"}.get(name, "mlp"),
         setup=({"kind": needed, "when": "after", "i": 0},) if needed else (),
