@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -26,7 +27,10 @@ def serve(pipe: Any) -> None:
     runner = Runner()
     try:
         while (given := pipe.recv()) is not None:
+            # Where every thread stands, shortly before nobody waits for it any more.
+            faulthandler.dump_traceback_later(0.9 * ANSWER_WITHIN_S)
             pipe.send((runner.run(Spec.from_json(given)), runner.is_tainted))
+            faulthandler.cancel_dump_traceback_later()
     except EOFError:
         pass
     runner.close()

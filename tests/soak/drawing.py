@@ -141,6 +141,12 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False  # one process leaves the window's backwards out altogether
     if "only_some" in kinds and "unused" in MODELS[spec.model].tags:
         return False  # a backward that reaches no synchronised parameter says nothing to anybody
+    if "only_some" in kinds and spec.model.startswith("checkpointed_"):
+        return False  # reentrant ones take no `inputs`
+    if spec.model == "compiled" and kinds & {"retained", "shared_forward"}:
+        return False  # the compiler gives away what a second backward would need
+    if kinds & RAW and spec.pieces() & _OF_ONE_RANK:
+        return False
     if "idle" in kinds and spec.pieces() & _OF_ONE_RANK:
         return False  # a rank that steps without a gradient stands for one without rows
     if "closure" in kinds and spec.way == "sums" and any(0 in split for split in spec.splits):

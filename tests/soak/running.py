@@ -236,7 +236,7 @@ def _is_finite(trace: Trace) -> bool:
 
 
 # A series of matrix powers; differences of gradients divided by differences of weights.
-_ROUNDING = {"model:orthogonal": 100.0, "optimizer:lbfgs": 1e4}
+_ROUNDING = {"model:orthogonal": 1000.0, "optimizer:lbfgs": 1e4}
 
 _CHANGING = {
     "gradients:weights_by_hand", "gradients:weights_by_hand_alone", "setup:post_step",

@@ -167,19 +167,26 @@ class DDPSync(WindowedSync):
         self.attached()
         if self._window.kind is None:
             self._keep_earlier()
+        had_backwards = self._window.kind is not None
         try:
             self._round.follow()
             self._finish()
         except BaseException:
             self._reset(broken=True)
             raise
+        if had_backwards and self.finds_unused:
+            self._forget_who_was_used()
+
+    def _forget_who_was_used(self) -> None:
+        """Gradients of backwards that DDP has seen are gone without its own reduction."""
+        for model in self._reduced:
+            model.forget()
 
     def forget_window(self) -> None:
         """Drop the gradients that were accumulated since the last round."""
         for slot in self._slots:
             slot.param.grad = None
-        for model in self._reduced:
-            model.forget()  # DDP remembers who was used
+        self._forget_who_was_used()
         self._reset()
 
     def take_shard(self, shard: int) -> NoReturn:

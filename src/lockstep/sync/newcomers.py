@@ -79,7 +79,8 @@ class _Listeners:
     """All of this process; torch's hooks are there while there are some. Ranks may be threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: what the garbage collector frees inside may be a synchronisation.
+        self._lock = threading.RLock()
         self._all: weakref.WeakSet[Newcomers] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
 

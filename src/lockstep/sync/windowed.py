@@ -62,7 +62,7 @@ class WindowedSync:
         self._is_open = self._is_driven = self._is_running = self._has_failed = False
         self._step = 0  # of the run, or of the optimizers, to which rounds belong
         self._steps_taken = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may end a failed backward inside
         # Runs of the engine, and whether each adds to ``parameter.grad``.
         self._tasks: dict[int, bool] = {}
         self._arrive: Callable[[Slot], None] | None = None
