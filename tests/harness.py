@@ -8,7 +8,8 @@ explicit generator, and build what ranks must have in common before they start.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -74,13 +75,40 @@ def outcomes(size: int, body: Callable[[Group], Any], *, timeout_s: float = 20.0
     return results
 
 
+@contextmanager
+def random_state_by_turns() -> Iterator[None]:
+    """Ranks that are threads read and write the state of torch's one generator by turns.
+
+    Torch holds the generator's lock and waits for the interpreter's while it makes the tensor;
+    another thread holds that one and waits for the generator's.
+    """
+    turn, names = threading.RLock(), ("get_rng_state", "set_rng_state")
+    originals = {name: getattr(torch, name) for name in names}
+
+    def by_turns(call: Callable[..., Any]) -> Callable[..., Any]:
+        def one_at_a_time(*arguments: Any) -> Any:
+            with turn:
+                return call(*arguments)
+
+        return one_at_a_time
+
+    for name, call in originals.items():
+        setattr(torch, name, by_turns(call))
+    try:
+        yield
+    finally:
+        for name, call in originals.items():
+            setattr(torch, name, call)
+
+
 def side_by_side(one: Callable[[int], None], size: int) -> None:
     """`one(rank)` for every rank, each on a thread, until all have ended."""
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with random_state_by_turns():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     # Ranks are processes to DDP: two that leave its forward in the order in which they came put
     # each other back as the one that is inside, for the compiler to ask in some later test.
     DistributedDataParallel._active_ddp_module = None

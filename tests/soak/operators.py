@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from harness import random_state_by_turns
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE, WEIGHT
 from lockstep.operator import Options, Setting
@@ -249,7 +250,8 @@ def on_ranks(spec: Spec, source: str, names: dict[str, Any], patience_s: float) 
             return Trace(world.seen, [], world.weights())
 
         was = torch.are_deterministic_algorithms_enabled()
-        found = side_by_side(one, size, 3 * patience_s)
+        with random_state_by_turns():
+            found = side_by_side(one, size, 3 * patience_s)
         torch.use_deterministic_algorithms(was)  # `reproducible` sets it for a worker's process
     return [
         trace
