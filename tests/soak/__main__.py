@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--trainer", type=float, default=None, help="share of trainer's programs")
     parser.add_argument("--ray", type=float, default=None, help="share of the time on real Ray")
     parser.add_argument("--no-shrink", action="store_true", help="count failures only")
+    parser.add_argument("--first", action="store_true", help="end with the first failure")
     parser.add_argument("--page", action="store_true", help="print the table of refusals")
     options = parser.parse_args()
     if options.page:
@@ -37,6 +38,7 @@ def main() -> int:
     is_long = options.count is None and (options.seconds is None or options.seconds >= 120)
     share = options.ray if options.ray is not None else 0.15 * is_long
     soak = Soak(fixed, options.out, shrinks=not options.no_shrink, on_ray=share)
+    soak.ends_with_first = options.first
     if options.program:
         path = Path(options.program)
         spec = Spec.from_json(path.read_text()) if path.exists() else None

@@ -37,7 +37,12 @@ class Soak:
         folder: where scripts of failures go.
         shrinks: whether failures are made small.
         on_ray: the share of the time that goes to programs on real Ray.
+
+    Attributes:
+        ends_with_first: no further program is begun when one has failed.
     """
+
+    ends_with_first = False
 
     def __init__(
         self, fixed: dict[str, Any], folder: Path, *, shrinks: bool, on_ray: float
@@ -67,7 +72,11 @@ class Soak:
         for thread in threads:
             thread.join()
         self._report(time.monotonic() - started)
-        return int(any(kind not in ("exact", "refused") for _, kind in self._table))
+        return int(self._has_failed())
+
+    def _has_failed(self) -> bool:
+        with self._lock:
+            return any(kind not in ("exact", "refused") for _, kind in self._table)
 
     def alone(self, name: str, spec: Spec | None) -> int:
         """One program, with its text."""
@@ -84,6 +93,8 @@ class Soak:
     def _work(self, names: Iterator[str], deadline: float | None) -> None:
         member = Member()
         while deadline is None or time.monotonic() < deadline:
+            if self.ends_with_first and self._has_failed():
+                break
             with self._lock:
                 name = next(names, None)
             if name is None:

@@ -138,4 +138,4 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
     some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
     if some.is_complex():
         some = torch.view_as_real(some).reshape(-1)
-    return some.to(torch.float64, copy=True)
+    return some.to("cpu", torch.float64, copy=True)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each mechanism taken out of a copy of the source: random programs have to notice.
+
+PYTHONPATH=tests python -m soak.mutants [--seconds 120] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Mutant(NamedTuple):
+    """In `file` the old text becomes the new one. `only`: further options of the soak."""
+
+    file: str
+    old: str
+    new: str
+    only: tuple[str, ...] = ()
+
+
+MUTANTS = {
+    "memory_that_is_held_is_written": Mutant(
+        "sync/buckets.py", "if self._references() != self._held_by_us:", "if False:"
+    ),
+    "a_gradient_of_the_users_is_replaced": Mutant(
+        "sync/references.py",
+        "        return not (\n            any(map(_is_view, grads))",
+        "        return None not in grads or not (\n            any(map(_is_view, grads))",
+    ),
+    "hooks_are_run_by_autograd": Mutant(
+        "sync/gradient_hooks.py",
+        "        self.users[key] = hook\n",
+        "        super().__setitem__(key, hook)\n",
+    ),
+    "weight_zero_is_unused": Mutant(
+        "sync/gradient_sync.py", "        if self.is_borrowed:\n", "        if True:\n"
+    ),
+    "borrowed_rows_count": Mutant(
+        "sync/window.py", "discards = self.delivered == 0.0", "discards = False"
+    ),
+    "a_graph_of_gradients_is_let_through": Mutant(
+        "sync/windowed.py", "            if torch.is_grad_enabled():\n", "            if False:\n"
+    ),
+    "earlier_gradients_are_not_compared": Mutant(
+        "sync/verdict.py", "    if sums.earlier != mine.earlier * group.size:", "    if False:"
+    ),
+    "earlier_gradients_are_reduced_again": Mutant(
+        "sync/windowed.py",
+        "        self._window.aside, self._window.earlier = set_aside(self._slots)\n",
+        "",
+    ),
+    "gradients_asked_for_are_not_suspected": Mutant(
+        "sync/captures.py",
+        '        """Before a step: weights or gradients were changed, other than by a factor or a'
+        ' limit."""\n',
+        "        return False\n",
+    ),
+    "updates_by_hand_are_not_seen": Mutant(
+        "sync/captures.py",
+        "        if last is not None and last[:2] == now[:2]",
+        "        if False and last is not None",
+    ),
+    "rounds_of_other_steps_are_added_up": Mutant(
+        "sync/windowed.py", "        self._step += 1\n", ""
+    ),
+    "newcomers_are_not_seen": Mutant(
+        "sync/newcomers.py", "        if id(module) in self._members:", "        if False:"
+    ),
+    "buffers_of_graphs_are_written": Mutant(
+        "sync/buffers.py",
+        "    if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):\n        return\n"
+        "    if is_saved:\n",
+        "    if False:\n",
+    ),
+    "moved_parameters_are_not_named": Mutant(
+        "sync/reducer.py",
+        'found = {"sparse": sparse, "moved": moved}',
+        'found = {"sparse": sparse}',
+    ),
+    "a_dropped_window_keeps_its_weight": Mutant(
+        "sync/windowed.py",
+        "        if left is None or left == self._gradients_now():",
+        "        if True:",
+    ),
+    "a_failed_backward_leaves_nothing": Mutant(
+        "sync/windowed.py", "                slot.param.grad = earlier\n", "                pass\n"
+    ),
+    "rows_are_not_exchanged": Mutant(
+        "sync/fsdp.py", "        if not tensors:\n", "        if True:\n", ("--sync", "fsdp")
+    ),
+}
+
+
+def found_after(mutant: Mutant, seconds: float) -> float | None:
+    """Seconds until a program failed; None if none did."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        file = source / "lockstep" / mutant.file
+        text = file.read_text(encoding="utf-8")
+        assert text.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r} is not there once"
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        path = os.pathsep.join(map(str, (source, ROOT / "tests")))
+        options = ["--seconds", str(seconds), "--first", "--no-shrink", "--ray", "0"]
+        started = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, "-m", "soak", *options, *mutant.only, "--out", folder],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return time.monotonic() - started if ended.returncode == 1 else None
+
+
+def main() -> int:
+    """Returns the number of mutants that nothing noticed."""
+    parser = argparse.ArgumentParser(prog="soak.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", default=[], help="default: all")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each")
+    options = parser.parse_args()
+    missed = 0
+    for name in options.names or MUTANTS:
+        seconds = found_after(MUTANTS[name], options.seconds)
+        missed += seconds is None
+        print(f"{name:45} {'NOT FOUND' if seconds is None else f'{seconds:.0f} s'}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
