@@ -78,28 +78,28 @@ MUTATIONS = {
         "sync/window.py",
         (
             (
-                "return Contribution(PLAIN, weight, weight, self.faults, self.aside)",
-                "return Contribution(PLAIN, weight, 1.0, self.faults, self.aside)",
+                "return self._contribution(PLAIN, weight, weight, discards)",
+                "return self._contribution(PLAIN, weight, 1.0, discards)",
             ),
         ),
         (f"{EXACT}::test_as_one_process[Plain-plain-uneven]",),
     ),
     "no_hook_on_the_first_parameter": Mutation(
-        "sync/gradient_sync.py",
+        "sync/windowed.py",
         (
             (
-                "[handle for slot in self._slots for handle in self._hook(slot)]",
-                "[handle for slot in self._slots[1:] for handle in self._hook(slot)]",
+                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots",
+                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots[1:]",
             ),
         ),
         (f"{EXACT}::test_whichever_parameter_is_the_only_one_that_a_backward_reaches",),
     ),
     "no_hook_on_the_last_parameter": Mutation(
-        "sync/gradient_sync.py",
+        "sync/windowed.py",
         (
             (
-                "[handle for slot in self._slots for handle in self._hook(slot)]",
-                "[handle for slot in self._slots[:-1] for handle in self._hook(slot)]",
+                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots",
+                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots[:-1]",
             ),
         ),
         (f"{EXACT}::test_whichever_parameter_is_the_only_one_that_a_backward_reaches",),
@@ -123,8 +123,8 @@ MUTATIONS = {
         "sync/reducer.py",
         (
             (
-                "                slot.param.grad = earlier.get(slot)\n                continue",
-                "                slot.param.grad = slot.view\n                continue",
+                "                if not used:\n                    slot.param.grad = None",
+                "                if not used:\n                    slot.param.grad = slot.view",
             ),
         ),
         (f"{TABLE}::test_exact_or_refused[replicate-Idle-even-2]",),
