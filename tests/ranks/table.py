@@ -28,6 +28,11 @@ EPOCHS = 2
 SPLITS = {"even": (36, 12), "uneven": (33, 11), "empty_last": (25, 12)}
 """Rows, and rows of a global batch: three steps an epoch. One row is one rank's."""
 
+BORROWED = {"two_last": (26, 12)}
+"""Who has none of the last two rows borrows the first; it is not all of the batch."""
+
+EVERY_SPLIT = SPLITS | BORROWED
+
 
 @dataclass
 class Seen:
@@ -71,7 +76,7 @@ class Watch:
 def one_process(name: str, split: str) -> Seen:
     """The truth."""
     operator_cls = OPERATORS[name]
-    num_rows, per_batch = SPLITS[split]
+    num_rows, per_batch = EVERY_SPLIT[split]
     alone = Setting(options=Options(wrap_ddp=False))
     operator = operator_cls({"rows": num_rows, BATCH_SIZE: per_batch}, alone)
     operator.setup(operator.config)
@@ -103,7 +108,7 @@ def _epoch(operator: Plain, batches: Sequence[list[torch.Tensor]]) -> None:
         operator.optimizer.zero_grad()
         for batch in window:
             share = len(batch[0]) / total
-            loss = operator.compute_loss(batch, {})
+            loss = operator.loss_of(batch)
             (loss if share == 1 else loss * share).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, clip)
@@ -155,7 +160,7 @@ def num_processes(sync: str, num_workers: int) -> int:
 
 def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
     operator_cls = OPERATORS[name]
-    num_rows, per_batch = SPLITS[split]
+    num_rows, per_batch = EVERY_SPLIT[split]
     # Small buckets: several are on their way while backward still runs.
     arguments = {"bucket_cap_mb": 1e-4, **operator_cls.arguments}
     arguments |= operator_cls.arguments_by_sync.get(sync, {})

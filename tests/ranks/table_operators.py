@@ -17,13 +17,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness import reset, rows
 from lockstep import TrainingOperator
-from lockstep.keys import BATCH_SIZE
+from lockstep.keys import BATCH_SIZE, WEIGHT
 
 FEATURES, TARGETS = rows(36, 4, seed=1), rows(36, 3, seed=2)
 # Neighbours agree, so that ranks of four or three rows take different branches.
 CHOICE = (torch.arange(36) // 5 % 2).double()
 TOKENS = (torch.arange(36) * 7 % 5 + 1).double()
-COLUMNS = (FEATURES, TARGETS, CHOICE, TOKENS)
+# A shard of a third of a batch has either tokens in each row or in none.
+HAS_TOKENS = (torch.arange(36) % 12 < 8).double()
+COLUMNS = (FEATURES, TARGETS, CHOICE, TOKENS, HAS_TOKENS)
 
 
 def mlp() -> nn.Sequential:
@@ -63,8 +65,11 @@ class Plain(TrainingOperator):
     def output(self, batch):
         return self.model(batch[0])
 
-    def compute_loss(self, batch, batch_info):
+    def loss_of(self, batch):
         return (self.output(batch) - batch[1]).square().sum(dim=1).mean()
+
+    def compute_loss(self, batch, batch_info):
+        return self.loss_of(batch)
 
     def also(self):
         """Tensors besides the parameters that have to come out as in one process."""
@@ -93,9 +98,7 @@ class TokenWeights(Plain):
         tokens = batch[3]
         errors = (self.output(batch) - batch[1]).square().sum(dim=1)
         loss = (errors * tokens).sum() / tokens.sum()
-        delivered = self._lockstep.delivered
-        borrowed = delivered is not None and delivered.borrowed
-        self.backward(loss, weight=0 if borrowed else tokens.sum().item())
+        self.backward(loss, weight=tokens.sum().item())
         self.optimizer.step()
         return {"train_loss": loss.item()}
 
@@ -129,7 +132,7 @@ class InTheLoss(Plain):
             models=model, optimizers=sgd(model, criterion), criterion=criterion
         )
 
-    def compute_loss(self, batch, batch_info):
+    def loss_of(self, batch):
         return self.criterion(self.output(batch), batch[1])
 
 
@@ -224,6 +227,37 @@ class WithIdle(nn.Module):
         return self.used(x)
 
 
+class Rare(nn.Module):
+    """Rows without tokens go through a layer that the others do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, has_tokens):
+        out = self.common(x)
+        rare = has_tokens == 0
+        return torch.where(rare[:, None], self.rare(x), out) if rare.any() else out
+
+
+class WeightZero(Branches):
+    """Shards without tokens: what they use has gradient zero, and is decayed."""
+
+    def make(self):
+        return Rare()
+
+    def output(self, batch):
+        return self.model(batch[0], batch[4])
+
+    def loss_of(self, batch):
+        tokens = batch[3] * batch[4]
+        errors = (self.output(batch) - batch[1]).square().sum(dim=1)
+        return (errors * tokens).sum() / tokens.sum().clamp(min=1)
+
+    def compute_loss(self, batch, batch_info):
+        return self.loss_of(batch), {WEIGHT: (batch[3] * batch[4]).sum().item()}
+
+
 class Idle(Plain):
     """A layer that nobody uses: weight decay and momentum must leave it alone."""
 
@@ -244,6 +278,25 @@ class SeveralBackwards(Plain):
         loss.backward()
         self.optimizer.step()
         return {"train_loss": loss.item()}
+
+
+class TwoTasks(Plain):
+    """The gradients of two losses, kept and combined by hand, as multi-task methods do."""
+
+    def gradients_of(self, loss):
+        self.optimizer.zero_grad()
+        loss.backward()
+        return [parameter.grad for parameter in self.model.parameters()]
+
+    def train_batch(self, batch, batch_info):
+        first = self.gradients_of(self.compute_loss(batch, batch_info))
+        second = self.gradients_of(self.model(batch[0]).square().mean())
+        dot = sum((a * b).sum() for a, b in zip(first, second, strict=True))
+        norm = sum(b.square().sum() for b in second)
+        for parameter, a, b in zip(self.model.parameters(), first, second, strict=True):
+            parameter.grad = a - dot / norm * b
+        self.optimizer.step()
+        return {"train_loss": 0.0}
 
 
 class Normalised(Plain):
@@ -354,8 +407,10 @@ OPERATORS: dict[str, type[Plain]] = {
         Tied,
         Thawed,
         Branches,
+        WeightZero,
         Idle,
         SeveralBackwards,
+        TwoTasks,
         Checkpointing,
         CheckpointingReentrant,
         Compiled,

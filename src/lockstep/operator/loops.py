@@ -271,6 +271,11 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
         sync.delivered_weight()
         # A loop that reads ahead ends after the iteration has; the last weight still holds.
         weight = None if delivered is None else delivered.num_samples
+    elif operator._lockstep.is_borrowed():
+        # Whatever the batch holds is counted elsewhere, and a step that weighs its tokens does
+        # not know that it is borrowed. Raises where a loop reads ahead: for which batch is this?
+        sync.delivered_weight()
+        weight = 0
     sync.backward(loss, weight=weight)
 
 

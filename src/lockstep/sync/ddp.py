@@ -308,8 +308,7 @@ class DDPSync(WindowedSync):
     def _open_window(self, kind: str) -> None:
         self.attached()
         if self._has_failed:
-            self._reset(broken=True)
-            self.attached()
+            self._reset()
         self._follow_zero_grad()
         is_first = self._window.kind is None
         if kind == WEIGHTED:
@@ -347,6 +346,8 @@ class DDPSync(WindowedSync):
         is_broken = self._round.has_sent
         super()._fail()
         self._is_broken = self._is_broken or is_broken
+        for model in self._reduced:
+            model.forget()  # DDP waits for what did not come, also where no bucket was full
 
     def _put_back_kept(self) -> None:
         kept, self._round.kept = self._round.kept, None

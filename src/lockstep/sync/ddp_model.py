@@ -146,6 +146,7 @@ class ReducedModel(DistributedDataParallel):
         """Make new buckets if layers were frozen or unfrozen, as torch does when it unpickles."""
         if self.reduced == self.wanted():
             return
+        _refuse_sparse(self.module)  # unfrozen: DDP would fail in C++, in the middle of a backward
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, names, static_graph=False)  # type: ignore[no-untyped-call]
