@@ -10,13 +10,13 @@ reduction: so the step depends on the shards alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.data.structure import leading_length
-from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
+from lockstep.errors import ConfigurationError, NotAvailableError, WeightError, WrongTypeError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, mean_over_shards
@@ -273,9 +273,10 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
         weight = None if delivered is None else delivered.num_samples
     elif operator._lockstep.is_borrowed():
         # Whatever the batch holds is counted elsewhere, and a step that weighs its tokens does
-        # not know that it is borrowed. Raises where a loop reads ahead: for which batch is this?
-        sync.delivered_weight()
-        weight = 0
+        # not know that it is borrowed. In a loop that reads ahead it is not the batch in hand.
+        with suppress(WeightError):
+            sync.delivered_weight()
+            weight = 0
     sync.backward(loss, weight=weight)
 
 
