@@ -42,9 +42,7 @@ class GradientSync(WindowedSync):
     """The N gradients of some modules become one. Made by `replicate`.
 
     With ``averages=False`` the losses are sums over their batches: the gradients are added and
-    not divided, and of a weight only its being zero or not matters. What earlier rounds left
-    must then stay out of a plain backward's sum, so it is taken away before the first gradient
-    is accumulated, where averaging can leave it in (the mean of equal things is that thing).
+    not divided, and of a weight only its being zero or not matters.
     `making` says how buckets are summed, where it is not by one all-reduce each.
 
     Attributes:
