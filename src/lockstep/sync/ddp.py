@@ -385,7 +385,10 @@ class DDPSync(WindowedSync):
         return self._window.contribution(self._units)
 
     def slot_of(self, param: torch.Tensor) -> Slot:
-        return self._of_param[id(param)]
+        slot = self._of_param.get(id(param))
+        if slot is None:
+            raise verdict.refused("newcomer", [f"one of shape {tuple(param.shape)}"], self.place)
+        return slot
 
     # ------------------------------------------------------------------ the end of a round
 
