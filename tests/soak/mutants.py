@@ -56,7 +56,7 @@ MUTANTS = {
     ),
     "earlier_gradients_are_reduced_again": Mutant(
         "sync/windowed.py",
-        "        self._window.aside, self._window.earlier = set_aside(self._slots)\n",
+        "        window.aside, window.earlier, window.is_edited = set_aside(self._slots)\n",
         "",
     ),
     "gradients_asked_for_are_not_suspected": Mutant(

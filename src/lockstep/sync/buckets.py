@@ -328,12 +328,12 @@ class Layout:
         return [count > 0 for count in self.tail[: len(self.slots)].tolist()]
 
 
-def set_aside(slots: Iterable[Slot]) -> tuple[dict[Slot, torch.Tensor], int]:
+def set_aside(slots: Iterable[Slot]) -> tuple[dict[Slot, torch.Tensor], int, bool]:
     """Take away the gradients that earlier rounds left; the parameters have None then.
 
     Returns:
-        The gradients; and a number that is alike on all ranks if what was done to them since, or
-        assigned instead of them, is alike: 0 if nothing was.
+        The gradients; a number that is alike on all ranks if the same parameters had one, and what
+        was done to them since, or assigned instead of them, is alike; and whether anything was.
     """
     aside: dict[Slot, torch.Tensor] = {}
     changed: list[tuple[int, int]] = []
@@ -344,7 +344,10 @@ def set_aside(slots: Iterable[Slot]) -> tuple[dict[Slot, torch.Tensor], int]:
                 changed.append((slot.number, sum_of_bits(grad)))
             aside[slot] = grad
             slot.param.grad = None
-    return aside, zlib.crc32(repr(changed).encode()) % 4093 + 1 if changed else 0
+    if not aside:
+        return aside, 0, False
+    which = [slot.number for slot in aside]
+    return aside, zlib.crc32(repr((which, changed)).encode()) % 4093 + 1, bool(changed)
 
 
 def _by_device_and_dtype(

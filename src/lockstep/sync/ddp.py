@@ -21,6 +21,7 @@ from lockstep.errors import (
 from lockstep.sync import guard, verdict
 from lockstep.sync.buckets import set_aside
 from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
+from lockstep.sync.captures import Captures
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.graph_task import call_at_end, nesting_depth
@@ -165,6 +166,7 @@ class DDPSync(WindowedSync):
             PeerLostError: another rank went away.
         """
         self.attached()
+        self._follow_zero_grad()
         if self._window.kind is None:
             self._keep_earlier()
         had_backwards = self._window.kind is not None
@@ -230,6 +232,7 @@ class DDPSync(WindowedSync):
         agree(group, self._found, self._settings)
         self.place = f"rank {group.rank} of {group.size}"
         self._units = Units(group.size, fixed=not self.averages)
+        self._captures = Captures(self._slots)  # a step that is made again asks again
         self._group = group
         self._is_broken = False
         self._reset()
@@ -341,9 +344,15 @@ class DDPSync(WindowedSync):
         except BaseException:
             self._fail()
             raise
+        finally:
+            self._is_driven = False
 
     def _fail(self) -> None:
         is_broken = self._round.has_sent
+        kept, self._round.kept = self._round.kept, None
+        if kept is not None:
+            for slot in self._slots:
+                slot.param.grad = kept.get(slot)
         super()._fail()
         self._is_broken = self._is_broken or is_broken
         for model in self._reduced:
@@ -405,6 +414,9 @@ class DDPSync(WindowedSync):
         reduced = {slot for model in landed for slot in model.reduced}
         for slot in reduced:
             slot.passed = self.rounds
+            if self._copies and slot.param.grad is not None:
+                # A view of DDP's bucket, which the next backward writes: the user may keep it.
+                slot.param.grad = slot.param.grad.clone()
             slot.deliver(slot.param.grad)
         if sums is not None:
             self._units.learn(sums)

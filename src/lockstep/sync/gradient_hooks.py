@@ -145,14 +145,17 @@ class ParameterHooks:
 
     def run_after(self) -> None:
         """Run the user's hooks that wait for ``param.grad`` to be complete."""
-        for hook in list(self._after.users.values()) if self._after is not None else []:
-            hook(self._param)
+        if self._after is not None:
+            _run_each(self._after.users, self._param)
 
     def release(self) -> None:
         """From now on autograd runs the user's hooks again, and none of ours."""
-        self._before.pass_on(self.applied_to)
+        # Nothing here holds the parameter: its memory would wait for the garbage collector.
+        users = self._before.users
+        self._before.pass_on(lambda gradient: _passed_through(users, gradient))
         if self._after is not None:
-            self._after.pass_on(lambda _: self.run_after())
+            waiting = self._after.users
+            self._after.pass_on(lambda param: _run_each(waiting, param))
 
 
 def _passed_through(hooks: dict[int, Any], gradient: torch.Tensor) -> torch.Tensor:
@@ -161,6 +164,11 @@ def _passed_through(hooks: dict[int, Any], gradient: torch.Tensor) -> torch.Tens
         if changed is not None:
             gradient = changed
     return gradient
+
+
+def _run_each(hooks: dict[int, Any], param: torch.Tensor) -> None:
+    for hook in list(hooks.values()):
+        hook(param)
 
 
 def accumulates(param: torch.Tensor) -> bool:

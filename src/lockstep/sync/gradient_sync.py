@@ -83,7 +83,7 @@ class GradientSync(WindowedSync):
         self._unread: verdict.Unread | None = None
         how = making(self._cap_bytes, found.signature(), averages, order)
         self._lineup = Lineup(self._slots, group, how)
-        self._hook_parameters(arrivals=self._reducer.can_overlap)
+        self._hook_parameters(arrivals=self._reducer.can_overlap or not self._lineup.is_whole)
         self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 
@@ -158,6 +158,7 @@ class GradientSync(WindowedSync):
         """
         self.attached()
         self._settle()
+        self._follow_zero_grad()
         if self._window.kind is None:
             self._keep_earlier()
         self._begin_round()

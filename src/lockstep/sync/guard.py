@@ -4,7 +4,8 @@
 One hook on all optimizers (torch's global step pre-hook), installed with the first
 `GradientSync` and removed with the last. It sees what no wrapper can: a gradient assigned by
 hand after ``autograd.grad``, a window of ``no_sync`` backwards that nobody closed, a parameter
-that nobody synchronises. What happens to a gradient *after* its reduction is the user's right.
+that nobody synchronises. What happens to a gradient *after* its reduction is the user's right,
+where all ranks do the same; after ``torch.autograd.grad`` that is compared (see `captures`).
 
 Fast path: one comparison per GradientSync. Only when the last round did not reduce everything
 are parameters looked at one by one.
@@ -55,6 +56,8 @@ class Guarded(Protocol):
     def needs_guard(self) -> bool: ...
     @property
     def has_open_window(self) -> bool: ...
+    @property
+    def holds_nothing(self) -> bool: ...
     def note_step(self) -> None: ...
     def suspects_changes(self) -> bool: ...
     def reduce_pending(self) -> None: ...
@@ -208,15 +211,14 @@ def _held(slots: list[Slot]) -> list[torch.Tensor | None]:
 def _check(watch: _Watch) -> None:
     for owner, slots in watch.slots.items():
         since = watch.rounds.get(owner, 0)
+        if owner.has_open_window and owner.holds_nothing:
+            owner.forget_window()  # zeroed: the program leaves this step out
         if owner.has_open_window:
             held = [slot.name for slot in slots if slot.param.grad is not None]
-            if not held:
-                owner.forget_window()  # zeroed: the program leaves this step out
-        if owner.has_open_window:
             raise _not_reduced(
                 owner,
                 watch,
-                held,
+                held or [slot.name for slot in slots],
                 cause="every backward since the last step ran under no_sync, or one failed midway",
                 fix="run the last backward of a window outside no_sync, or call reduce_pending()",
             )

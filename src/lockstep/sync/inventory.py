@@ -274,7 +274,8 @@ def sum_of_bits(tensor: torch.Tensor | None) -> int:
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
     # By pieces: torch makes a copy of twice the size to add integers in a wider type.
-    return sum(int(piece.sum(dtype=torch.int64)) for piece in words.split(_PIECE))
+    sums = [piece.sum(dtype=torch.int64) for piece in words.split(_PIECE)]
+    return int(torch.stack(sums).sum())
 
 
 def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[str, str]:

@@ -40,7 +40,9 @@ class Contribution:
         weight: what its gradients count for, in units.
         scale: what its gradients are multiplied by in the bucket (1 if the root was weighted).
         faults: what it has to refuse, JSON-able.
-        earlier: what was done to gradients of earlier rounds; alike on all ranks, or refused.
+        earlier: which gradients earlier rounds left, and what was done to them; alike on all
+            ranks, or refused.
+        is_edited: something was done to them.
         is_delivered: the weight of its plain backwards was said beforehand.
         discards: its gradients are of borrowed rows: they count as if there were none.
         thaws: this rank unfroze a parameter that is not in any bucket yet.
@@ -52,6 +54,7 @@ class Contribution:
     scale: float = 1.0
     faults: list[dict[str, Any]] = field(default_factory=list)
     earlier: int = 0
+    is_edited: bool = False
     is_delivered: bool = False
     discards: bool = False
     thaws: bool = False
@@ -256,7 +259,8 @@ class Reducer:
         if self.reads_are_free:
             return True
         own = self.contribution
-        return own.is_silent or bool(own.faults) or own.thaws or not self.used_all()
+        said = bool(own.faults) or own.is_edited or own.thaws
+        return own.is_silent or said or not self.used_all()
 
     def used_all(self) -> bool:
         """Did this rank bring a gradient for every parameter?"""

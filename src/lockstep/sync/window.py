@@ -137,7 +137,8 @@ class Window:
         delivered: the weight that the first plain backward carried (None: one per rank).
         faults: what the round has to refuse.
         aside: gradients that earlier rounds left, kept out of this one.
-        earlier: what was done to them since; see `buckets.set_aside`.
+        earlier: which there were, and what was done to them since; see `buckets.set_aside`.
+        is_edited: something was done to them.
         left: what each ``parameter.grad`` was when the window's last backward had ended.
     """
 
@@ -147,6 +148,7 @@ class Window:
     faults: list[dict[str, Any]] = field(default_factory=list)
     aside: dict[Slot, Any] = field(default_factory=dict)
     earlier: int = 0
+    is_edited: bool = False
     left: list[tuple[int, int] | None] | None = None
 
     def enter(self, kind: str, where: str) -> bool:
@@ -194,7 +196,8 @@ class Window:
         self, kind: str | None, weight: float, scale: float, discards: bool
     ) -> Contribution:
         known = kind == PLAIN and self.delivered is not None
-        return Contribution(kind, weight, scale, self.faults, self.earlier, known, discards)
+        told = (self.earlier, self.is_edited)
+        return Contribution(kind, weight, scale, self.faults, *told, known, discards)
 
 
 _BOTH = "loss.backward() and gradients.backward(loss, weight=...) were both used"

@@ -187,7 +187,6 @@ class WindowedSync:
                 if self.needs_guard and not self._is_paused:
                     self._captures.note(self.place, self.rounds, self._steps_taken)
                 return False
-            self._tasks[task] = True
             self._look_for_hooks()
             if not is_inner:
                 self._open_window(PLAIN)
@@ -199,6 +198,8 @@ class WindowedSync:
                     call_at_end(self._leave_window_open, self._fail)
                 else:
                     self._begin_plain()
+            # Last: until then the hooks of other devices' threads have to wait here.
+            self._tasks[task] = True
             return True
 
     def _look_for_hooks(self) -> None:
@@ -227,7 +228,9 @@ class WindowedSync:
         if left is None or left == self._gradients_now():
             return
         grads = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
-        if any(bool(grad.any()) for grad in grads):
+        # What the window has not reached is out of sight: was it to be zeroed, too?
+        is_hidden = any(left[slot.number] is None for slot in self._window.aside)
+        if is_hidden or any(bool(grad.any()) for grad in grads):
             self._window.faults.append({"kind": "touched", "names": []})
         else:
             for slot in self._slots:
@@ -244,7 +247,8 @@ class WindowedSync:
     def _keep_earlier(self) -> None:
         """What earlier rounds left is not reduced again, and passes no hook again."""
         self._look_for_hooks()
-        self._window.aside, self._window.earlier = set_aside(self._slots)
+        window = self._window
+        window.aside, window.earlier, window.is_edited = set_aside(self._slots)
 
     def _fail(self) -> None:
         """A backward raised midway. What it left is this rank's own, and part of a whole."""
@@ -253,7 +257,7 @@ class WindowedSync:
             part, earlier = slot.param.grad, window.aside.get(slot)
             if part is None:
                 slot.param.grad = earlier
-                if not window.earlier:
+                if not window.is_edited:
                     slot.deliver(earlier)
             elif earlier is not None:
                 with torch.no_grad():
@@ -266,7 +270,7 @@ class WindowedSync:
         for slot in self._slots:
             earlier = window.aside.get(slot)
             slot.param.grad = earlier
-            if not window.earlier:
+            if not window.is_edited:
                 slot.deliver(earlier)
 
     def _complete(self, window: Window, *, is_round: bool, unreduced: Container[Slot] = ()) -> None:
@@ -291,11 +295,11 @@ class WindowedSync:
                 elif is_round:
                     slot.deliver(whole)
                     slot.passed = self.rounds
-                elif not window.earlier:
+                elif not window.is_edited:
                     slot.deliver(whole)
             self._added_to = list(window.aside)
             for slot in self._added_to:
-                if slot.holds_delivered and (is_round or not window.earlier):
+                if slot.holds_delivered and (is_round or not window.is_edited):
                     slot.accept_changes()  # views of one tensor have one version together
             self._captures.remember_gradients()
             for slot in hooked:
@@ -326,6 +330,11 @@ class WindowedSync:
     def needs_guard(self) -> bool:
         """A rank alone has whole gradients, however it got them."""
         return self._group is not None and self._group.size > 1
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Every gradient was zeroed, and the open window hides none of earlier rounds."""
+        return not self._window.aside and all(slot.param.grad is None for slot in self._slots)
 
     @property
     def has_open_window(self) -> bool:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that a program leaves, closes or looks away from: no gradient goes with them unseen."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness import outcomes, reset, rows, run_ranks
+from lockstep.errors import GradientNotReducedError
+from lockstep.sync import replicate
+from lockstep.sync.ddp import DDPSync
+
+X = rows(8, 4, seed=1)
+
+
+def both():
+    return reset(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]), seed=3)
+
+
+def on_two(body, build=both):
+    """What `body(group, model, sync)` returned, or raised, on each of two ranks."""
+    replicas = [build() for _ in range(2)]
+
+    def one(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group)
+        try:
+            return body(group, model, sync)
+        finally:
+            sync.detach()
+
+    return outcomes(2, one)
+
+
+def mine(group):
+    return X[4 * group.rank : 4 * group.rank + 4]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_step_does_not_throw_away_what_another_window_hides():
+    """The window is the second player's; the first one's reduced gradient is not shown in it."""
+
+    def body(group, model, sync):
+        first = sgd(model[0])
+        model[0](mine(group)).square().mean().backward()
+        with sync.no_sync():
+            model[1](mine(group)).square().mean().backward()
+        first.step()
+
+    assert [type(result) for result in on_two(body)] == [GradientNotReducedError] * 2
+
+
+def test_zeroing_one_player_in_a_window_does_not_drop_the_other():
+    def body(group, model, sync):
+        model[0](mine(group)).square().mean().backward()
+        with sync.no_sync():
+            model[1](mine(group)).square().mean().backward()
+        sgd(model[1]).zero_grad()
+        model[1](mine(group)).square().mean().backward()
+
+    assert [type(result) for result in on_two(body)] == [GradientNotReducedError] * 2
+
+
+def test_a_window_that_was_clipped_is_refused_by_reduce_pending_too():
+    def body(group, model, sync):
+        with sync.no_sync():
+            (model[0](mine(group)) + model[1](mine(group))).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        sync.reduce_pending()
+
+    assert [type(result) for result in on_two(body)] == [GradientNotReducedError] * 2
+
+
+@pytest.mark.parametrize("weight", [None, 4])
+def test_gradients_that_one_rank_alone_has_zeroed_are_refused(weight):
+    def body(group, model, sync):
+        for _ in range(2):
+            loss = (model[0](mine(group)) + model[1](mine(group))).square().mean()
+            sync.backward(loss, weight=weight)
+            if group.rank == 0:
+                model.zero_grad()
+
+    assert [type(result) for result in on_two(body)] == [GradientNotReducedError] * 2
+
+
+def ddp_on_two(body, **ddp_args):
+    replicas = [reset(nn.Linear(4, 3), seed=3) for _ in range(2)]
+
+    def one(group):
+        sync = DDPSync([replicas[group.rank]], group, ddp_args=ddp_args)
+        try:
+            return body(group, sync.models[0], sync)
+        finally:
+            sync.detach()
+
+    return run_ranks(2, one)
+
+
+def test_kept_gradients_of_ddp_stay_where_its_buckets_are_views():
+    def body(group, model, sync):
+        sync.backward(model(mine(group)).square().mean(), weight=4)
+        kept = [param.grad for param in model.parameters()]
+        before = [grad.clone() for grad in kept]
+        model.zero_grad()
+        sync.backward(3 * model(mine(group)).square().mean(), weight=4)
+        return all(map(torch.equal, kept, before))
+
+    assert ddp_on_two(body, gradient_as_bucket_view=True) == [True, True]
