@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from harness import gradients
+from lockstep.sync.buckets import Slot
+from lockstep.sync.captures import Captures
 from ranks.programs import X, mlp
 from ranks.test_replicate_exact import weights
 from ranks.ways import assert_exact, built, every_way, mean_square, momentum, on_ranks, refused
@@ -143,6 +145,19 @@ def by_hand(rank, lr=0.1):
     with torch.no_grad():
         for param, gradient in zip(rank.params, found, strict=True):
             param -= lr * gradient
+
+
+@pytest.mark.parametrize("shape", [(40,), ()], ids=["vector", "scalar"])
+def test_an_addition_is_no_factor_also_where_few_elements_tell(shape):
+    param = nn.Parameter(torch.ones(shape, dtype=torch.float64))
+    slot = Slot(0, "weight", param)
+    captures = Captures([slot])
+    first = torch.zeros_like(param)
+    first.view(-1)[0] = 2.0
+    slot.deliver(first)
+    captures.note("rank 0", 1, 0)
+    first.view(-1)[-1] += 1.0  # a vector's last element is not among the samples
+    assert captures.suspects()
 
 
 @every_way

@@ -134,17 +134,10 @@ def _is_heard(spec: Spec) -> bool:
 def _is_closed(spec: Spec, kinds: set[str]) -> bool:
     """Whether what one process leaves out of a window, or ranks do by hand, is seen nowhere."""
     setup = {piece["kind"] for piece in spec.setup}
-    before = {piece["kind"] for step in spec.steps for piece in step.before}
     if kinds & _ASKING and any(kind.startswith("hook") for kind in setup):
         return False  # torch.autograd.grad runs them, on what it returns here
-    if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
-        return False  # one process leaves the window's backwards out altogether
-    if "only_some" in kinds and "unused" in MODELS[spec.model].tags:
-        return False  # a backward that reaches no synchronised parameter says nothing to anybody
-    if "only_some" in kinds and spec.model.startswith("checkpointed_"):
-        return False  # reentrant ones take no `inputs`
-    if spec.model == "compiled" and kinds & {"retained", "shared_forward"}:
-        return False  # the compiler gives away what a second backward would need
+    if not _is_same_backward(spec, kinds):
+        return False
     if kinds & RAW and spec.pieces() & _OF_ONE_RANK:
         return False
     if "idle" in kinds and spec.pieces() & _OF_ONE_RANK:
@@ -156,6 +149,24 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
     return not any(
         step.gradients["kind"] == "window_left_open" and step.update == "none"
         for step in spec.steps
+    )
+
+
+def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
+    """Whether one process can run the same backwards, and each with the same end."""
+    setup = {piece["kind"] for piece in spec.setup}
+    before = {piece["kind"] for step in spec.steps for piece in step.before}
+    if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
+        return False  # one process leaves the window's backwards out altogether
+    if "post_step" in setup and before & {"caught_inside", "caught_inside_one"}:
+        return False  # one process has stepped with what came before the exception
+    if "only_some" in kinds and "unused" in MODELS[spec.model].tags:
+        return False  # a backward that reaches no synchronised parameter says nothing to anybody
+    if "only_some" in kinds and spec.model.startswith("checkpointed_"):
+        return False  # reentrant ones take no `inputs`
+    # The compiler gives away what a second backward would need.
+    return not (
+        spec.model == "compiled" and kinds & {"retained", "shared_forward", "two_players_sharing"}
     )
 
 

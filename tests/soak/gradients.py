@@ -42,11 +42,9 @@ GRADIENTS: dict[str, str] = {
     "threaded": _text(
         f"""
         BATCH
-        results = []
-        thread = threading.Thread(target=lambda: results.append({LOSS}))
-        thread.start()
-        thread.join()
-        BACKWARD(results[0])
+        with ThreadPoolExecutor(1) as threads:
+            value = threads.submit(lambda: {LOSS}).result()
+        BACKWARD(value)
         """
     ),
     "threaded_backward": _text(

@@ -20,6 +20,7 @@ class Refusal:
         why: no way to be exact, in a sentence.
         syncs: the ways that refuse it.
         ranks: the least number of ranks.
+        beside: what the program does as well; None: anything.
     """
 
     piece: str
@@ -27,6 +28,12 @@ class Refusal:
     why: str
     syncs: tuple[str, ...] = ALL
     ranks: int = 2
+    beside: str | None = None
+
+    @property
+    def words(self) -> str:
+        beside = "" if self.beside is None else f", and {WORDS[self.beside]}"
+        return WORDS[self.piece] + beside
 
 
 _HAND = "The gradient is this rank's own: nothing has reduced it."
@@ -55,6 +62,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("gradients:added_before", ("LS101",), _HAND),
     Refusal("gradients:added_after", ("LS101",), _HAND),
     Refusal("gradients:added_after_functionally", ("LS101",), _HAND),
+    *(
+        Refusal(
+            piece,
+            ("LS101",),
+            "Nobody reduced them since the last step, and they are not the round's tensors.",
+            beside=beside,
+        )
+        for piece in ("gradients:nothing", "gradients:idle")
+        for beside in ("after:scale_function", "setup:flat")
+    ),
     Refusal(
         "gradients:weights_by_hand",
         ("LS101",),
@@ -222,6 +239,8 @@ WORDS = {
     "before:tie": "weights tied meanwhile",
     "before:other_shape": "`p.data` of another shape",
     "before:through_float": "`model.float().double()` after attaching",
+    "after:scale_function": "`p.grad = p.grad * 0.5`",
+    "setup:flat": "`p.grad` in a flat tensor of one's own",
     "before:freeze": "a parameter frozen meanwhile",
     "before:unfreeze": "a parameter unfrozen meanwhile",
     "before:forward_only": "a forward without a backward",
@@ -243,7 +262,7 @@ def page() -> str:
             else ", ".join(map("`{}`".format, refusal.syncs))
         )
         key = (syncs, ", ".join(refusal.codes), refusal.why)
-        grouped.setdefault(key, []).append(WORDS[refusal.piece])
+        grouped.setdefault(key, []).append(refusal.words)
     for (syncs, codes, why), pieces in grouped.items():
         lines.append(f"| {'; '.join(pieces)} | {syncs} | {codes} | {why} |")
     return "\n".join(lines)
@@ -253,7 +272,7 @@ def is_explained(spec: Spec, code: str) -> bool:
     """Whether a piece of the program may be refused with `code`."""
     pieces = spec.pieces()
     return any(
-        refusal.piece in pieces
+        {refusal.piece, refusal.beside or refusal.piece} <= pieces
         and code in refusal.codes
         and spec.sync in refusal.syncs
         and spec.workers >= refusal.ranks

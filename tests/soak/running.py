@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +29,8 @@ from soak.worlds import RankWorld, World, groups, owner, side_by_side
 
 NAMES = {
     "torch": torch, "nn": nn, "F": F, "copy": copy, "threading": threading,
-    "checkpoint": checkpoint, "parametrizations": parametrizations,
+    "ThreadPoolExecutor": ThreadPoolExecutor, "checkpoint": checkpoint,
+    "parametrizations": parametrizations,
 }  # fmt: skip
 
 PATIENCE_S = float(os.environ.get("SOAK_PATIENCE_S", "8"))

@@ -22,6 +22,7 @@ spec: {spec}
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F

@@ -133,7 +133,7 @@ class World:
 
     def see(self, tensor) -> None:
         """Remember a tensor, to be compared with one process's."""
-        self.also.append(torch.zeros(0) if tensor is None else tensor.detach().clone())
+        self.also.append(torch.zeros(0) if tensor is None else tensor.detach().clone().to_dense())
 
     def weights(self):
         return [_copy(p) for module in self.modules for p in module.parameters()]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.sync.buckets import Slot
 
 _SAMPLED: Final = 4
-"""Elements of each gradient that are compared."""
+"""Elements of each gradient that are compared, beside its norm."""
 
 
 class _Moment(NamedTuple):
@@ -103,7 +103,7 @@ class Captures:
         ]
         if not pairs:
             return False
-        before, now = (torch.cat(column) for column in zip(*pairs, strict=True))
+        before, now = (torch.stack(column) for column in zip(*pairs, strict=True))
         kinds = {slot.param.dtype for slot in self._slots}
         rounding = 8.0 * max(torch.finfo(kind).eps for kind in kinds)
         return not (_is_scaled(before, now, rounding) or _is_limited(before, now))
@@ -118,8 +118,10 @@ def _is_by_hand(slot: Slot) -> bool:
 
 def _is_scaled(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:
     """Every element was multiplied by one factor, or set to zero."""
+    before, now = before.flatten(), now.flatten()
     largest = int((now.abs() > 0).double().mul(before.abs()).argmax())
-    if before[largest] == 0:
+    # One number alone (and the norm of it) is always some factor of what it was.
+    if before[largest] == 0 or now.count_nonzero() <= 2:
         return bool((now == before).all())
     scaled = before * (now[largest] / before[largest])
     return bool((torch.isclose(now, scaled, rtol=rounding, atol=0.0) | (now == 0)).all())
@@ -127,15 +129,22 @@ def _is_scaled(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool
 
 def _is_limited(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Every element was kept, or cut to one limit."""
+    before, now, was, norm = before[:, :-1], now[:, :-1], before[:, -1], now[:, -1]
     limit = now.abs().max()
     cut = (now.abs() == limit) & (now * before > 0) & (before.abs() > limit)
-    return bool(((now == before) | cut).all())
+    return bool(((now == before) | cut).all() and (norm <= was).all())
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """Copies of some elements, as real numbers."""
+    """Copies of some elements, as real numbers, and the norm of all: shape (_SAMPLED + 1,).
+
+    Elements alone miss what is added where they are zero (behind a ReLU, say).
+    """
     flat = gradient.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    found = torch.zeros(_SAMPLED + 1, dtype=torch.float64)
     some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
-    if some.is_complex():
-        some = torch.view_as_real(some).reshape(-1)
-    return some.to("cpu", torch.float64, copy=True)
+    found[: len(some)] = some
+    found[-1] = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return found

@@ -16,6 +16,7 @@ import torch
 
 from lockstep import reduction
 from lockstep.errors import (
+    PeerLostError,
     WrongUseError,
 )
 from lockstep.sync import guard, verdict
@@ -90,7 +91,9 @@ class DDPSync(WindowedSync):
         self._of_param = {id(slot.param): slot for slot in self._slots}
         self.models = self._wrapped(modules, arguments)
         self._reduced = [model for model in self.models if isinstance(model, ReducedModel)]
+        self._model_of = {slot: model for model in self._reduced for slot in model.slots}
         self._used: set[Slot] = set()
+        self._arrived: set[Slot] = set()  # in the backward that runs
         self._round = Round(self, self._reduced, self._used)
         self._arrive = self._note_arrival
         self._hook_parameters()
@@ -169,26 +172,17 @@ class DDPSync(WindowedSync):
         self._follow_zero_grad()
         if self._window.kind is None:
             self._keep_earlier()
-        had_backwards = self._window.kind is not None
         try:
             self._round.follow()
             self._finish()
         except BaseException:
             self._reset(broken=True)
             raise
-        if had_backwards and self.finds_unused:
-            self._forget_who_was_used()
-
-    def _forget_who_was_used(self) -> None:
-        """Gradients of backwards that DDP has seen are gone without its own reduction."""
-        for model in self._reduced:
-            model.forget()
 
     def forget_window(self) -> None:
         """Drop the gradients that were accumulated since the last round."""
         for slot in self._slots:
             slot.param.grad = None
-        self._forget_who_was_used()
         self._reset()
 
     def take_shard(self, shard: int) -> NoReturn:
@@ -260,6 +254,11 @@ class DDPSync(WindowedSync):
     def is_paused(self) -> bool:
         return self._is_paused
 
+    @property
+    def has_newcomers(self) -> bool:
+        """Parameters came later: a rank may have their gradients, and another not."""
+        return self._newcomers.are_there()
+
     def refuse_broken(self) -> None:
         """Before a forward: its backward could not be reduced."""
         if self._is_open and self._round.refusal is not None:
@@ -282,6 +281,9 @@ class DDPSync(WindowedSync):
         if self._round.kept is None or not self.is_borrowed:
             self._used.add(slot)
         slot.passed = 0
+        self._arrived.add(slot)
+        if self.finds_unused and slot in self._model_of:
+            self._model_of[slot].marked.add(slot)
         self._round.note_arrival(slot)
 
     def _enter_task(self, slot: Slot) -> bool:
@@ -296,8 +298,16 @@ class DDPSync(WindowedSync):
 
     def _begin_plain(self) -> None:
         self._is_open = True
-        # Twice: DDP's own call at the end is queued in between.
-        call_at_end(lambda: call_at_end(self._finish_plain, self._fail), self._fail)
+        self._show_marked()
+        self._at_end(self._finish_plain)
+
+    def _at_end(self, function: Callable[[], None]) -> None:
+        # Twice: DDP's own call at the end, which writes gradients, is queued in between.
+        call_at_end(lambda: call_at_end(function, self._fail), self._fail)
+
+    def _show_marked(self) -> None:
+        for model in self._reduced:
+            model.show_marked()
 
     def _finish_plain(self) -> None:
         if not self._is_open:
@@ -328,6 +338,8 @@ class DDPSync(WindowedSync):
         if weight == 0.0:
             # Weight zero: nothing of it may stay, and zero times NaN would.
             self._round.kept = self._own_memory(set_aside(self._slots)[0])
+        if not self._is_paused:
+            self._show_marked()
         try:
             with reduction.backward_of(self.attached(), weight):
                 run()
@@ -402,13 +414,10 @@ class DDPSync(WindowedSync):
     # ------------------------------------------------------------------ the end of a round
 
     def _finish(self) -> None:
-        newcomers = self._newcomers.with_gradient()
-        if newcomers:
-            self._window.faults.append({"kind": "newcomer", "names": newcomers})
-        self._round.finish()
-        if newcomers:
-            raise verdict.refused("newcomer", newcomers, self.place)
+        self._end_together()
         landed, sums, window = self._round.landed(), self._round.sums, self._window
+        for model in self._round.led():
+            model.has_reduced()
         if landed:
             self.rounds += 1
         reduced = {slot for model in landed for slot in model.reduced}
@@ -430,6 +439,34 @@ class DDPSync(WindowedSync):
             own = set()
         self._complete(window, is_round=bool(landed), unreduced=own)
 
+    def _faults_at_end(self) -> list[dict[str, Any]]:
+        """What a backward has left that no rank may use."""
+        landed = {slot for model in self._round.landed() for slot in model.reduced}
+        left = self._arrived - landed
+        halves = [m for m in self._reduced if m.is_waiting and not left.isdisjoint(m.reduced)]
+        missing = {s.name: None for m in halves for s in m.reduced if s not in self._arrived}
+        hooked = [s.name for s in left if s.number in self._hooked and self.needs_guard]
+        found = {
+            "newcomer": self._newcomers.with_gradient(),
+            "unfinished": list(missing) if halves else [],
+            "waiting": sorted(hooked),
+        }
+        return [{"kind": kind, "names": names[:8]} for kind, names in found.items() if names]
+
+    def _end_together(self) -> None:
+        faults = self._faults_at_end()
+        self._window.faults += faults
+        refusal = (
+            verdict.refused(faults[0]["kind"], faults[0]["names"], self.place) if faults else None
+        )
+        try:
+            self._round.finish()
+        except PeerLostError as lost:
+            # The peers are somewhere else, and this is why.
+            raise refusal or lost from lost
+        if refusal is not None:
+            raise refusal
+
     def _divide_alone(self, slots: set[Slot], window: Window) -> None:
         if self.averages and window.kind == WEIGHTED and window.weight > 0.0:
             for slot in slots:
@@ -443,6 +480,7 @@ class DDPSync(WindowedSync):
             model.forget()
         self._window = Window()
         self._used.clear()
+        self._arrived.clear()
         self._round = Round(self, self._reduced, self._used)
         self._tasks.clear()
         self._is_open = False

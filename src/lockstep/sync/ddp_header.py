@@ -31,6 +31,7 @@ class Header:
         ends: this rank's backward has finished its last model.
         model: which one; 0 without `leads`. Its square tells whether all leaders mean the same.
         step: the optimizer step that this is meant for, and its square.
+        late: this rank's model has parameters that came later, and not on every rank a gradient.
         plain, weighted, weight, faults, delivered, earlier: see `Sums`.
     """
 
@@ -46,6 +47,7 @@ class Header:
     faults: float = 0.0
     delivered: float = 0.0
     earlier: float = 0.0
+    late: float = 0.0
 
     @property
     def brings_something(self) -> bool:
@@ -65,7 +67,12 @@ class Header:
 
 
 def make_header(
-    mine: Contribution, step: int, *, model: int | None = None, ends: bool = False
+    mine: Contribution,
+    step: int,
+    *,
+    model: int | None = None,
+    ends: bool = False,
+    late: bool = False,
 ) -> Header:
     """This rank's header: it leads with `model`, or ends, or (neither) follows."""
     short = step % 2**20
@@ -82,6 +89,7 @@ def make_header(
         faults=float(bool(mine.faults)),
         delivered=float(mine.is_delivered),
         earlier=float(mine.earlier),
+        late=float(late),
     )
 
 
@@ -103,7 +111,9 @@ def exchange(group: Group, own: Header, mine: Contribution) -> Header:
     assert len(fields(Header)) == len(numbers)
     together = sums.step_squared * group.size == sums.step**2
     one_model = sums.model_squared * sums.leads == sums.model**2
-    if not (together and one_model) or (sums.leads and sums.ends):
+    # A fault says more about why the ranks are not at one place.
+    is_apart = not (together and one_model) or (sums.leads and sums.ends)
+    if is_apart and not sums.faults:
         raise GradientNotReducedError(
             "the ranks came with gradients of different models, or of different steps",
             where=f"rank {group.rank} of {group.size}",

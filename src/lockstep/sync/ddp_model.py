@@ -89,6 +89,8 @@ class ReducedModel(DistributedDataParallel):
         place: its number among the models.
         slots: the synchronised parameters, frozen ones included.
         reduced: those that DDP knows: they required a gradient when its buckets were made.
+        is_waiting: its reducer waits for the gradients of a forward.
+        marked: those that the reducer takes for used in its next reduction.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class ReducedModel(DistributedDataParallel):
         self.place = place
         self.slots = list(slots)
         self._carrier: Carrier | None = carrier
+        self.is_waiting = False
         self._take_hold()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -127,6 +130,7 @@ class ReducedModel(DistributedDataParallel):
         carrier.refuse_broken()
         self.follow_frozen()
         self.require_backward_grad_sync = not carrier.is_paused
+        self.is_waiting = self.is_waiting or not carrier.is_paused
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -191,6 +195,22 @@ class ReducedModel(DistributedDataParallel):
         self.reducer._rebuild_buckets()
         self.register_comm_hook(None, lambda state, bucket: self._carry(bucket))
         self.reduced = self.wanted()
+        self.has_reduced()
+
+    def has_reduced(self) -> None:
+        """The reducer has ended a reduction, or is a new one."""
+        self.is_waiting = False
+        self.marked: set[Slot] = set()
+
+    def show_marked(self) -> None:
+        """Before a backward that reduces: zeros where a gradient was dropped since it came.
+
+        Torch's map of used parameters outlives the gradients of a window that was given up, or
+        that the peers have reduced; DDP fails in C++ where one of them is not there.
+        """
+        for slot in self.marked:
+            if slot.param.grad is None:
+                slot.param.grad = torch.zeros_like(slot.param)
 
     def _carry(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if self._carrier is None:

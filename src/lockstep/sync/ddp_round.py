@@ -39,6 +39,8 @@ class Host(Protocol):
     def averages(self) -> bool: ...
     @property
     def finds_unused(self) -> bool: ...
+    @property
+    def has_newcomers(self) -> bool: ...
     def attached(self) -> Group: ...
     def contribution(self) -> Contribution: ...
     def slot_of(self, param: torch.Tensor) -> Slot: ...
@@ -86,7 +88,7 @@ class Round:
         self._host = host
         self._models = models
         self._turns = {model: Turn() for model in models}
-        self._has_followers = False
+        self._ends_together = False
         self.used = used
         self.kept: Mapping[Slot, torch.Tensor] | None = None
         self.sums: Sums | None = None
@@ -111,6 +113,11 @@ class Round:
     def landed(self) -> list[ReducedModel]:
         """The models whose gradients are the global ones."""
         return [model for model, turn in self._turns.items() if turn.has_landed]
+
+    def led(self) -> list[ReducedModel]:
+        """The models whose own backward has reduced them."""
+        turns = self._turns.items()
+        return [m for m, turn in turns if turn.has_landed and turn.cargo and turn.cargo[0].future]
 
     # ------------------------------------------------------------------ led by a backward
 
@@ -150,7 +157,8 @@ class Round:
     def _send_all(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
         if not turn.is_led:
             mine = self._host.contribution()
-            header = make_header(mine, self._host.step, model=model.signature())
+            late = self._host.has_newcomers
+            header = make_header(mine, self._host.step, model=model.signature(), late=late)
             self._note(exchange(self._host.attached(), header, mine))
             turn.is_led = True
         for cargo in turn.cargo:
@@ -161,7 +169,8 @@ class Round:
 
     def _note(self, sums: Header) -> None:
         self.sums = self.sums or sums.sums()
-        self._has_followers = self._has_followers or sums.leads < self._host.attached().size
+        follow = sums.leads < self._host.attached().size
+        self._ends_together = self._ends_together or follow or sums.late > 0
 
     def _ship(self, cargo: _Cargo) -> None:
         """Make a bucket hold what this rank's window brings, and send it."""
@@ -261,36 +270,23 @@ class Round:
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> None:
-        """After the backward: tell followers that it has ended, and settle who used what.
+        """After the backward: tell followers how it has ended, and settle who used what.
 
         Raises:
-            GradientNotReducedError: a model's reduction was begun and could not end.
+            LockstepError: what this rank or another has to refuse; see `verdict.judge`.
         """
         if self.refusal is not None:
             raise self.refusal
         if self._late:
             raise came_twice(self._host.place, f"`{self._late[0].name}`")
-        self._refuse_unfinished()
-        led = [turn for turn in self._turns.values() if turn.cargo and turn.cargo[0].future]
-        if led and self._has_followers:
-            mine = self._host.contribution()
+        mine, led = self._host.contribution(), self.led()
+        # With nothing led, peers may wait for what this rank has to refuse.
+        if self._ends_together if led else mine.faults:
             ending = make_header(mine, self._host.step, ends=True)
             exchange(self._host.attached(), ending, mine)
         for model, turn in self._turns.items():
             if turn.has_landed and turn.used is not None:
                 self._give_to_users(model, turn, turn.used)
-
-    def _refuse_unfinished(self) -> None:
-        for model in self.unfinished():
-            missing = [slot.name for slot in model.reduced if slot not in self.used]
-            raise GradientNotReducedError(
-                "a backward left parameters without a gradient, and torch's DDP waits for them",
-                where=self._host.place,
-                got=", ".join(f"`{name}`" for name in missing[:8]),
-                cause="a conditional branch, an unused layer, or one loss of several",
-                fix='self.register(..., ddp_args={"find_unused_parameters": True}), and one'
-                " backward through the sum of the losses",
-            )
 
     def _give_to_users(self, model: ReducedModel, turn: Turn, used: torch.Tensor) -> None:
         """What nobody used has no gradient; what anybody used has one on every rank."""

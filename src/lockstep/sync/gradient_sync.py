@@ -21,7 +21,6 @@ from lockstep import reduction
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, verdict
 from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
-from lockstep.sync.graph_task import call_at_end
 from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.newcomers import Newcomers
@@ -247,7 +246,7 @@ class GradientSync(WindowedSync):
         return self._lineup.reducer
 
     def _begin_plain(self) -> None:
-        call_at_end(lambda: self._end_round() if self._is_open else None, self._fail)
+        self._at_end(lambda: self._end_round() if self._is_open else None)
         self._begin_round()
 
     def _unit(self, kind: str) -> float:

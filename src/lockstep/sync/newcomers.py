@@ -49,8 +49,19 @@ class Newcomers:
         if id(module) in self._members:
             self._has_changed = True
 
+    def are_there(self) -> bool:
+        """Whether there are some that could get a gradient."""
+        self._look()
+        return any(param.requires_grad and not is_local(param) for _, param in self._found)
+
     def with_gradient(self) -> list[str]:
         """The names of newcomers that have got a gradient."""
+        self._look()
+        return [
+            name for name, param in self._found if param.grad is not None and not is_local(param)
+        ]
+
+    def _look(self) -> None:
         if self._has_changed:
             self._has_changed = False
             self._members = self._ids()
@@ -60,9 +71,6 @@ class Newcomers:
                 for name, param in module.named_parameters()
                 if id(param) not in self._known
             ]
-        return [
-            name for name, param in self._found if param.grad is not None and not is_local(param)
-        ]
 
     def release(self) -> None:
         """Listen no longer."""

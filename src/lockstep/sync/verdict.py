@@ -153,6 +153,19 @@ _REFUSED_GRADIENTS: Final = {
         " knows afterwards what it counts for",
         "change gradients after the window's last backward, which reduces them",
     ),
+    "unfinished": (
+        "a backward left parameters without a gradient, and torch's DDP waits for them",
+        "a conditional branch, an unused layer, or one loss of several",
+        'self.register(..., ddp_args={"find_unused_parameters": True}), and one backward through'
+        " the sum of the losses",
+    ),
+    "waiting": (
+        "hooks wait for a global gradient that this backward does not bring",
+        "it did not come out of the forward of the model that register() returned, or a second"
+        " backward followed one forward",
+        "call the model that register() returned; one backward for each forward; or leave out"
+        ' sync="ddp"',
+    ),
     "moved": (
         "parameters are of another shape, dtype or device than when they were synchronised",
         "model.to(...), model.double() or parameter.data = ... after replicate() or register()",

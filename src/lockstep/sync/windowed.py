@@ -195,7 +195,7 @@ class WindowedSync:
             if not is_inner:
                 self._is_running = True
                 if self._is_paused:
-                    call_at_end(self._leave_window_open, self._fail)
+                    self._at_end(self._leave_window_open)
                 else:
                     self._begin_plain()
             # Last: until then the hooks of other devices' threads have to wait here.
@@ -205,6 +205,10 @@ class WindowedSync:
     def _look_for_hooks(self) -> None:
         for hooks in self._hooks.values():
             hooks.look_after()
+
+    def _at_end(self, function: Callable[[], None]) -> None:
+        """Call `function` when the running backward has ended and its gradients are in place."""
+        call_at_end(function, self._fail)
 
     def _open_window(self, kind: str) -> None:
         raise NotImplementedError

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under torch's DDP: backwards that use a part of a model, and what the other ranks hear of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness import outcomes, reset
+from lockstep.errors import GradientNotReducedError, UnknownParameterError
+from lockstep.sync.ddp import DDPSync
+
+
+class Halves(nn.Module):
+    """`left` for rows whose first feature is positive, `right` for the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.left(x) if x[0, 0] > 0 else self.right(x)
+
+
+def on_two(body, build=Halves, **ddp_args):
+    """The outcome on each rank of `body(group, model, sync)`."""
+    replicas = [reset(build().double(), 3) for _ in range(2)]
+
+    def one_rank(group):
+        sync = DDPSync([replicas[group.rank]], group, ddp_args=ddp_args)
+        try:
+            return body(group, sync.models[0], sync)
+        finally:
+            sync.detach()
+
+    return outcomes(2, one_rank)
+
+
+def features(*firsts):
+    rows = torch.ones(len(firsts), 4, dtype=torch.float64)
+    rows[:, 0] = torch.tensor(firsts)
+    return rows
+
+
+def refusals(found):
+    return [(type(error), error.what) for error in found]
+
+
+def test_a_backward_that_leaves_half_a_small_model_is_refused_at_once():
+    stepped = []
+
+    def body(group, model, sync):
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(stepped.append)
+        model(features(1.0)).sum().backward()
+
+    found = on_two(body)
+    what = "a backward left parameters without a gradient, and torch's DDP waits for them"
+    assert refusals(found) == [(GradientNotReducedError, what)] * 2
+    assert not stepped
+
+
+def test_a_rank_that_follows_hears_that_a_backward_left_half_a_model():
+    def body(group, model, sync):
+        if group.rank == 0:
+            model(features(1.0)).sum().backward()
+        else:
+            sync.reduce_pending()
+
+    assert [type(error) for error in on_two(body)] == [GradientNotReducedError] * 2
+
+
+def test_a_hook_whose_global_gradient_does_not_come_is_refused():
+    def body(group, model, sync):
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda p: None)
+        model.module(features(1.0)).sum().backward()
+
+    found = on_two(body, lambda: nn.Linear(4, 3))
+    what = "hooks wait for a global gradient that this backward does not bring"
+    assert refusals(found) == [(GradientNotReducedError, what)] * 2
+
+
+def test_a_replaced_parameter_that_one_rank_used_is_refused_on_both():
+    def body(group, model, sync):
+        left = model.module.left
+        left.weight = nn.Parameter(left.weight.detach() * 0.5)
+        model(features(1.0 - 2 * group.rank)).sum().backward()
+
+    found = on_two(body, find_unused_parameters=True)
+    assert [type(error) for error in found] == [UnknownParameterError] * 2
+
+
+@pytest.mark.parametrize("drop", ["zero_grad", "reduce_pending", "forget_window"])
+def test_layers_of_a_window_that_is_gone_are_not_taken_for_used(drop):
+    def body(group, model, sync):
+        with sync.no_sync():
+            sync.backward(model(features(1.0)).sum(), weight=1)
+        if drop == "reduce_pending":
+            sync.reduce_pending()
+        if drop == "forget_window":
+            sync.forget_window()
+        output = model(features(-1.0))
+        model.zero_grad()
+        sync.backward(output.sum(), weight=1)
+        return [param.grad for param in model.module.parameters()]
+
+    for grads in on_two(body, find_unused_parameters=True):
+        assert grads[:2] == [None, None]
+        assert torch.equal(grads[2], features(-1.0).expand(3, 4))
+
+
+def test_gradients_of_a_forward_outside_a_window_may_come_inside():
+    def body(group, model, sync):
+        loss = model(features(1.0)).sum()
+        with sync.no_sync():
+            loss.backward()
+        model(features(1.0)).sum().backward()
+        return model.module.weight.grad
+
+    for grad in on_two(body, lambda: nn.Linear(4, 3)):
+        assert torch.equal(grad, 2 * features(1.0).expand(3, 4))
