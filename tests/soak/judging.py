@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,13 @@ class Differs(Exception):
 
 
 def judged(
-    true: Trace, ranks: list[Trace], *, is_late: bool, by_hand: bool, rounding: float = 1.0
+    true: Trace,
+    ranks: list[Trace],
+    *,
+    is_late: bool,
+    by_hand: bool,
+    hears_later: bool = False,
+    rounding: float = 1.0,
 ) -> Outcome:
     """Compare.
 
@@ -70,11 +76,16 @@ def judged(
         is_late: a rank waited until its patience ended.
         rounding: how many times more than usual the program makes of a rounding error.
         by_hand: weights change outside optimizers, where nothing can refuse beforehand.
+        hears_later: a rank that has nothing to be refused takes the step before it hears of a
+            peer's refusal, and no further one; see `docs/adr/0022`.
     """
     _rounding.times = rounding
     errors = [trace.error for trace in ranks]
     if any(trace.is_stuck for trace in ranks):
         return Outcome("hang", "stuck", "a rank did not end")
+    hears_later = hears_later and any(isinstance(e, LockstepError) for e in errors)
+    if hears_later:
+        ranks, by_hand = _until_refused(ranks), True
     try:
         _compare(true, ranks, whole=not any(errors), by_hand=by_hand)
     except Differs as difference:
@@ -87,14 +98,28 @@ def judged(
         frames = traceback.format_exception(foreign[0])[-3:]
         text = "".join("\n".join(frame.splitlines()[:4]) + "\n" for frame in frames)
         return Outcome("crash", f"{type(foreign[0]).__name__}: {str(foreign[0])[:50]}", text)
-    if is_late:
+    if is_late and not hears_later:
         return Outcome("hang", "timeout", _shown(errors))
     coded = [e.code for e in errors if e is not None and not isinstance(e, PeerLostError)]
+    if hears_later:
+        return Outcome("refused", f"{(coded or ['LS601'])[0]}", _shown(errors))
     if not coded:
         return Outcome("crash", "peers lost, and no rank says why", _shown(errors))
     if None in errors:
         return Outcome("wrong", "refused on some ranks only", _shown(errors))
     return Outcome("refused", coded[0], _shown(errors))
+
+
+def _until_refused(ranks: list[Trace]) -> list[Trace]:
+    """Without the one step that a rank may be ahead of the one that was refused."""
+    ends = [min(map(len, column)) for column in zip(*(t.seen for t in ranks), strict=True)]
+
+    def until(trace: Trace) -> Trace:
+        pairs = zip(trace.seen, ends, strict=True)
+        seen = [steps[:end] if len(steps) <= end + 1 else steps for steps, end in pairs]
+        return replace(trace, seen=seen)
+
+    return [until(trace) for trace in ranks]
 
 
 def _briefly(error: BaseException) -> str:

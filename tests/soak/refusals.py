@@ -60,8 +60,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("gradients:by_hand", ("LS101",), _HAND),
     Refusal("gradients:added_before", ("LS101",), _HAND),
-    Refusal("gradients:added_after", ("LS101",), _HAND),
-    Refusal("gradients:added_after_functionally", ("LS101",), _HAND),
+    *(
+        Refusal(
+            piece,
+            ("LS101", "LS601"),
+            f"{_HAND} A peer that added nothing may take the step before it hears of it.",
+        )
+        for piece in ("gradients:added_after", "gradients:added_after_functionally")
+    ),
     *(
         Refusal(
             piece,

@@ -83,8 +83,15 @@ class Runner:
             is_late = time.monotonic() - started > self._patience_s
             is_late &= "strikes" not in spec.options
         rounding = max((_ROUNDING.get(piece, 1.0) for piece in spec.pieces()), default=1.0)
-        details = {"is_late": is_late, "by_hand": _by_hand(spec), "rounding": rounding}
-        return concluded(spec, judged(true, ranks, **details))
+        found = judged(
+            true,
+            ranks,
+            is_late=is_late,
+            by_hand=_by_hand(spec),
+            hears_later=bool(spec.pieces() & _HEARD_LATER),
+            rounding=rounding,
+        )
+        return concluded(spec, found)
 
     def _ranks(self, spec: Spec, source: str) -> list[Trace]:
         if "strikes" in spec.options:
@@ -239,6 +246,8 @@ def _is_finite(trace: Trace) -> bool:
 
 # A series of matrix powers; differences of gradients divided by differences of weights.
 _ROUNDING = {"model:orthogonal": 1000.0, "optimizer:lbfgs": 1e4}
+
+_HEARD_LATER = {"gradients:added_after", "gradients:added_after_functionally"}
 
 _CHANGING = {
     "gradients:weights_by_hand", "gradients:weights_by_hand_alone", "setup:post_step",

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, PeerLostError
 from soak import refusals
 from soak.drawing import is_fair, named
-from soak.judging import Outcome
+from soak.judging import Outcome, Trace, judged
 from soak.refusals import REFUSALS, is_explained
 from soak.running import Runner, source_of
 from soak.sample import every_piece
@@ -180,3 +180,17 @@ def test_a_script_shows_the_failure_by_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "one process: optimizer 0, step 0" in done.stdout
     assert "rank 1: GradientNotReducedError: [LS101]" in done.stdout
+
+
+def step_with(value):
+    return [[[torch.tensor(value)]], [torch.tensor(value)]]
+
+
+@pytest.mark.parametrize(("ahead", "kind"), [(1, "refused"), (2, "wrong")])
+def test_a_peer_may_be_one_step_ahead_of_a_refusal_and_no_further(ahead, kind):
+    true = Trace([[step_with(float(n)) for n in range(3)]], [], [torch.zeros(())])
+    refused = Trace([[]], [], [torch.zeros(())], error=PeerLostError("gone"))
+    wrong = Trace([[step_with(9.0)] * ahead], [], [torch.ones(())])
+    known = {"is_late": False, "by_hand": False}
+    assert judged(true, [refused, wrong], hears_later=True, **known).kind == kind
+    assert judged(true, [refused, wrong], **known).kind == "wrong"
