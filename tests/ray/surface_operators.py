@@ -207,7 +207,9 @@ class ReadsAhead(TrainingOperator):
         features, target = batch
         self.optimizer.zero_grad()
         loss = (self.model(features) - target).square().mean()
-        if info.get("weight"):
+        if info.get("rows"):
+            self.backward(loss, weight=len(features))
+        elif info.get("weight"):
             # The batch that rank 1 borrows in the last step is rank 0's only sample.
             self.backward(loss, weight=len(features) if len(features) > 1 else 1 - self.world_rank)
         elif info.get("ours"):

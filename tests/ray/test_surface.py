@@ -294,13 +294,17 @@ def test_a_loop_that_reads_ahead_is_exact_or_refused():
             two.train(info=info)
             assert farthest(two.get_model(), expected[33]) < 1e-12
     with start(operators.ReadsAhead, config=uneven) as two:
-        two.train(info={"weight": True})
-        assert farthest(two.get_model(), expected[37]) < 1e-12
+        state = two.state_dict()
+        for info in ({"weight": True}, {"weight": True, "all": True}, {"rows": True}):
+            two.load_state_dict(state)
+            two.train(info=info)
+            assert farthest(two.get_model(), expected[37]) < 1e-12
         with pytest.raises(WeightError, match="reads ahead") as caught:
             two.train(info={"ours": True})
         assert "self.backward(loss, weight=" in str(caught.value)
-    with (
-        start(operators.ReadsAhead, config=uneven) as two,
-        pytest.raises(WeightError, match="reads ahead"),
-    ):
-        two.train(info={"all": True})
+    for info, words in (({"all": True}, "reads ahead"), ({"all": True, "rows": True}, "another")):
+        with (
+            start(operators.ReadsAhead, config=uneven) as two,
+            pytest.raises(WeightError, match=words),
+        ):
+            two.train(info=info)

@@ -77,6 +77,7 @@ _HEARD_LATER = frozenset({"one_rank_leaves_out", "extra_backward", "caught_insid
 _OF_ONE_RANK = frozenset(
     {"update:one_rank_leaves_out", "before:extra_backward", "before:caught_inside_one"}
 )
+_ONCE_UNDER_DDP = frozenset({"retained", "shared_forward", "two_players_sharing", "two_players"})
 _PLACED = frozenset({"hold", "remove_hook", "unfreeze", "tie", "untie"})
 _SHOWN = frozenset({"see_held", "see_hooked", "flat_scale", "flat_read"})
 
@@ -123,6 +124,10 @@ def _is_heard(spec: Spec) -> bool:
     # Peers hear of it when the step is over: until then they compute what they would have
     # computed, because the rank that is ahead, or behind, has the same rows.
     shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
+    for step in spec.steps:
+        is_extra = any(piece["kind"] == "extra_backward" for piece in step.before)
+        if is_extra and step.gradients["kind"] in WINDOWS:
+            return False  # the peers' first round has the rows of the whole window
     return (
         spec.workers > 1
         and spec.way == "equal"
@@ -160,6 +165,9 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
         return False  # one process leaves the window's backwards out altogether
     if "post_step" in setup and before & {"caught_inside", "caught_inside_one"}:
         return False  # one process has stepped with what came before the exception
+    shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
+    if spec.sync == "ddp" and shown and kinds & _ONCE_UNDER_DDP:
+        return False  # it leaves the second backward with this rank: no rank may step with it
     if "only_some" in kinds and "unused" in MODELS[spec.model].tags:
         return False  # a backward that reaches no synchronised parameter says nothing to anybody
     if "only_some" in kinds and spec.model.startswith("checkpointed_"):

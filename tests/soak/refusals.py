@@ -108,7 +108,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "before:extra_backward",
         ("LS101", "LS201"),
-        "One rank runs a backward that its peers do not run.",
+        "One rank runs a backward that its peers do not run. They hear of it in their next round,"
+        " which may be a step later.",
     ),
     Refusal(
         "before:caught_inside",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lockstep.operator.committed import BuffersBefore
+    from lockstep.operator.read_ahead import ReadAhead
     from lockstep.operator.registered import Registered
     from lockstep.operator.setting import Setting
     from lockstep.sync import Synchroniser
@@ -30,6 +31,7 @@ class Backstage:
         measures: what `register_metrics` was given.
         purpose: "train" or "validation": of the call that runs.
         delivered: the plain batch in hand; None between batches, and while shards are.
+        read_ahead: what the user's own `train_epoch` has read; None in all other loops.
         place: where the batch in hand stands in its accumulation window.
         committed: global batches that have happened since the run began.
         weighed_by: what the default loops' losses count for, by purpose, once one was computed.
@@ -51,6 +53,7 @@ class Backstage:
         self.acts = Acts()
         self.measures = Measures()
         self.delivered: Part | None = None
+        self.read_ahead: ReadAhead | None = None
         self.place = PlaceInWindow(opens=True, closes=True)
         self.committed = 0
         self.weighed_by: dict[str, str] = {}

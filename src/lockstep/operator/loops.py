@@ -10,13 +10,13 @@ reduction: so the step depends on the shards alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.data.structure import leading_length
-from lockstep.errors import ConfigurationError, NotAvailableError, WeightError, WrongTypeError
+from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, mean_over_shards
@@ -266,17 +266,20 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
             _refuse_weight_without_sync(operator, weight)
         loss.backward()
         return
-    delivered = operator._lockstep.delivered
+    delivered, ahead = operator._lockstep.delivered, operator._lockstep.read_ahead
     if weight is None:
         sync.delivered_weight()
         # A loop that reads ahead ends after the iteration has; the last weight still holds.
         weight = None if delivered is None else delivered.num_samples
+    # Whatever a borrowed batch holds is counted elsewhere, and a step that weighs its tokens
+    # does not know that it is borrowed.
+    elif ahead is not None:
+        where = f"rank {operator.world_rank}, step {operator.global_step}"
+        weight = ahead.counted(weight, where)
     elif operator._lockstep.is_borrowed():
-        # Whatever the batch holds is counted elsewhere, and a step that weighs its tokens does
-        # not know that it is borrowed. In a loop that reads ahead it is not the batch in hand.
-        with suppress(WeightError):
-            sync.delivered_weight()
-            weight = 0
+        weight = 0
+    if ahead is not None:
+        ahead.note_backward()
     sync.backward(loss, weight=weight)
 
 

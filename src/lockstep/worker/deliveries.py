@@ -11,14 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
-from lockstep.errors import WeightError
 from lockstep.operator.joint import refuse_borrowed
+from lockstep.operator.read_ahead import ReadAhead
 from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
     from lockstep import data
     from lockstep.data import Step
+    from lockstep.errors import WeightError
     from lockstep.operator import TrainingOperator
     from lockstep.sync import Synchroniser
     from lockstep.worker.cursor import Cursor, Tally
@@ -55,8 +56,8 @@ class Deliveries:
         self._rollback = rollback
         self.first_index = first_index
         self._open: int | None = None
-        self._unused: list[int] = []
-        self._rounds = 0
+        own_loop = purpose == "train" and operator._brings("train_epoch")
+        self._stage.read_ahead = ReadAhead() if own_loop and cursor.source.joint else None
         self.delivered = 0
         self.epoch_over = False
 
@@ -78,10 +79,12 @@ class Deliveries:
                 self._tally.at_boundary()
             if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
                 self._look_for_the_end()
+                self._note_the_end()
                 raise StopIteration
             step = self._cursor.take()
             if step is None:
                 self.epoch_over = True
+                self._note_the_end()
                 raise StopIteration
             self._open = sum(part.num_samples for part in step.parts)
             self.delivered += 1
@@ -157,8 +160,7 @@ class Deliveries:
             refuse_borrowed(self._operator)
         self._stage.delivered = part
         if sync is not None:
-            sync.set_delivered_weight(part.num_samples)
-            self._refuse_reading_ahead(sync, part.num_samples)
+            sync.set_delivered_weight(self._weight(sync, part.num_samples))
         part.seed_randomness()
         return part.batch
 
@@ -168,24 +170,16 @@ class Deliveries:
         seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)
         return Part(part.batch, part.num_samples, seed, shard)
 
-    def _refuse_reading_ahead(self, sync: Synchroniser, weight: int) -> None:
-        """A loop that reads ahead runs its backward for an earlier batch than the last one.
+    def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
+        """What a backward counts for whose batch is not told: this one's, if it is certain."""
+        ahead = self._stage.read_ahead
+        if ahead is None:
+            return samples
+        ahead.note_read(samples, sync.rounds)
+        where = f"rank {self._operator.world_rank}, step {self._operator.global_step}"
+        return samples if ahead.is_certain or not sync.needs_guard else ahead.unknown_weight(where)
 
-        Which one it is cannot be seen from here. That matters when they count differently.
-        """
-        if self._unused and sync.rounds > self._rounds:
-            del self._unused[0]
-        self._unused.append(weight)
-        self._rounds = sync.rounds
-        own_loop = self._operator._brings("train_epoch") and self._purpose == "train"
-        if own_loop and sync.needs_guard and len(set(self._unused)) > 1:
-            sync.set_delivered_weight(
-                WeightError(
-                    "the weight of this backward is not known",
-                    where=f"rank {self._operator.world_rank}, step {self._operator.global_step}",
-                    got=f"batches of {self._unused} samples, read and not yet trained on",
-                    cause="train_epoch reads ahead of the batch that it trains on, or left one out",
-                    fix="self.backward(loss, weight=number_of_its_samples), or override"
-                    " train_batch instead",
-                )
-            )
+    def _note_the_end(self) -> None:
+        ahead, sync = self._stage.read_ahead, self._stage.sync
+        if ahead is not None and sync is not None:
+            ahead.note_the_end(sync.rounds)
