@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from harness import gradients
+from lockstep.sync import Alone
 from ranks.programs import X
 from ranks.table import BORROWED, check, on_threads
 from ranks.test_replicate_exact import weights
@@ -87,6 +88,23 @@ def test_own_rows_of_another_shard(way, size, weightless_last):
 
     results = on_ranks(way, body, size=size, build=TwoLayers, ddp_args=UNUSED)
     assert_exact(results, oracle(rare_is_used=True))
+
+
+@pytest.mark.parametrize("weightless_last", [True, False])
+def test_own_rows_without_peers(weightless_last):
+    model = built(TwoLayers)
+    sync, optimizer = Alone([model], averages=True), momentum(model)
+    parts = [(FIRST, 8, False), (REST, 0, True)]
+    (part, weight, rare), last = parts if weightless_last else parts[::-1]
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with sync.no_sync():
+            sync.backward(loss_of(model, part, rare=rare), weight=weight)
+        sync.backward(loss_of(model, last[0], rare=last[2]), weight=last[1])
+        seen.append(gradients(model))
+        optimizer.step()
+    assert_exact([[*seen, weights([model])]], oracle(rare_is_used=True))
 
 
 @every_way

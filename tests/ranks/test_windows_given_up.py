@@ -109,3 +109,21 @@ def test_kept_gradients_of_ddp_stay_where_its_buckets_are_views():
         return all(map(torch.equal, kept, before))
 
     assert ddp_on_two(body, gradient_as_bucket_view=True) == [True, True]
+
+
+def test_a_gradient_in_the_place_of_a_freed_one_is_another_gradient():
+    """Python gives a freed object's id to the next one: ids do not say what a window holds."""
+
+    def body(group, model, sync):
+        with sync.no_sync():
+            model[0](mine(group)).square().mean().backward()
+        weight = model[0].weight
+        value, place = weight.grad.tolist(), id(weight.grad)
+        weight.grad = None
+        others = []
+        while id(other := torch.tensor(value).double().mul(0.5)) != place and len(others) < 1000:
+            others.append(other)
+        weight.grad = other
+        model[0](mine(group)).square().mean().backward()
+
+    assert [type(result) for result in on_two(body)] == [GradientNotReducedError] * 2

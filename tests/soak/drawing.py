@@ -161,11 +161,12 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
     """Whether one process can run the same backwards, and each with the same end."""
     setup = {piece["kind"] for piece in spec.setup}
     before = {piece["kind"] for step in spec.steps for piece in step.before}
+    shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
-    if "post_step" in setup and before & {"caught_inside", "caught_inside_one"}:
-        return False  # one process has stepped with what came before the exception
-    shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
+    is_caught = bool(before & {"caught_inside", "caught_inside_one"})
+    if is_caught and ("post_step" in setup or "see_hooked" in shown):
+        return False  # in one process hooks have run on what came before the exception
     if spec.sync == "ddp" and shown and kinds & _ONCE_UNDER_DDP:
         return False  # it leaves the second backward with this rank: no rank may step with it
     if "only_some" in kinds and "unused" in MODELS[spec.model].tags:

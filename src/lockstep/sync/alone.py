@@ -10,11 +10,11 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
-
-    import torch
 
     from lockstep.errors import WeightError
     from lockstep.group import Group
@@ -70,8 +70,23 @@ class Alone:
         if weight:
             self._weight += weight
             (loss * weight).backward(**backward_kwargs)
+        else:
+            self._mark_used(loss, backward_kwargs)
         if not self._is_paused:
             self.reduce_pending()
+
+    def _mark_used(self, loss: torch.Tensor, backward_kwargs: dict[str, Any]) -> None:
+        """What a loss of weight zero has used has a gradient: zero, also where the loss is NaN."""
+        before = [parameter.grad for parameter in self._parameters]
+        self._put([None] * len(before))
+        loss.backward(**backward_kwargs)
+        used = [parameter.grad for parameter in self._parameters]
+        self._put(
+            [
+                torch.zeros_like(new) if grad is None and new is not None else grad
+                for grad, new in zip(before, used, strict=True)
+            ]
+        )
 
     def reduce_pending(self) -> None:
         """Close the window: divide once by all its weights.

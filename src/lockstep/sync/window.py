@@ -11,6 +11,7 @@ different units would be silently wrong.
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,10 @@ class Units:
                 self._of[kind] = 2.0 ** round(math.log2(found))
 
 
+Left = tuple[weakref.ref[torch.Tensor], int]
+"""A gradient as a backward has left it, and its version."""
+
+
 @dataclass
 class Window:
     """The backwards since the last round, on this rank.
@@ -149,7 +154,7 @@ class Window:
     aside: dict[Slot, Any] = field(default_factory=dict)
     earlier: int = 0
     is_edited: bool = False
-    left: list[tuple[int, int] | None] | None = None
+    left: list[Left | None] | None = None
 
     def enter(self, kind: str, where: str) -> bool:
         """Note a backward of `kind`. True if it is the first of the window.

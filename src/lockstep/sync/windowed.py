@@ -8,6 +8,7 @@ carries the gradients: our own buckets, or torch's DDP. What a backward sets in 
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.inventory import Inventory
-    from lockstep.sync.window import Units
+    from lockstep.sync.window import Left, Units
 
 
 class WindowedSync:
@@ -220,7 +221,7 @@ class WindowedSync:
     def _leave_window_open(self) -> None:
         """A backward under `no_sync` has ended: note what it left."""
         self._is_running = False
-        self._window.left = self._gradients_now()
+        self._window.left = [_seen(slot.param.grad) for slot in self._slots]
 
     def _follow_zero_grad(self) -> None:
         """The next backward of a window comes: what did the program do to its gradients?
@@ -229,7 +230,7 @@ class WindowedSync:
         from the sum of the window's backwards, and no rank knows what they count for.
         """
         left = self._window.left
-        if left is None or left == self._gradients_now():
+        if left is None or all(map(_is_still, left, (s.param.grad for s in self._slots))):
             return
         grads = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
         # What the window has not reached is out of sight: was it to be zeroed, too?
@@ -240,10 +241,6 @@ class WindowedSync:
             for slot in self._slots:
                 slot.param.grad = None
             self._reset()
-
-    def _gradients_now(self) -> list[tuple[int, int] | None]:
-        grads = [slot.param.grad for slot in self._slots]
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
     def _reset(self) -> None:
         raise NotImplementedError
@@ -357,3 +354,14 @@ class WindowedSync:
         if self._is_broken:
             raise verdict.broken(self.place)
         return self._group
+
+
+def _seen(grad: torch.Tensor | None) -> Left | None:
+    # Not by its id: a freed gradient's is soon another one's. And not held: it is the user's.
+    return None if grad is None else (weakref.ref(grad), grad._version)
+
+
+def _is_still(left: Left | None, grad: torch.Tensor | None) -> bool:
+    if left is None or grad is None:
+        return left is None and grad is None
+    return left[0]() is grad and left[1] == grad._version
