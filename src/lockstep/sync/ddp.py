@@ -28,8 +28,8 @@ from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.graph_task import call_at_end, nesting_depth
 from lockstep.sync.inventory import agree, refuse_shared, take_inventory
 from lockstep.sync.newcomers import Newcomers
-from lockstep.sync.reducer import PLAIN, WEIGHTED
-from lockstep.sync.window import Units, Window, checked_weight, weighted_root
+from lockstep.sync.reducer import WEIGHTED
+from lockstep.sync.window import Units, Window
 from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class DDPSync(WindowedSync):
         self._found = found
         self._settings = [sorted(map(repr, arguments.items())), buffers, averages]
         agree(group, found, self._settings)
-        super().__init__(group, found, Units(group.size, fixed=not averages))
-        self.averages = averages
+        super().__init__(group, found, Units(group.size, fixed=not averages), averages=averages)
         forward_buffers = arguments.get("forward_sync_buffers", True)
         self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
         self._syncs_buffers = buffers == "after_backward" and self._keeps_buffers
@@ -139,22 +138,7 @@ class DDPSync(WindowedSync):
                 through different models.
             PeerLostError: another rank went away.
         """
-        scale: float | None = None
-        if weight is None:
-            self._open_window(PLAIN)
-        else:
-            weight = checked_weight(weight, self.place)
-            share = weight / self._units[WEIGHTED] if self.averages else float(weight > 0)
-            given = backward_kwargs.get("gradient")
-            scale, loss, given = weighted_root(loss, given, share, self.place)
-            backward_kwargs["gradient"] = given
-            self._open_window(WEIGHTED)
-            self._window.weight += scale
-        self._drive(lambda: loss.backward(**backward_kwargs), scale)
-
-    def begin_step(self, step: int) -> None:
-        """Say which optimizer step the backwards from now on belong to."""
-        self._step = step
+        self._backward(loss, weight, backward_kwargs)
 
     def reduce_pending(self) -> None:
         """Follow the peers' backward with what is there, or with nothing.
@@ -169,7 +153,7 @@ class DDPSync(WindowedSync):
             PeerLostError: another rank went away.
         """
         self.attached()
-        self._follow_zero_grad()
+        self._check_left_gradients()
         if self._window.kind is None:
             self._keep_earlier()
         try:
@@ -261,8 +245,6 @@ class DDPSync(WindowedSync):
 
     def refuse_broken(self) -> None:
         """Before a forward: its backward could not be reduced."""
-        if self._is_open and self._round.refusal is not None:
-            self._reset(broken=True)  # refused by all ranks alike, in a plain backward
         self.attached()
         pairs = zip(self._slots, self._kinds, strict=True)
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
@@ -318,23 +300,8 @@ class DDPSync(WindowedSync):
             self._reset(broken=True)
             raise
 
-    def _open_window(self, kind: str) -> None:
-        self.attached()
-        if self._has_failed:
-            self._reset()
-        self._follow_zero_grad()
-        is_first = self._window.kind is None
-        if kind == WEIGHTED:
-            self._window.enter(WEIGHTED, self.place)
-        elif self.averages:
-            self._window.enter_plain(self.delivered_weight(), self.place)
-        else:
-            self._window.enter_sum(self.delivered_weight(), self.place)
-        if is_first:
-            self._keep_earlier()
-
     def _drive(self, run: Callable[[], None], weight: float | None) -> None:
-        self._is_driven = True
+        self._is_running = True
         if weight == 0.0:
             # Weight zero: nothing of it may stay, and zero times NaN would.
             self._round.kept = self._own_memory(set_aside(self._slots)[0])
@@ -357,7 +324,7 @@ class DDPSync(WindowedSync):
             self._fail()
             raise
         finally:
-            self._is_driven = False
+            self._is_running = False
 
     def _fail(self) -> None:
         is_broken = self._round.has_sent
@@ -484,7 +451,7 @@ class DDPSync(WindowedSync):
         self._round = Round(self, self._reduced, self._used)
         self._tasks.clear()
         self._is_open = False
-        self._is_driven = self._is_running = False
+        self._is_running = False
         self._has_failed = False
 
 

@@ -25,8 +25,8 @@ from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.ordered_reducer import OrderedReducer
-from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution, Reducer
-from lockstep.sync.window import Units, Window, checked_weight, weighted_root
+from lockstep.sync.reducer import WEIGHTED, Contribution, Reducer
+from lockstep.sync.window import Units, Window
 from lockstep.sync.windowed import WindowedSync
 
 if TYPE_CHECKING:
@@ -68,11 +68,10 @@ class GradientSync(WindowedSync):
         self.full_round = 0
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers, averages])
-        self._averages = averages
         self._order = order
         self._taken_weight = 0.0
         self._last_shard: int | None = None
-        super().__init__(group, found, _units(group, order, averages=averages))
+        super().__init__(group, found, _units(group, order, averages=averages), averages=averages)
         self._owns_group = owns_group
         self._syncs_buffers = buffers == "after_backward"
         if broadcast:
@@ -115,30 +114,7 @@ class GradientSync(WindowedSync):
             SparseGradientError: on every rank, if any rank got one.
             PeerLostError: another rank went away.
         """
-        scale: float | None = None
-        if weight is None:
-            self._open_window(PLAIN)
-        else:
-            weight = checked_weight(weight, self.place)
-            given = backward_kwargs.get("gradient")
-            share = weight / self._unit(WEIGHTED) if self._averages else float(weight > 0)
-            scale, loss, given = weighted_root(loss, given, share, self.place)
-            backward_kwargs["gradient"] = given
-            self._open_window(WEIGHTED)
-            self._window.weight += scale
-        self._drive(lambda: loss.backward(**backward_kwargs), scale)
-
-    def begin_step(self, step: int) -> None:
-        """Say which optimizer step the backwards from now on belong to; the same on every rank.
-
-        Gradient:
-            A round in which the ranks' steps differ is refused on all of them: it would average
-            the gradients of one batch with those of another.
-
-        Collective:
-            None.
-        """
-        self._step = step
+        self._backward(loss, weight, backward_kwargs)
 
     def reduce_pending(self) -> None:
         """Take part in the round that the peers run, with what is there, or with nothing.
@@ -157,7 +133,7 @@ class GradientSync(WindowedSync):
         """
         self.attached()
         self._settle()
-        self._follow_zero_grad()
+        self._check_left_gradients()
         if self._window.kind is None:
             self._keep_earlier()
         self._begin_round()
@@ -260,19 +236,7 @@ class GradientSync(WindowedSync):
         self._settle()
         if self._order is not None:
             self._check_in_order()
-        if self._has_failed:
-            self._reset()
-            self.attached()
-        self._follow_zero_grad()
-        is_first = self._window.kind is None
-        if kind == WEIGHTED:
-            self._window.enter(WEIGHTED, self.place)
-        elif self._averages:
-            self._window.enter_plain(self.delivered_weight(), self.place)
-        else:
-            self._window.enter_sum(self.delivered_weight(), self.place)
-        if is_first:
-            self._keep_earlier()
+        super()._open_window(kind)
 
     def _check_in_order(self) -> None:
         if not self._is_paused and self._last_shard is None:
@@ -284,7 +248,7 @@ class GradientSync(WindowedSync):
     def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
         muted = weight == 0.0
-        self._is_driven = True
+        self._is_running = True
         kept: dict[Slot, torch.Tensor | None] = {}
         try:
             if muted:
@@ -302,7 +266,7 @@ class GradientSync(WindowedSync):
             self._fail()
             raise
         finally:
-            self._is_driven = False
+            self._is_running = False
         if muted:
             _put_grads(self._with_zeros(kept))
             kept.clear()
@@ -381,7 +345,7 @@ class GradientSync(WindowedSync):
             bucket.delivered_version = bucket.flat._version
             for slot in bucket.kept:
                 slot.accept_changes()
-        for slot in self._added_to:
+        for slot in self._accumulated:
             slot.accept_changes()
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
@@ -412,7 +376,7 @@ class GradientSync(WindowedSync):
         self._taken_weight = 0.0
         self._tasks.clear()
         self._is_open = False
-        self._is_driven = self._is_running = False
+        self._is_running = False
         self._has_failed = False
         self._arrive = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,8 @@ from lockstep.sync.captures import Captures
 from lockstep.sync.gradient_hooks import ParameterHooks, accumulates
 from lockstep.sync.graph_task import call_at_end, current_task
 from lockstep.sync.inventory import agree_on_values
-from lockstep.sync.reducer import PLAIN
-from lockstep.sync.window import Window, checked_weight
+from lockstep.sync.reducer import PLAIN, WEIGHTED
+from lockstep.sync.window import Window, checked_weight, weighted_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
@@ -40,13 +40,14 @@ class WindowedSync:
         group: the peers; until `detach`.
         found: what is synchronised, after the ranks have agreed on it.
         units: of its weights.
+        averages: False if the losses are sums over their batches.
 
     Attributes:
         place: this rank among its peers, for errors.
         rounds: how many reductions there have been.
     """
 
-    def __init__(self, group: Group, found: Inventory, units: Units) -> None:
+    def __init__(self, group: Group, found: Inventory, units: Units, *, averages: bool) -> None:
         self.place = f"rank {group.rank} of {group.size}"
         self.rounds = 0
         self._group: Group | None = group
@@ -56,11 +57,12 @@ class WindowedSync:
             for number, (name, param) in enumerate(found.parameters.items())
         ]
         self._units = units
+        self.averages = averages
         self._window = Window()
         self._delivered: float | WeightError | None = None
         self._is_paused = False
         self._is_broken = False
-        self._is_open = self._is_driven = self._is_running = self._has_failed = False
+        self._is_open = self._is_running = self._has_failed = False
         self._step = 0  # of the run, or of the optimizers, to which rounds belong
         self._steps_taken = 0
         self._lock = threading.RLock()  # the garbage collector may end a failed backward inside
@@ -70,7 +72,7 @@ class WindowedSync:
         self._hooks: dict[Slot, ParameterHooks] = {}
         self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
         self._captures = Captures(self._slots)
-        self._added_to: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
+        self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
 
     def expect_weight(self, total: float | None) -> None:
         """What all ranks' batches of a usual step weigh; a step that does needs no division.
@@ -105,6 +107,18 @@ class WindowedSync:
         if isinstance(self._delivered, WeightError):
             raise self._delivered
         return self._delivered
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step the backwards from now on belong to; the same on every rank.
+
+        Gradient:
+            A round in which the ranks' steps differ is refused on all of them: it would average
+            the gradients of one batch with those of another.
+
+        Collective:
+            None.
+        """
+        self._step = step
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,7 +194,7 @@ class WindowedSync:
             if task in self._tasks:
                 return self._tasks[task]
             # A task that began first may come last: what encloses a reentrant checkpoint.
-            is_inner = self._is_driven or self._is_running
+            is_inner = self._is_running
             if not is_inner:
                 self._tasks.clear()  # runs that have ended
             if not accumulates(slot.param):
@@ -211,7 +225,45 @@ class WindowedSync:
         """Call `function` when the running backward has ended and its gradients are in place."""
         call_at_end(function, self._fail)
 
+    def _backward(
+        self, loss: torch.Tensor, weight: float | None, backward_kwargs: dict[str, Any]
+    ) -> None:
+        """See `Synchroniser.backward`."""
+        scale: float | None = None
+        if weight is None:
+            self._open_window(PLAIN)
+        else:
+            weight = checked_weight(weight, self.place)
+            share = weight / self._unit(WEIGHTED) if self.averages else float(weight > 0)
+            given = backward_kwargs.get("gradient")
+            scale, loss, given = weighted_root(loss, given, share, self.place)
+            backward_kwargs["gradient"] = given
+            self._open_window(WEIGHTED)
+            self._window.weight += scale
+        self._drive(lambda: loss.backward(**backward_kwargs), scale)
+
+    def _unit(self, kind: str) -> float:
+        return self._units[kind]
+
     def _open_window(self, kind: str) -> None:
+        """A backward begins, maybe the first of its window: `kind` and weight are noted."""
+        self.attached()
+        if self._has_failed:
+            self._reset()
+            self.attached()
+        self._check_left_gradients()
+        is_first = self._window.kind is None
+        if kind == WEIGHTED:
+            self._window.enter(WEIGHTED, self.place)
+        elif self.averages:
+            self._window.enter_plain(self.delivered_weight(), self.place)
+        else:
+            self._window.enter_sum(self.delivered_weight(), self.place)
+        if is_first:
+            self._keep_earlier()
+
+    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
+        """Run a backward whose root carries `weight`; the round begins before and ends after."""
         raise NotImplementedError
 
     def _begin_plain(self) -> None:
@@ -223,7 +275,7 @@ class WindowedSync:
         self._is_running = False
         self._window.left = [_seen(slot.param.grad) for slot in self._slots]
 
-    def _follow_zero_grad(self) -> None:
+    def _check_left_gradients(self) -> None:
         """The next backward of a window comes: what did the program do to its gradients?
 
         Zeroed gradients are a window that was given up, with its weights. Others cannot be told
@@ -298,8 +350,8 @@ class WindowedSync:
                     slot.passed = self.rounds
                 elif not window.is_edited:
                     slot.deliver(whole)
-            self._added_to = list(window.aside)
-            for slot in self._added_to:
+            self._accumulated = list(window.aside)
+            for slot in self._accumulated:
                 if slot.holds_delivered and (is_round or not window.is_edited):
                     slot.accept_changes()  # views of one tensor have one version together
             self._captures.remember_gradients()
