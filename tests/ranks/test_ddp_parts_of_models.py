@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harness import outcomes, reset
-from lockstep.errors import GradientNotReducedError, UnknownParameterError
+from lockstep.errors import GradientNotReducedError, LockstepError, UnknownParameterError
 from lockstep.sync.ddp import DDPSync
 
 
@@ -119,3 +119,51 @@ def test_gradients_of_a_forward_outside_a_window_may_come_inside():
 
     for grad in on_two(body, lambda: nn.Linear(4, 3)):
         assert torch.equal(grad, 2 * features(1.0).expand(3, 4))
+
+
+SMALL = {"bucket_cap_mb": 1e-5}
+
+
+@pytest.mark.parametrize("replaces", [(0, 1), (0,)])
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_model_that_was_half_sent_when_its_backward_ended_is_refused_on_both(replaces, follows):
+    """One bucket has left, and the peer waits for the other one."""
+
+    def body(group, model, sync):
+        if group.rank in replaces:
+            first = model.module[0]
+            first.weight = nn.Parameter(first.weight.detach() * 0.5)
+        if group.rank == 1 and follows:
+            sync.reduce_pending()
+        else:
+            model(features(1.0)).sum().backward()
+
+    found = on_two(body, lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), **SMALL)
+    assert [type(error) for error in found] == [UnknownParameterError] * 2
+
+
+def test_a_layer_that_one_rank_alone_leaves_out_ends_on_both():
+    """No rank follows: the other rank hears of it while it waits for the bucket."""
+
+    def body(group, model, sync):
+        model(features(1.0 - 2 * group.rank)).sum().backward()
+
+    class Deep(Halves):
+        def forward(self, x):
+            return self.right(x) + (self.left(x) if x[0, 0] > 0 else 0)
+
+    found = on_two(body, Deep, **SMALL)
+    assert type(found[1]) is GradientNotReducedError
+    assert isinstance(found[0], LockstepError)
+
+
+def test_a_replaced_parameter_in_a_window_is_refused_on_both():
+    def body(group, model, sync):
+        left = model.module.left
+        left.weight = nn.Parameter(left.weight.detach() * 0.5)
+        with sync.no_sync():
+            model(features(1.0 - 2 * group.rank)).sum().backward()
+        sync.reduce_pending()
+
+    found = on_two(body, find_unused_parameters=True)
+    assert [type(error) for error in found] == [UnknownParameterError] * 2

@@ -166,6 +166,7 @@ REFUSALS: tuple[Refusal, ...] = (
             ("LS003",),
             "The owner does not know a parameter that was added after attaching.",
             ("parameter_server",),
+            ranks=1,
         )
         for piece in ("before:new_parameter", "before:replaced_parameter", "before:untie")
     ),

@@ -156,6 +156,9 @@ class DDPSync(WindowedSync):
         self._check_left_gradients()
         if self._window.kind is None:
             self._keep_earlier()
+        newcomers = self._newcomers.with_gradient()
+        if newcomers:
+            self._window.faults.append({"kind": "newcomer", "names": newcomers})
         try:
             self._round.follow()
             self._finish()

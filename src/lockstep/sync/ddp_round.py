@@ -279,14 +279,32 @@ class Round:
             raise self.refusal
         if self._late:
             raise came_twice(self._host.place, f"`{self._late[0].name}`")
-        mine, led = self._host.contribution(), self.led()
+        mine, halves = self._host.contribution(), self._half_sent()
+        if self._ends_together:
+            for model in halves:
+                self._send_rest(model)
         # With nothing led, peers may wait for what this rank has to refuse.
-        if self._ends_together if led else mine.faults:
+        if self._ends_together if halves or self.led() else mine.faults:
             ending = make_header(mine, self._host.step, ends=True)
             exchange(self._host.attached(), ending, mine)
         for model, turn in self._turns.items():
             if turn.has_landed and turn.used is not None:
                 self._give_to_users(model, turn, turn.used)
+
+    def _half_sent(self) -> list[ReducedModel]:
+        return [m for m, turn in self._turns.items() if turn.is_led and not turn.has_landed]
+
+    def _send_rest(self, model: ReducedModel) -> None:
+        """Peers wait for all buckets of a model, and then for the word that it is refused."""
+        turn = self._turns[model]
+        for flat, params in list(model.empty_buckets())[len(turn.cargo) :]:
+            turn.cargo.append(_Cargo(flat, params))
+            self._ship(turn.cargo[-1])
+        if self._host.finds_unused and turn.asked is None:
+            self._ask_who_used(model, turn)
+        for pending in [*(cargo.pending for cargo in turn.cargo), turn.asked]:
+            if pending is not None:
+                pending.wait()
 
     def _give_to_users(self, model: ReducedModel, turn: Turn, used: torch.Tensor) -> None:
         """What nobody used has no gradient; what anybody used has one on every rank."""
