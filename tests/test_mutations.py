@@ -50,10 +50,10 @@ MUTATIONS = {
         (f"{EXACT}::test_as_one_process[Plain-plain-even]",),
     ),
     "mean_of_the_ranks_means": Mutation(
-        "sync/gradient_sync.py",
+        "sync/windowed.py",
         (
             (
-                "share = weight / self._unit(WEIGHTED) if self._averages else float(weight > 0)",
+                "share = weight / self._unit(WEIGHTED) if self.averages else float(weight > 0)",
                 "share = float(weight > 0)",
             ),
         ),

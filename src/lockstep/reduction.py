@@ -49,6 +49,7 @@ _of_this_thread = _OfThisThread()
 # the reduction of the process: with one rank per process there is only one. Ranks that are
 # threads of one process (CPU) run their hooks on their own thread and never come here.
 _of_the_process: list[Reduction] = []
+_lock = threading.Lock()  # ranks that are threads enter and leave at the same time
 
 
 def active() -> Reduction | None:
@@ -56,7 +57,8 @@ def active() -> Reduction | None:
     current = _of_this_thread.current
     if current is not None:
         return current
-    return _of_the_process[-1] if _of_the_process else None
+    with _lock:
+        return _of_the_process[-1] if _of_the_process else None
 
 
 def activate(reduction: Reduction) -> AbstractContextManager[Reduction]:
@@ -75,17 +77,19 @@ class _Active:
     def __enter__(self) -> Reduction:
         self._before = _of_this_thread.current
         _of_this_thread.current = self._reduction
-        _of_the_process.append(self._reduction)
+        with _lock:
+            _of_the_process.append(self._reduction)
         return self._reduction
 
     def __exit__(self, *_: object) -> None:
         _of_this_thread.current = self._before
         # By identity: with threads as ranks the blocks of different threads interleave, and
         # two equal reductions are still two.
-        for position in range(len(_of_the_process) - 1, -1, -1):
-            if _of_the_process[position] is self._reduction:
-                del _of_the_process[position]
-                break
+        with _lock:
+            for position in range(len(_of_the_process) - 1, -1, -1):
+                if _of_the_process[position] is self._reduction:
+                    del _of_the_process[position]
+                    break
 
 
 def backward_of(group: Group, weight: float | None) -> AbstractContextManager[Reduction]:

@@ -4,6 +4,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from harness import outcomes, reset
 from lockstep.errors import GradientNotReducedError, LockstepError, UnknownParameterError
@@ -167,3 +168,24 @@ def test_a_replaced_parameter_in_a_window_is_refused_on_both():
 
     found = on_two(body, find_unused_parameters=True)
     assert [type(error) for error in found] == [UnknownParameterError] * 2
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=True))
+
+
+def test_a_checkpoint_inside_a_window_that_ddp_awaits_from_outside_is_refused():
+    """The forward outside is what DDP still waits for when the one under `no_sync` comes."""
+
+    def body(group, model, sync):
+        model(features(1.0))
+        with sync.no_sync():
+            model(features(1.0)).sum().backward()
+
+    found = on_two(body, Checkpointed, find_unused_parameters=True)
+    assert [type(error) for error in found] == [GradientNotReducedError] * 2

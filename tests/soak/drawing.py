@@ -91,6 +91,9 @@ def is_fair(spec: Spec) -> bool:
     }
     if "loop" in spec.options and spec.model.startswith("norm"):
         return False  # the trainer puts models into training mode
+    after = {piece["kind"] for step in spec.steps for piece in step.after}
+    if spec.model == "embedding_sparse" and "noise" in after:
+        return False  # torch does not add it to a sparse gradient
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
     if not _is_closed(spec, kinds) or not _is_heard(spec):
@@ -126,8 +129,8 @@ def _is_heard(spec: Spec) -> bool:
     shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
     for step in spec.steps:
         is_extra = any(piece["kind"] == "extra_backward" for piece in step.before)
-        if is_extra and step.gradients["kind"] in WINDOWS:
-            return False  # the peers' first round has the rows of the whole window
+        if is_extra and step.gradients["kind"] != "plain":
+            return False  # the peers' first round is of another loss than the extra one
     return (
         spec.workers > 1
         and spec.way == "equal"

@@ -76,7 +76,7 @@ REFUSALS: tuple[Refusal, ...] = (
             beside=beside,
         )
         for piece in ("gradients:nothing", "gradients:idle")
-        for beside in ("after:scale_function", "setup:flat")
+        for beside in ("after:scale_function", "gradients:conflicting", "setup:flat")
     ),
     Refusal(
         "gradients:weights_by_hand",
@@ -248,6 +248,7 @@ WORDS = {
     "before:other_shape": "`p.data` of another shape",
     "before:through_float": "`model.float().double()` after attaching",
     "after:scale_function": "`p.grad = p.grad * 0.5`",
+    "gradients:conflicting": "gradients of two losses, put together by hand",
     "setup:flat": "`p.grad` in a flat tensor of one's own",
     "before:freeze": "a parameter frozen meanwhile",
     "before:unfreeze": "a parameter unfrozen meanwhile",
