@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from harness import assert_same, gradients
+from lockstep.errors import GradientNotReducedError
 from ranks.programs import mlp
 from ranks.table import cells, pairwise
 from ranks.test_replicate_exact import weights
@@ -303,3 +304,81 @@ def test_a_hook_on_one_parameter_among_many(way):
         optimizer.step()
     results = on_ranks(way, body, bucket_cap_mb=1e-4)
     assert_exact(results, [*seen, weights([true])])
+
+
+def on_several(params, mode, seen):
+    """Torch's own hook on several tensors: once a backward, with all of their gradients."""
+
+    def all_came(found):
+        seen.append({str(place): grad.clone() for place, grad in enumerate(found)})
+
+    def one_came(found):
+        seen.append({"first": torch.stack([found.norm()])})
+
+    hook = all_came if mode == "all" else one_came
+    return torch.autograd.graph.register_multi_grad_hook(params, hook, mode=mode)
+
+
+@every_way
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_torchs_hook_on_several_parameters(way, split, mode, weighted):
+    def body(rank):
+        seen, part = [], SPLITS[split][rank.number]
+        handle = on_several(rank.params[1:3], mode, seen)
+        for _ in range(2):
+            rank.optimizer.zero_grad()
+            size = part.stop - part.start
+            if not size:
+                rank.sync.reduce_pending()
+            elif weighted:
+                rank.sync.backward(mean_square(rank.model, part), weight=size)
+            else:
+                rank.sync.set_delivered_weight(size)
+                mean_square(rank.model, part).backward()
+        handle.remove()
+        assert len(seen) == 2
+        return seen
+
+    true, seen = built(), []
+    on_several(list(true.parameters())[1:3], mode, seen)
+    mean_square(true, slice(0, SPLITS[split][-1].stop)).backward()
+    results = on_ranks(way, body, size=len(SPLITS[split]))
+    for results_of_rank in results:
+        for got in results_of_rank:
+            assert_same(got, seen[0])
+
+
+@every_way
+@pytest.mark.parametrize("kind", ["before", "after"])
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_hook_that_raises_leaves_an_open_window(way, kind, earlier):
+    """An exception of the user's that is caught: no step with a half of the gradients."""
+
+    def body(rank):
+        if earlier:
+            rank.sync.backward(mean_square(rank.model, SPLITS["two"][rank.number]), weight=1)
+
+        def raises(_):
+            raise KeyError("the user's")
+
+        param = rank.params[1]
+        handle = (
+            param.register_hook(raises)
+            if kind == "before"
+            else param.register_post_accumulate_grad_hook(raises)
+        )
+        before = gradients(rank.plain) if earlier else {}
+        with pytest.raises(KeyError, match="the user's"):
+            rank.sync.backward(mean_square(rank.model, SPLITS["two"][rank.number]), weight=1)
+        handle.remove()
+        if earlier:
+            assert_same(gradients(rank.plain), {name: grad * 2 for name, grad in before.items()})
+        with pytest.raises(GradientNotReducedError):
+            rank.optimizer.step()
+        rank.optimizer.zero_grad()
+        rank.sync.backward(mean_square(rank.model, SPLITS["two"][rank.number]), weight=1)
+        rank.optimizer.step()
+
+    on_ranks(way, body)

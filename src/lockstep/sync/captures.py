@@ -83,8 +83,15 @@ class Captures:
     def remember_gradients(self) -> None:
         """A round has left its gradients, or is about to be followed by others."""
         if self.are_fresh:
-            held = {slot: slot.param.grad for slot in self._slots if slot.holds_delivered}
-            self._samples = {s: _sample(grad) for s, grad in held.items() if grad is not None}
+            self._samples = {}
+            for slot in self._slots:
+                self.remember(slot)
+
+    def remember(self, slot: Slot) -> None:
+        """A round has left the gradient of `slot`."""
+        grad = slot.param.grad
+        if self.are_fresh and grad is not None and slot.holds_delivered:
+            self._samples[slot] = _sample(grad)
 
     def suspects(self) -> bool:
         """Before a step: weights or gradients were changed, other than by a factor or a limit."""

@@ -161,10 +161,10 @@ class DDPSync(WindowedSync):
             self._window.faults.append({"kind": "newcomer", "names": newcomers})
         try:
             self._round.follow()
-            self._finish()
         except BaseException:
             self._reset(broken=True)
             raise
+        self._finish()
 
     def forget_window(self) -> None:
         """Drop the gradients that were accumulated since the last round."""
@@ -296,13 +296,8 @@ class DDPSync(WindowedSync):
             model.show_marked()
 
     def _finish_plain(self) -> None:
-        if not self._is_open:
-            return
-        try:
+        if self._is_open:
             self._finish()
-        except BaseException:
-            self._reset(broken=True)
-            raise
 
     def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         self._is_running = True
@@ -315,10 +310,6 @@ class DDPSync(WindowedSync):
             with reduction.backward_of(self.attached(), weight):
                 run()
             self._put_back_kept()
-            if self._is_paused:
-                self._leave_window_open()
-            else:
-                self._finish()
         except RuntimeError as error:
             self._fail()
             if "mark a variable ready only once" not in str(error):
@@ -329,6 +320,10 @@ class DDPSync(WindowedSync):
             raise
         finally:
             self._is_running = False
+        if self._is_paused:
+            self._leave_window_open()
+        else:
+            self._finish()
 
     def _fail(self) -> None:
         is_broken = self._round.has_sent
@@ -385,6 +380,19 @@ class DDPSync(WindowedSync):
     # ------------------------------------------------------------------ the end of a round
 
     def _finish(self) -> None:
+        try:
+            window, landed, own = self._finish_round()
+        except BaseException:
+            self._fail()
+            raise
+        if not self.needs_guard:
+            # A rank alone has whole gradients, also where DDP has not looked at them.
+            self._divide_alone(own, window)
+            own = set()
+        self._complete(window, is_round=landed, unreduced=own)
+
+    def _finish_round(self) -> tuple[Window, bool, set[Slot]]:
+        """Its window, whether a model's gradients were reduced, and what was not."""
         self._end_together()
         landed, sums, window = self._round.landed(), self._round.sums, self._window
         for model in self._round.led():
@@ -403,12 +411,7 @@ class DDPSync(WindowedSync):
         self._reset()
         if landed and self._syncs_buffers:
             self.broadcast_buffers()
-        own = set(self._slots) - reduced
-        if not self.needs_guard:
-            # A rank alone has whole gradients, also where DDP has not looked at them.
-            self._divide_alone(own, window)
-            own = set()
-        self._complete(window, is_round=bool(landed), unreduced=own)
+        return window, bool(landed), set(self._slots) - reduced
 
     def _faults_at_end(self) -> list[dict[str, Any]]:
         """What a backward has left that no rank may use."""

@@ -4,11 +4,12 @@
 A hook on a parameter means to see the gradient of the global batch. While backward runs there is
 only this rank's share of it, scaled by its weight: whatever a hook adds, clamps or replaces
 would be another thing on each rank, and what it does after its bucket has left races the
-reduction. So autograd is shown our hooks alone; the user's are run once for each round, on the
-reduced gradient, in the order in which autograd would have run them. Who registered first does
-not matter then.
+reduction. So autograd is shown our hooks alone. After each round a second, small backward brings
+the reduced gradients to their parameters, and there autograd runs the user's. Who registered
+first does not matter then.
 
-Rejected: letting buckets leave one gradient later (the user's hooks then still see a share), and
+Rejected: calling the user's hooks ourselves (``torch.autograd.graph.register_multi_grad_hook``
+asks the engine which parameters the running backward will reach), letting buckets leave one gradient later (the user's hooks then still see a share), and
 applying weights in the bucket where there are hooks (exact for what a hook adds, wrong for a
 clamp).
 """
@@ -16,12 +17,13 @@ clamp).
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _OURS: Final = -1
 """Torch numbers the hooks of users from 0."""
@@ -92,6 +94,9 @@ class ParameterHooks:
             the gradient to go on with.
         arrived: called when a gradient was added to ``param.grad``; None: nobody has to know.
         tell: called when there are hooks of the user's: now, or when one is registered.
+
+    Attributes:
+        param: the same.
     """
 
     def __init__(
@@ -101,8 +106,10 @@ class ParameterHooks:
         arrived: Callable[[torch.Tensor], None] | None,
         tell: Callable[[], object],
     ) -> None:
-        self._param = param
+        self.param = param
         self._tell = tell
+        self._comes = comes
+        self._arrived = arrived or _nothing
         self._before = _table(param._backward_hooks)
         self._before.begin(tell)
         self._before.show(comes)
@@ -110,12 +117,14 @@ class ParameterHooks:
         param._backward_hooks = self._before
         self._after: _WaitingHooks | None = None
         if arrived is not None or param._post_accumulate_grad_hooks is not None:
-            self._take_over_after().show(arrived or _nothing)
+            self._take_over_after()
 
     def _take_over_after(self) -> _WaitingHooks:
-        self._after = _table(self._param._post_accumulate_grad_hooks)
-        self._after.begin(self._tell)
-        self._param._post_accumulate_grad_hooks = self._after
+        if self._after is None:
+            self._after = _table(self.param._post_accumulate_grad_hooks)
+            self._after.begin(self._tell)
+            self._after.show(self._arrived)
+            self.param._post_accumulate_grad_hooks = self._after
         return self._after
 
     def look_after(self) -> None:
@@ -123,30 +132,37 @@ class ParameterHooks:
 
         A table of ours from the start would cost a call into Python for every parameter.
         """
-        if self._after is None and self._param._post_accumulate_grad_hooks is not None:
-            self._take_over_after().show(_nothing)
+        if self.param._post_accumulate_grad_hooks is not None:
+            self._take_over_after()
 
     def applied_to(self, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient` as the user's hooks on the tensor leave it."""
         return _passed_through(self._before.users, gradient)
 
-    def change_gradient(self) -> None:
-        """Let ``param.grad`` be what the user's hooks on the tensor make of it."""
-        grad = self._param.grad
-        if grad is None or not self._before.users:
-            return
-        changed = self.applied_to(grad)
-        if changed is grad:
-            return
-        if (changed.shape, changed.dtype) == (grad.shape, grad.dtype):
-            grad.copy_(changed)  # the tensor stays the one that the synchronisation knows
-        else:
-            self._param.grad = changed
+    def show_users(self, landed: Callable[[torch.Tensor], None]) -> None:
+        """Let autograd run the user's hooks, and `landed` before those behind the gradient.
 
-    def run_after(self) -> None:
-        """Run the user's hooks that wait for ``param.grad`` to be complete."""
-        if self._after is not None:
-            _run_each(self._after.users, self._param)
+        Args:
+            landed: called with what the hooks in front have made of the gradient.
+        """
+        waiting = self._take_over_after()
+        changed: list[torch.Tensor] = []
+
+        def run_before(gradient: torch.Tensor) -> torch.Tensor:
+            changed.append(self.applied_to(gradient))
+            return changed[-1]
+
+        def run_after(param: torch.Tensor) -> None:
+            landed(changed.pop())
+            _run_each(waiting.users, param)
+
+        self._before.show(run_before)
+        waiting.show(run_after)
+
+    def show_ours(self) -> None:
+        """After `show_users`: keep the user's hooks back again."""
+        self._before.show(self._comes)
+        self._take_over_after().show(self._arrived)
 
     def release(self) -> None:
         """From now on autograd runs the user's hooks again, and none of ours."""
@@ -169,6 +185,53 @@ def _passed_through(hooks: dict[int, Any], gradient: torch.Tensor) -> torch.Tens
 def _run_each(hooks: dict[int, Any], param: torch.Tensor) -> None:
     for hook in list(hooks.values()):
         hook(param)
+
+
+class _Brings(torch.autograd.Function):
+    """A node of a graph whose backward brings a gradient that was computed elsewhere."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, behind: torch.Tensor, gradient: torch.Tensor, param: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradient = gradient
+        return behind.clone()
+
+    @staticmethod
+    def backward(ctx: Any, root: torch.Tensor) -> Any:
+        return root, None, ctx.gradient
+
+
+def bring(
+    hooks: Sequence[ParameterHooks],
+    gradients: Sequence[torch.Tensor],
+    landed: Callable[[int, torch.Tensor], None],
+) -> None:
+    """Run a backward that brings `gradients` to their parameters, past the user's hooks.
+
+    It ends in ``parameter.grad`` as any backward, in a tensor of autograd's choice.
+
+    Args:
+        hooks: of parameters that require gradients, the first to get its own first.
+        gradients: one for each.
+        landed: called with the place of each, and what hooks on the tensor have made of its gradient,
+            when it is in ``parameter.grad``, before the user's hooks that wait for that.
+    """
+    with torch.enable_grad():
+        # Several nodes, for the order; a root of one element, because torch compares the shapes of
+        # gradients that backward is given, for which it imports sympy, a third of a second.
+        root: torch.Tensor | None = None
+        for one, gradient in zip(reversed(hooks), reversed(gradients), strict=True):
+            behind = torch.zeros((), device=one.param.device) if root is None else root
+            root = _Brings.apply(behind, gradient, one.param)
+    try:
+        for place, one in enumerate(hooks):
+            one.show_users(partial(landed, place))
+        assert root is not None
+        root.backward()
+    finally:
+        for one in hooks:
+            one.show_ours()
 
 
 def accumulates(param: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from lockstep.errors import WeightError
 from lockstep.sync import verdict
 from lockstep.sync.buckets import Slot, set_aside
 from lockstep.sync.captures import Captures
-from lockstep.sync.gradient_hooks import ParameterHooks, accumulates
+from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, bring
 from lockstep.sync.graph_task import call_at_end, current_task
 from lockstep.sync.inventory import agree_on_values
 from lockstep.sync.reducer import PLAIN, WEIGHTED
@@ -334,29 +334,63 @@ class WindowedSync:
             is_round: the ranks have compared what was done to earlier gradients.
             unreduced: parameters whose gradient is still this rank's own.
         """
-        hooked = [slot for slot in reversed(self._slots) if slot.number in self._hooked]
-        hooked = [s for s in hooked if s.param.grad is not None and s not in unreduced]
+        self._accumulated = list(window.aside)
+        vouched = is_round or not window.is_edited
+        brought: dict[Slot, torch.Tensor] = {}
+        for slot in reversed(self._slots if self._hooked else ()):
+            grad = slot.param.grad
+            waits = slot.number in self._hooked and slot.param.requires_grad
+            if waits and grad is not None and slot not in unreduced:
+                brought[slot] = grad
         with torch.no_grad():
-            for slot in hooked:
-                self._hooks[slot].change_gradient()
             for slot, earlier in window.aside.items():
-                grad = slot.param.grad
-                whole = earlier if grad is None else earlier.add_(grad)
-                slot.param.grad = whole
-                if grad is not None and slot in unreduced:
-                    slot.disown()
-                elif is_round:
-                    slot.deliver(whole)
-                    slot.passed = self.rounds
-                elif not window.is_edited:
-                    slot.deliver(whole)
-            self._accumulated = list(window.aside)
-            for slot in self._accumulated:
-                if slot.holds_delivered and (is_round or not window.is_edited):
+                if slot not in brought:
+                    grad = slot.param.grad
+                    slot.param.grad = earlier if grad is None else earlier.add_(grad)
+                    if grad is not None and slot in unreduced:
+                        slot.disown()
+                    else:
+                        self._vouch(slot, vouched, is_new=is_round)
+            for slot in window.aside if vouched else ():
+                if slot.holds_delivered:
                     slot.accept_changes()  # views of one tensor have one version together
-            self._captures.remember_gradients()
-            for slot in hooked:
-                self._hooks[slot].run_after()
+        self._captures.remember_gradients()
+        if brought:
+            self._bring(brought, window, vouched)
+
+    def _vouch(self, slot: Slot, vouched: bool, *, is_new: bool) -> None:
+        """``parameter.grad``, earlier gradients included, is the same on every rank."""
+        if vouched:
+            slot.deliver(slot.param.grad)
+        if is_new:
+            slot.passed = self.rounds
+
+    def _bring(self, brought: dict[Slot, torch.Tensor], window: Window, vouched: bool) -> None:
+        """Let reduced gradients pass the user's hooks, in front of ``parameter.grad`` and behind."""
+        slots, gradients = list(brought), list(brought.values())
+        for slot in slots:
+            slot.param.grad = window.aside.get(slot)
+
+        def landed(place: int, changed: torch.Tensor) -> None:
+            slot = slots[place]
+            reduced = brought.pop(slot)
+            if slot in window.aside:
+                self._vouch(slot, vouched, is_new=True)
+            else:
+                if changed is not reduced:
+                    reduced.copy_(changed)
+                slot.param.grad = reduced  # the tensor stays the one that the synchronisation knows
+            self._captures.remember(slot)
+
+        try:
+            bring([self._hooks[slot] for slot in slots], gradients, landed)
+        except BaseException:
+            # As if a hook had raised inside the user's backward.
+            for slot, reduced in brought.items():
+                earlier = slot.param.grad
+                slot.param.grad = reduced if earlier is None else earlier.add_(reduced)
+            self._fail()
+            raise
 
     # ------------------------------------------------------------------ for the guard
 
