@@ -310,7 +310,7 @@ class Group:
 
     def _gather_bytes(self, mine: bytes, size: int) -> list[bytes]:
         """Every rank's bytes, by rank, each padded to `size`."""
-        padded = torch.zeros(size, dtype=torch.uint8)
+        padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         gathered = torch.stack(self.all_gather(padded.to(self.device))).cpu()
         return [bytes(row) for row in gathered.numpy()]
@@ -341,7 +341,7 @@ class Group:
         mine = torch.tensor(token, dtype=torch.float64, device=self.device)
         if self.device.type != "cpu":
             return [part.tolist() for part in self.all_gather(mine)]
-        heard = torch.full((self.size, len(token)), math.nan, dtype=torch.float64)
+        heard = torch.full((self.size, len(token)), math.nan, dtype=torch.float64, device="cpu")
         heard[self.rank] = mine
         failure = self._hear(mine, heard)
         if failure is None:

@@ -98,7 +98,8 @@ def backward_of(group: Group, weight: float | None) -> AbstractContextManager[Re
     Args:
         weight: what was put on its root; None for a plain one.
     """
-    around = active() or Reduction(group, delivered_weight())
+    # Of this thread: the user's, and on it no other rank runs.
+    around = _of_this_thread.current or Reduction(group, _of_this_thread.delivered)
     if weight is not None:
         around = replace(around, weight=weight, at_root=True)
     return activate(around)

@@ -204,6 +204,53 @@ def test_an_optimizer_that_nobody_synchronises_is_left_alone():
     on_two_ranks(body)
 
 
+def assigned(model):
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+    )
+
+
+def overwritten(model):
+    """As ``torch.__future__.set_overwrite_module_params_on_conversion`` does, past every hook."""
+    for layer in model:
+        for name, param in layer.named_parameters():
+            layer._parameters[name] = nn.Parameter(param.detach().clone())
+
+
+def new_head(model):
+    model.requires_grad_(False)
+    model[1] = nn.Linear(3, 3).double()
+
+
+@pytest.mark.parametrize("change", [assigned, overwritten, new_head])
+def test_an_optimizer_of_late_parameters_alone_is_refused(change):
+    """Its backward reaches no parameter that was there when `replicate` looked."""
+
+    def body(group, model, sync):
+        change(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model(X[group.rank :: 2]).square().mean().backward()
+        with pytest.raises(UnknownParameterError, match=r"param_groups\[0\]\[0\]"):
+            optimizer.step()
+
+    on_two_ranks(body, lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)))
+
+
+def test_a_weight_that_one_sync_alone_knows_is_refused_by_the_other():
+    def body(group, model, sync):
+        (head,) = replicas_of(1, lambda: nn.Linear(3, 2))
+        second = replicate(head, group=group)
+        try:
+            part = X[:5] if group.rank == 0 else X[5:]
+            head(model(part)).square().mean().backward()
+            with pytest.raises(GradientNotReducedError, match="one replicate"):
+                sync.backward(head(model(part)).square().mean(), weight=len(part))
+        finally:
+            second.detach()
+
+    on_two_ranks(body)
+
+
 def test_a_rank_alone_may_assign_by_hand():
     (model,) = replicas_of(1)
     sync = replicate(model)

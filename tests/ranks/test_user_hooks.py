@@ -382,3 +382,15 @@ def test_a_hook_that_raises_leaves_an_open_window(way, kind, earlier):
         rank.optimizer.step()
 
     on_ranks(way, body)
+
+
+@our_buckets
+def test_a_default_device_of_the_users(way):
+    """Neither weights nor the hooks' backward live on whatever device is the default."""
+
+    def body(rank):
+        with torch.device("meta"):
+            return train(rank, "two")
+
+    results = on_ranks(way, body, before=on_all(clamp))
+    assert_exact(results, one_process(clamp, "two"))

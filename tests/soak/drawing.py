@@ -63,9 +63,9 @@ _IN_SHARDS_BEFORE = (
 )  # fmt: skip
 _IN_SHARDS_AFTER = ("scale_function", "scale_in_place", "decay", "drop_one", "zero_one")
 
+_READING = ("hook_read", "hooks_read", "post_read")
 _FOR_TRAINER = frozenset(kind for kind in SETUP if kind.startswith(("hook", "post"))) - {
-    "hook_read",
-    "post_read",
+    *_READING,
     "post_step",
 }
 _AFTER_FOR_TRAINER = frozenset(AFTER) - {
@@ -315,7 +315,7 @@ class Drawing:
         if "unused" in MODELS[model].tags:
             weights["frozen"] = 0.0
         if model.startswith("checkpointed_"):
-            weights |= dict.fromkeys([*_FOR_TRAINER, "hook_read", "post_read", "post_step"], 0.0)
+            weights |= dict.fromkeys([*_FOR_TRAINER, *_READING, "post_step"], 0.0)
         return (
             {
                 "kind": self._weighted(weights),
@@ -349,7 +349,7 @@ class Drawing:
         before, after = self._before(spec, number, kinds), self._after(spec)
         held = [piece for piece in before if piece["kind"] == "hold"]
         after += [{"kind": "see_held"} for _ in held]
-        if any(piece["kind"] in ("hook_read", "post_read") for piece in spec.setup):
+        if any(piece["kind"] in _READING for piece in spec.setup):
             after.append({"kind": "see_hooked"})
         update = "step" if is_last else self._weighted({"step": 90, "none": 5, "twice": 3})
         if kind == "window_left_open":

@@ -15,6 +15,7 @@ def _text(text: str) -> str:
 
 
 _P = "ps[{i} % len(ps)]"
+_NEXT = "ps[({i} + 1) % len(ps)]"
 
 
 def _post(act: str) -> str:
@@ -28,6 +29,16 @@ SETUP: dict[str, str] = {
     "hook_decay": f"handle = {_P}.register_hook(lambda g, p={_P}: g + 0.1 * p.detach())",
     "hook_clamp": f"handle = {_P}.register_hook(lambda g: g.clamp(-0.05, 0.05))",
     "hook_normalise": f"handle = {_P}.register_hook(lambda g: g / (g.norm() + 1))",
+    # Torch's own, on several tensors.
+    "hooks_read": (
+        "seen = []\n"
+        f"handle = torch.autograd.graph.register_multi_grad_hook([{_P}, {_NEXT}], lambda gs:"
+        " seen.append(sum(g.sum().item() for g in gs if g is not None)))"
+    ),
+    "hooks_any": (
+        f"handle = torch.autograd.graph.register_multi_grad_hook([{_P}, {_NEXT}], lambda g: None,"
+        " mode='any')"
+    ),
     # And after.
     "post_read": "seen = []\n" + _post("seen.append(p.grad.sum().item())"),
     "post_scale": _post("p.grad.mul_(0.5)"),

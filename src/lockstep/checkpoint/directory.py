@@ -172,7 +172,7 @@ def _with_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         if _MARK in value:
             name, shape, dtype = value[_MARK]
-            tensors[name] = torch.empty(shape, dtype=dtype)
+            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             return tensors[name]
         filled = {k: _with_tensors(child, tensors) for k, child in value.items()}
         return OrderedDict(filled) if isinstance(value, OrderedDict) else filled

@@ -206,8 +206,10 @@ def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
         return [0.0] * _PRINTS
     flat = gradient.detach().reshape(len(gradient), -1).double()
     generator = torch.Generator().manual_seed(5)
-    left = torch.randn(_PRINTS - 1, flat.shape[0], generator=generator, dtype=torch.float64)
-    right = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64)
+    left = torch.randn(
+        _PRINTS - 1, flat.shape[0], generator=generator, dtype=torch.float64, device="cpu"
+    )
+    right = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu")
     projected = left.to(flat.device) @ (flat @ right.to(flat.device))
     numbers = [float(flat.norm()) / scale, *(projected / scale).tolist()]
     return [number if math.isfinite(number) else math.inf for number in numbers]

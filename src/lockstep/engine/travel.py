@@ -75,5 +75,5 @@ def _tensor_of(
     dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray[Any, Any]
 ) -> torch.Tensor:
     if data.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).reshape(shape)

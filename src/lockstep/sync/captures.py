@@ -150,7 +150,7 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
     flat = gradient.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    found = torch.zeros(_SAMPLED + 1, dtype=torch.float64)
+    found = torch.zeros(_SAMPLED + 1, dtype=torch.float64, device="cpu")
     some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
     found[: len(some)] = some
     found[-1] = torch.linalg.vector_norm(flat, dtype=torch.float64)

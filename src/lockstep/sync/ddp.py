@@ -27,7 +27,6 @@ from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.graph_task import call_at_end, nesting_depth
 from lockstep.sync.inventory import agree, refuse_shared, take_inventory
-from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.reducer import WEIGHTED
 from lockstep.sync.window import Units, Window
 from lockstep.sync.windowed import WindowedSync
@@ -77,7 +76,8 @@ class DDPSync(WindowedSync):
         self._found = found
         self._settings = [sorted(map(repr, arguments.items())), buffers, averages]
         agree(group, found, self._settings)
-        super().__init__(group, found, Units(group.size, fixed=not averages), averages=averages)
+        units = Units(group.size, fixed=not averages)
+        super().__init__(modules, group, found, units, averages=averages)
         forward_buffers = arguments.get("forward_sync_buffers", True)
         self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
         self._syncs_buffers = buffers == "after_backward" and self._keeps_buffers
@@ -96,7 +96,6 @@ class DDPSync(WindowedSync):
         self._round = Round(self, self._reduced, self._used)
         self._arrive = self._note_arrival
         self._hook_parameters()
-        self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 
     def _wrapped(

@@ -4,20 +4,20 @@
 A hook on a parameter means to see the gradient of the global batch. While backward runs there is
 only this rank's share of it, scaled by its weight: whatever a hook adds, clamps or replaces
 would be another thing on each rank, and what it does after its bucket has left races the
-reduction. So autograd is shown our hooks alone. After each round a second, small backward brings
-the reduced gradients to their parameters, and there autograd runs the user's. Who registered
-first does not matter then.
+reduction. So autograd is shown our hooks alone; the user's are run once for each round, on the
+reduced gradient, in the order in which autograd would have run them. Who registered first does
+not matter then.
 
-Rejected: calling the user's hooks ourselves (``torch.autograd.graph.register_multi_grad_hook``
-asks the engine which parameters the running backward will reach), letting buckets leave one gradient later (the user's hooks then still see a share), and
+Rejected: letting buckets leave one gradient later (the user's hooks then still see a share),
 applying weights in the bucket where there are hooks (exact for what a hook adds, wrong for a
-clamp).
+clamp), and a second backward that brings reduced gradients to their parameters (it would accumulate
+them in copies, and torch's DDP would take it for its own).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -108,7 +108,6 @@ class ParameterHooks:
     ) -> None:
         self.param = param
         self._tell = tell
-        self._comes = comes
         self._arrived = arrived or _nothing
         self._before = _table(param._backward_hooks)
         self._before.begin(tell)
@@ -139,30 +138,10 @@ class ParameterHooks:
         """`gradient` as the user's hooks on the tensor leave it."""
         return _passed_through(self._before.users, gradient)
 
-    def show_users(self, landed: Callable[[torch.Tensor], None]) -> None:
-        """Let autograd run the user's hooks, and `landed` before those behind the gradient.
-
-        Args:
-            landed: called with what the hooks in front have made of the gradient.
-        """
-        waiting = self._take_over_after()
-        changed: list[torch.Tensor] = []
-
-        def run_before(gradient: torch.Tensor) -> torch.Tensor:
-            changed.append(self.applied_to(gradient))
-            return changed[-1]
-
-        def run_after(param: torch.Tensor) -> None:
-            landed(changed.pop())
-            _run_each(waiting.users, param)
-
-        self._before.show(run_before)
-        waiting.show(run_after)
-
-    def show_ours(self) -> None:
-        """After `show_users`: keep the user's hooks back again."""
-        self._before.show(self._comes)
-        self._take_over_after().show(self._arrived)
+    def run_after(self) -> None:
+        """Run the user's hooks that wait for ``param.grad`` to be complete."""
+        if self._after is not None:
+            _run_each(self._after.users, self.param)
 
     def release(self) -> None:
         """From now on autograd runs the user's hooks again, and none of ours."""
@@ -187,51 +166,34 @@ def _run_each(hooks: dict[int, Any], param: torch.Tensor) -> None:
         hook(param)
 
 
-class _Brings(torch.autograd.Function):
-    """A node of a graph whose backward brings a gradient that was computed elsewhere."""
+class _HasRun(Exception):
+    """Ends a backward that was there for one node."""
+
+
+class _Inside(torch.autograd.Function):
+    """A node whose backward calls a function, and stops."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, behind: torch.Tensor, gradient: torch.Tensor, param: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.gradient = gradient
-        return behind.clone()
+    def forward(ctx: Any, run: Callable[[], None], *params: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        return torch.zeros((), device="cpu")  # the engine runs it on this thread
 
     @staticmethod
     def backward(ctx: Any, root: torch.Tensor) -> Any:
-        return root, None, ctx.gradient
+        ctx.run()
+        raise _HasRun
 
 
-def bring(
-    hooks: Sequence[ParameterHooks],
-    gradients: Sequence[torch.Tensor],
-    landed: Callable[[int, torch.Tensor], None],
-) -> None:
-    """Run a backward that brings `gradients` to their parameters, past the user's hooks.
+def inside_a_backward(params: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
+    """Call `run` inside a backward that would reach `params`, and does not.
 
-    It ends in ``parameter.grad`` as any backward, in a tensor of autograd's choice.
-
-    Args:
-        hooks: of parameters that require gradients, the first to get its own first.
-        gradients: one for each.
-        landed: called with the place of each, and what hooks on the tensor have made of its gradient,
-            when it is in ``parameter.grad``, before the user's hooks that wait for that.
+    Hooks ask the engine what the running backward will reach: so does
+    ``torch.autograd.graph.register_multi_grad_hook``, to know when all of its tensors came.
     """
-    with torch.enable_grad():
-        # Several nodes, for the order; a root of one element, because torch compares the shapes of
-        # gradients that backward is given, for which it imports sympy, a third of a second.
-        root: torch.Tensor | None = None
-        for one, gradient in zip(reversed(hooks), reversed(gradients), strict=True):
-            behind = torch.zeros((), device=one.param.device) if root is None else root
-            root = _Brings.apply(behind, gradient, one.param)
-    try:
-        for place, one in enumerate(hooks):
-            one.show_users(partial(landed, place))
-        assert root is not None
-        root.backward()
-    finally:
-        for one in hooks:
-            one.show_ours()
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        root: torch.Tensor = _Inside.apply(run, *params)  # type: ignore[no-untyped-call]
+        with suppress(_HasRun):
+            root.backward()
 
 
 def accumulates(param: torch.Tensor) -> bool:

@@ -23,7 +23,6 @@ from lockstep.sync import guard, verdict
 from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
 from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
-from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import WEIGHTED, Contribution, Reducer
 from lockstep.sync.window import Units, Window
@@ -71,7 +70,8 @@ class GradientSync(WindowedSync):
         self._order = order
         self._taken_weight = 0.0
         self._last_shard: int | None = None
-        super().__init__(group, found, _units(group, order, averages=averages), averages=averages)
+        units = _units(group, order, averages=averages)
+        super().__init__(modules, group, found, units, averages=averages)
         self._owns_group = owns_group
         self._syncs_buffers = buffers == "after_backward"
         if broadcast:
@@ -82,7 +82,6 @@ class GradientSync(WindowedSync):
         how = making(self._cap_bytes, found.signature(), averages, order)
         self._lineup = Lineup(self._slots, group, how)
         self._hook_parameters(arrivals=self._reducer.can_overlap or not self._lineup.is_whole)
-        self._newcomers = Newcomers(modules, found.parameters.values())
         guard.protect(self, self._slots)
 
     # ------------------------------------------------------------------ for users

@@ -58,6 +58,7 @@ class Guarded(Protocol):
     def has_open_window(self) -> bool: ...
     @property
     def holds_nothing(self) -> bool: ...
+    def holds(self, param: torch.Tensor) -> bool: ...
     def note_step(self) -> None: ...
     def suspects_changes(self) -> bool: ...
     def reduce_pending(self) -> None: ...
@@ -82,6 +83,9 @@ class _Watch:
                     self.slots.setdefault(slot.owner, []).append(slot)  # type: ignore[arg-type]
                 elif not is_local(param):
                     self.unknown.append((f"param_groups[{group_number}][{number}]", param))
+        if not self.slots and self.unknown:
+            # Of models that are each rank's own, or of a synchronised one that got new ones?
+            self.unknown = [one for one in self.unknown if _registry.knows_module_of(one[1])]
 
 
 class _Registry:
@@ -119,6 +123,10 @@ class _Registry:
             if self._hook is not None and not len(self._owners):
                 self._hook.remove()
                 self._hook = None
+
+    def knows_module_of(self, param: torch.Tensor) -> bool:
+        with self._lock:
+            return any(owner.holds(param) for owner in self._owners)
 
     def watch(self, optimizer: Optimizer) -> _Watch:
         known = self.watches.get(optimizer)
@@ -170,6 +178,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     watch = _registry.watch(optimizer)
     if not watch.slots:
+        _refuse_unknown(watch)
         return None
     # Bound methods of a patched `step` pass the optimizer itself as the first argument.
     positional = args[1:] if args and args[0] is optimizer else args
@@ -193,8 +202,9 @@ def _before_step(
         # Its line search and its stopping rule follow the loss that the closure returns: ranks
         # with losses of their own would evaluate at different points.
         if isinstance(optimizer, torch.optim.LBFGS):
+            value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
             for owner in watch.slots:
-                judge_losses(owner.attached().exchange(torch.as_tensor(loss).item()), owner.place)
+                judge_losses(owner.attached().exchange(value), owner.place)
         return loss
 
     if kwargs.get("closure") is not None:
@@ -230,11 +240,15 @@ def _check(watch: _Watch) -> None:
             _compare(owner, watch, slots)
         watch.rounds[owner] = owner.rounds
         owner.note_step()
+    _refuse_unknown(watch)
+
+
+def _refuse_unknown(watch: _Watch) -> None:
     for name, param in watch.unknown:
         if param.grad is not None:
             raise UnknownParameterError(
                 f"the optimizer holds {name} with a gradient that nobody synchronises",
-                where=next(iter(watch.slots)).place,
+                where=next((owner.place for owner in watch.slots), None),
                 got=f"a parameter of shape {tuple(param.shape)}",
                 cause="it was added or replaced after replicate(), or belongs to another module",
                 fix="hand its module to replicate() too, or mark it: lockstep.local(parameter)",

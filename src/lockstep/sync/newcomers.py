@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from lockstep.lazy_compiler import outside_graphs
 from lockstep.sync.ownership import is_local
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class Newcomers:
         """Whether there are some that could get a gradient."""
         self._look()
         return any(param.requires_grad and not is_local(param) for _, param in self._found)
+
+    def include(self, param: torch.Tensor) -> bool:
+        """Whether `param` is one, or was left out on purpose; a look at every module."""
+        return any(one is param for one in self._parameters())
 
     def with_gradient(self) -> list[str]:
         """The names of newcomers that have got a gradient."""
@@ -96,9 +101,10 @@ class _Listeners:
         with self._lock:
             self._all.add(one)
             if not self._handles:
+                tell = outside_graphs(self._tell)
                 self._handles = [
-                    register_module_parameter_registration_hook(self._tell),
-                    register_module_module_registration_hook(self._tell),
+                    register_module_parameter_registration_hook(tell),
+                    register_module_module_registration_hook(tell),
                 ]
 
     def discard(self, one: Newcomers) -> None:

@@ -203,7 +203,7 @@ class Owner:
         return optimizer
 
     def _parameter(self, number: int) -> torch.nn.Parameter:
-        return self._parameters.setdefault(number, torch.nn.Parameter(torch.empty(0)))
+        return self._parameters.setdefault(number, torch.nn.Parameter(torch.empty(0, device="cpu")))
 
     def _regroup(self, optimizer: Optimizer, groups: Groups) -> None:
         known = optimizer.param_groups

@@ -71,13 +71,13 @@ def has_aliases(tensor: torch.Tensor) -> bool:
 
 @cache
 def _alone() -> tuple[int, int]:
-    tensor = torch.zeros(())
+    tensor = torch.zeros((), device="cpu")
     return _use_count(tensor), to_memory(tensor)
 
 
 @cache
 def _fresh() -> tuple[int, int]:
-    param = torch.zeros((), requires_grad=True)
-    param.grad = torch.zeros(())
+    param = torch.zeros((), device="cpu", requires_grad=True)
+    param.grad = torch.zeros((), device="cpu")
     grads = [param.grad]
     return next(map(sys.getrefcount, grads)), next(map(_use_count, grads))

@@ -31,7 +31,7 @@ _ABOUT_STEPPING: Final = frozenset({*REPLACED, "_opt_called", "grad_scale", "fou
 
 @cache
 def _bare() -> frozenset[str]:
-    return frozenset(vars(torch.optim.SGD([torch.zeros(())])))
+    return frozenset(vars(torch.optim.SGD([torch.zeros((), device="cpu")])))
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Unread:
 
     def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
         self.contribution = contribution
-        self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        self._host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
         self._host.copy_(sums, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(sums.device))
@@ -165,6 +165,12 @@ _REFUSED_GRADIENTS: Final = {
         " backward followed one forward",
         "call the model that register() returned; one backward for each forward; or leave out"
         ' sync="ddp"',
+    ),
+    "driven": (
+        "a backward with a weight reaches parameters of another GradientSync",
+        "two replicate() calls, one loss, and the backward(loss, weight=...) of one of them: the"
+        " other does not know what the loss counts for",
+        "hand all models of a backward to one replicate([...])",
     ),
     "moved": (
         "parameters are of another shape, dtype or device than when they were synchronised",

@@ -70,7 +70,7 @@ def weighted_root(
         ConfigurationError: the loss is not a scalar and `given` is None.
     """
     # Equal weights, the usual case: every dtype holds 1, and asking it costs 2 us a step.
-    carried = 1.0 if scale == 1.0 else float(torch.tensor(scale, dtype=loss.dtype).item())
+    carried = 1.0 if scale == 1.0 else _rounded(scale, loss.dtype)
     if given is not None:
         return carried, loss, given * carried
     if loss.numel() != 1:
@@ -89,6 +89,10 @@ def weighted_root(
         root = loss.view_as(loss)
     root.register_hook(lambda gradient: gradient * carried)
     return carried, root, None
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype, device="cpu").item())
 
 
 class Units:

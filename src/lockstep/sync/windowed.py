@@ -19,14 +19,15 @@ from lockstep.errors import WeightError
 from lockstep.sync import verdict
 from lockstep.sync.buckets import Slot, set_aside
 from lockstep.sync.captures import Captures
-from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, bring
+from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, inside_a_backward
 from lockstep.sync.graph_task import call_at_end, current_task
 from lockstep.sync.inventory import agree_on_values
+from lockstep.sync.newcomers import Newcomers
 from lockstep.sync.reducer import PLAIN, WEIGHTED
 from lockstep.sync.window import Window, checked_weight, weighted_root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from lockstep.group import Group
     from lockstep.sync.inventory import Inventory
@@ -37,6 +38,7 @@ class WindowedSync:
     """One rank's side of it; what is left of `Synchroniser` is the subclass's.
 
     Args:
+        modules: the roots of what is synchronised.
         group: the peers; until `detach`.
         found: what is synchronised, after the ranks have agreed on it.
         units: of its weights.
@@ -47,7 +49,15 @@ class WindowedSync:
         rounds: how many reductions there have been.
     """
 
-    def __init__(self, group: Group, found: Inventory, units: Units, *, averages: bool) -> None:
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        group: Group,
+        found: Inventory,
+        units: Units,
+        *,
+        averages: bool,
+    ) -> None:
         self.place = f"rank {group.rank} of {group.size}"
         self.rounds = 0
         self._group: Group | None = group
@@ -72,6 +82,7 @@ class WindowedSync:
         self._hooks: dict[Slot, ParameterHooks] = {}
         self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
         self._captures = Captures(self._slots)
+        self._newcomers = Newcomers(modules, found.parameters.values())
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
 
     def expect_weight(self, total: float | None) -> None:
@@ -204,6 +215,7 @@ class WindowedSync:
                 return False
             self._look_for_hooks()
             if not is_inner:
+                self._refuse_weight_of_another(slot)
                 self._open_window(PLAIN)
             if torch.is_grad_enabled():
                 self._window.faults.append({"kind": "graph", "names": [slot.name]})
@@ -216,6 +228,12 @@ class WindowedSync:
             # Last: until then the hooks of other devices' threads have to wait here.
             self._tasks[task] = True
             return True
+
+    def _refuse_weight_of_another(self, slot: Slot) -> None:
+        driving, group = reduction.active(), self._group
+        # Other ranks may be threads of this process.
+        if driving and driving.at_root and group and driving.group.rank == group.rank:
+            raise verdict.refused("driven", [slot.name], self.place)
 
     def _look_for_hooks(self) -> None:
         for hooks in self._hooks.values():
@@ -366,24 +384,25 @@ class WindowedSync:
             slot.passed = self.rounds
 
     def _bring(self, brought: dict[Slot, torch.Tensor], window: Window, vouched: bool) -> None:
-        """Let reduced gradients pass the user's hooks, in front of ``parameter.grad`` and behind."""
-        slots, gradients = list(brought), list(brought.values())
-        for slot in slots:
+        """Let reduced gradients pass the user's hooks on their way into ``parameter.grad``."""
+        for slot in brought:
             slot.param.grad = window.aside.get(slot)
 
-        def landed(place: int, changed: torch.Tensor) -> None:
-            slot = slots[place]
-            reduced = brought.pop(slot)
-            if slot in window.aside:
-                self._vouch(slot, vouched, is_new=True)
-            else:
+        def run() -> None:
+            for slot in list(brought):
+                changed = self._hooks[slot].applied_to(brought[slot])
+                reduced = brought.pop(slot)
                 if changed is not reduced:
-                    reduced.copy_(changed)
-                slot.param.grad = reduced  # the tensor stays the one that the synchronisation knows
-            self._captures.remember(slot)
+                    reduced.copy_(changed)  # the tensor stays the one that the round has left
+                earlier = slot.param.grad
+                slot.param.grad = reduced if earlier is None else earlier.add_(reduced)
+                if slot in window.aside:
+                    self._vouch(slot, vouched, is_new=True)
+                self._captures.remember(slot)
+                self._hooks[slot].run_after()
 
         try:
-            bring([self._hooks[slot] for slot in slots], gradients, landed)
+            inside_a_backward([slot.param for slot in brought], run)
         except BaseException:
             # As if a hook had raised inside the user's backward.
             for slot, reduced in brought.items():
@@ -427,6 +446,10 @@ class WindowedSync:
     def has_open_window(self) -> bool:
         """Gradients have arrived since the last round, or a backward failed midway."""
         return self._window.kind is not None or self._has_failed
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """`param` is in the modules that are synchronised, maybe since later."""
+        return self._newcomers.include(param)
 
     def attached(self) -> Group:
         """The group, while gradients can be reduced over it.

@@ -107,7 +107,7 @@ class Line:
         """The next message. Raises `LineClosedError`."""
         head_length, block_length = _LENGTHS.unpack(self._exactly(_LENGTHS.size))
         what, about, spec = pickle.loads(self._exactly(head_length))
-        block = torch.empty(block_length, dtype=torch.uint8)
+        block = torch.empty(block_length, dtype=torch.uint8, device="cpu")
         if block_length:
             self._fill(_memory_of(block))
         return Message(what, about, unpack(spec, block))
@@ -146,7 +146,7 @@ def _memory_of(block: torch.Tensor) -> memoryview:
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[Spec, torch.Tensor]:
     """Tensors as one block of bytes on the CPU, and what is needed to read it."""
     spec: Spec = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    block = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8)
+    block = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, device="cpu")
     with torch.no_grad():
         for tensor, place in zip(tensors, unpack(spec, block), strict=True):
             place.copy_(tensor)

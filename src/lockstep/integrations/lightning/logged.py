@@ -152,7 +152,7 @@ def scalar(value: Any, name: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).to(torch.float64)
     if isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64)
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     raise ConfigurationError(
         f"self.log({name!r}, ...) was given something that is no number",
         expected="a number, a tensor of one element, or a torchmetrics object",
