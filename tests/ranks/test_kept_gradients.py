@@ -137,3 +137,31 @@ def test_memory_that_nobody_holds_is_used_again(way, set_to_none):
     for places, others in on_ranks(way, body):
         assert places == places[:1] * 4
         assert not set(others) & set(places[0])
+
+
+@our_buckets
+@pytest.mark.parametrize("cap_mb", [25, 1e-4])
+def test_gradients_that_no_rank_adds_to_may_be_changed_after_the_round(way, cap_mb):
+    """`reduce_pending` compares what earlier rounds have left; what follows is the user's."""
+
+    def steps(params, optimizer, backward, follow):
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            backward() if step % 2 == 0 else follow()
+            params[0].grad.add_(params[0].detach(), alpha=0.1)
+            optimizer.step()
+
+    def body(rank):
+        sync = rank.sync
+        steps(
+            rank.params,
+            rank.optimizer,
+            lambda: driven(rank, mean_square, PARTS[rank.number]),
+            sync.reduce_pending,
+        )
+        return [weights([rank.plain])]
+
+    true = built()
+    plain = lambda: mean_square(true).backward()  # noqa: E731
+    steps(list(true.parameters()), momentum(true), plain, lambda: None)
+    assert_exact(on_ranks(way, body, bucket_cap_mb=cap_mb), [weights([true])])

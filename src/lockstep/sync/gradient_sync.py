@@ -330,6 +330,8 @@ class GradientSync(WindowedSync):
         is_round = sums is None or sums.plain + sums.weighted
         if is_round:
             self._note_round(used_all)
+        elif window.aside:
+            self.rounds += 1  # of comparing what earlier rounds have left
         if window.aside or self._hooked or self._captures.are_fresh:
             self._complete(window, is_round=True)
 
