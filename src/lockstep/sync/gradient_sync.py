@@ -327,11 +327,10 @@ class GradientSync(WindowedSync):
         except BaseException:
             self._put_back_earlier(window)
             raise
-        is_round = sums is None or sums.plain + sums.weighted
-        if is_round:
+        if sums is None or sums.plain + sums.weighted:
             self._note_round(used_all)
-        elif window.aside:
-            self.rounds += 1  # of comparing what earlier rounds have left
+        else:
+            self.rounds += bool(window.aside)  # the ranks have compared what earlier rounds left
         if window.aside or self._hooked or self._captures.are_fresh:
             self._complete(window, is_round=True)
 
