@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ def random_state_by_turns() -> Iterator[None]:
     Torch holds the generator's lock and waits for the interpreter's while it makes the tensor;
     another thread holds that one and waits for the generator's.
     """
-    turn, names = threading.RLock(), ("get_rng_state", "set_rng_state")
-    originals = {name: getattr(torch, name) for name in names}
+    turn, names = threading.RLock(), ("get_rng_state", "set_rng_state", "manual_seed")
+    originals: dict[str, Any] = {name: getattr(torch, name) for name in names}
+    generator = torch.default_generator
 
     def by_turns(call: Callable[..., Any]) -> Callable[..., Any]:
         def one_at_a_time(*arguments: Any) -> Any:
@@ -94,9 +96,11 @@ def random_state_by_turns() -> Iterator[None]:
 
     for name, call in originals.items():
         setattr(torch, name, by_turns(call))
+    torch.default_generator = SimpleNamespace(manual_seed=by_turns(generator.manual_seed))
     try:
         yield
     finally:
+        torch.default_generator = generator
         for name, call in originals.items():
             setattr(torch, name, call)
 
