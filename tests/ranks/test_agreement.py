@@ -174,3 +174,20 @@ def test_gradients_of_different_steps_never_meet(steps_of_rank_1):
             sync.detach()
 
     run_ranks(2, one)
+
+
+def test_weights_that_drift_after_a_step_are_not_said_to_have_come_so():
+    def one(group):
+        model = net()
+        sync = replicate(model, group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + group.rank))
+        try:
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            with pytest.raises(ReplicasDifferError, match="learning rate") as caught:
+                sync.agree_on_values()
+        finally:
+            sync.detach()
+        return caught.value.what
+
+    assert run_ranks(2, one) == ["the ranks' weights differ"] * 2

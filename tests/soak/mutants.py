@@ -73,8 +73,8 @@ MUTANTS = {
     "rounds_of_other_steps_are_added_up": Mutant(
         "sync/windowed.py", "        self._step += 1\n", ""
     ),
-    "newcomers_are_not_seen": Mutant(
-        "sync/newcomers.py", "        if id(module) in self._members:", "        if False:"
+    "late_parameters_are_not_seen": Mutant(
+        "sync/late_parameters.py", "        if id(module) in self._members:", "        if False:"
     ),
     "buffers_of_graphs_are_written": Mutant(
         "sync/buffers.py",

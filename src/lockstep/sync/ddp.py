@@ -155,9 +155,9 @@ class DDPSync(WindowedSync):
         self._check_left_gradients()
         if self._window.kind is None:
             self._keep_earlier()
-        newcomers = self._newcomers.with_gradient()
-        if newcomers:
-            self._window.faults.append({"kind": "newcomer", "names": newcomers})
+        unknown = self._late.with_gradient()
+        if unknown:
+            self._window.faults.append({"kind": "unknown", "names": unknown})
         try:
             self._round.follow()
         except BaseException:
@@ -223,7 +223,7 @@ class DDPSync(WindowedSync):
             return
         reduction.deliver(None)
         self._unhook_parameters()
-        self._newcomers.release()
+        self._late.release()
         for model in self._reduced:
             model.release()
         self._reset()
@@ -241,9 +241,9 @@ class DDPSync(WindowedSync):
         return self._is_paused
 
     @property
-    def has_newcomers(self) -> bool:
+    def has_late_parameters(self) -> bool:
         """Parameters came later: a rank may have their gradients, and another not."""
-        return self._newcomers.are_there()
+        return self._late.are_there()
 
     def refuse_broken(self) -> None:
         """Before a forward: its backward could not be reduced."""
@@ -373,7 +373,7 @@ class DDPSync(WindowedSync):
     def slot_of(self, param: torch.Tensor) -> Slot:
         slot = self._of_param.get(id(param))
         if slot is None:
-            raise verdict.refused("newcomer", [f"one of shape {tuple(param.shape)}"], self.place)
+            raise verdict.refused("unknown", [f"one of shape {tuple(param.shape)}"], self.place)
         return slot
 
     # ------------------------------------------------------------------ the end of a round
@@ -420,7 +420,7 @@ class DDPSync(WindowedSync):
         missing = {s.name: None for m in halves for s in m.reduced if s not in self._arrived}
         hooked = [s.name for s in left if s.number in self._hooked and self.needs_guard]
         found = {
-            "newcomer": self._newcomers.with_gradient(),
+            "unknown": self._late.with_gradient(),
             "unfinished": list(missing) if halves else [],
             "waiting": sorted(hooked),
         }

@@ -193,7 +193,7 @@ class GradientSync(WindowedSync):
             return
         reduction.deliver(None)
         self._unhook_parameters()
-        self._newcomers.release()
+        self._late.release()
         self._reducer.close()
         self._reset()
         if self._owns_group:
@@ -302,9 +302,9 @@ class GradientSync(WindowedSync):
         if window.kind == WEIGHTED:
             contribution.weight = window.weight
         self._arrive = None
-        newcomers = self._newcomers.with_gradient()
-        if newcomers:
-            contribution.faults.append({"kind": "newcomer", "names": newcomers})
+        unknown = self._late.with_gradient()
+        if unknown:
+            contribution.faults.append({"kind": "unknown", "names": unknown})
         try:
             sums = self._reducer.finish()
             used_all = self._reducer.used_all() and self._lineup.is_whole

@@ -236,8 +236,15 @@ def agree(group: Group, found: Inventory, settings: list[Any]) -> None:
     )
 
 
-def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> None:
+def agree_on_values(
+    group: Group, parameters: Mapping[str, torch.Tensor], *, have_stepped: bool
+) -> None:
     """Compare the ranks' values, which were equal after the broadcast, by their bits.
+
+    Args:
+        group: the ranks.
+        parameters: by name, the same on every rank.
+        have_stepped: optimizers have, since the broadcast; for the error's words.
 
     Collective:
         Every rank. Two small all-gathers.
@@ -255,14 +262,28 @@ def agree_on_values(group: Group, parameters: Mapping[str, torch.Tensor]) -> Non
         if len(set(values)) > 1
     ]
     more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+    what, cause, fix = _AFTER_STEPS if have_stepped else _BEFORE_STEPS
     raise ReplicasDifferError(
-        "the ranks' weights differ before the first step",
+        what,
         where=f"rank {', '.join(map(str, ranks))} against rank 0",
         got=", ".join(differ[:5]) + more,
-        cause="they were changed after they had been made equal, on some ranks only: weights"
-        " loaded on rank 0 after register()?",
-        fix="load them before register(), which sends rank 0's to all; or load them on every rank",
+        cause=cause,
+        fix=fix,
     )
+
+
+_BEFORE_STEPS: Final = (
+    "the ranks' weights differ before the first step",
+    "they were changed after they had been made equal, on some ranks only: weights loaded on rank 0"
+    " after register()?",
+    "load them before register(), which sends rank 0's to all; or load them on every rank",
+)
+_AFTER_STEPS: Final = (
+    "the ranks' weights differ",
+    "a rank has changed gradients or weights by itself: noise or a clip of its own, a hook on one"
+    " rank, a learning rate that follows a local loss, weights loaded on some ranks",
+    "compute it on all ranks from the same numbers (lockstep.gather, a seed without the rank)",
+)
 
 
 def sum_of_bits(tensor: torch.Tensor | None) -> int:

@@ -188,7 +188,7 @@ def refused(kind: str, names: list[str], where: str) -> LockstepError:
 
 def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
     names = ", ".join(f"`{name}`" for name in fault["names"])
-    if fault["kind"] == "newcomer":
+    if fault["kind"] == "unknown":
         return UnknownParameterError(
             "the model holds parameters that nobody synchronises",
             where=where,

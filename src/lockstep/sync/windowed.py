@@ -22,7 +22,7 @@ from lockstep.sync.captures import Captures
 from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, inside_a_backward
 from lockstep.sync.graph_task import call_at_end, current_task
 from lockstep.sync.inventory import agree_on_values
-from lockstep.sync.newcomers import Newcomers
+from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.reducer import PLAIN, WEIGHTED
 from lockstep.sync.window import Window, checked_weight, weighted_root
 
@@ -82,7 +82,7 @@ class WindowedSync:
         self._hooks: dict[Slot, ParameterHooks] = {}
         self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
         self._captures = Captures(self._slots)
-        self._newcomers = Newcomers(modules, found.parameters.values())
+        self._late = LateParameters(modules, found.parameters.values())
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
 
     def expect_weight(self, total: float | None) -> None:
@@ -161,7 +161,8 @@ class WindowedSync:
         Raises:
             ReplicasDifferError: on every rank; names the parameters and the ranks.
         """
-        agree_on_values(self.attached(), {slot.name: slot.param for slot in self._slots})
+        params = {slot.name: slot.param for slot in self._slots}
+        agree_on_values(self.attached(), params, have_stepped=self._steps_taken > 0)
 
     def may_go_back_to(self, step: int | None) -> None:
         """See `Synchroniser`; here each rank keeps what it needs for that itself."""
@@ -449,7 +450,7 @@ class WindowedSync:
 
     def holds(self, param: torch.Tensor) -> bool:
         """`param` is in the modules that are synchronised, maybe since later."""
-        return self._newcomers.include(param)
+        return self._late.include(param)
 
     def attached(self) -> Group:
         """The group, while gradients can be reduced over it.

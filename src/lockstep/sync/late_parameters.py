@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-class Newcomers:
+class LateParameters:
     """Parameters of some modules beside those that are known.
 
     Args:
@@ -60,7 +60,7 @@ class Newcomers:
         return any(one is param for one in self._parameters())
 
     def with_gradient(self) -> list[str]:
-        """The names of newcomers that have got a gradient."""
+        """The names of those that have got a gradient."""
         self._look()
         return [
             name for name, param in self._found if param.grad is not None and not is_local(param)
@@ -94,10 +94,10 @@ class _Listeners:
     def __init__(self) -> None:
         # Reentrant: what the garbage collector frees inside may be a synchronisation.
         self._lock = threading.RLock()
-        self._all: weakref.WeakSet[Newcomers] = weakref.WeakSet()
+        self._all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
 
-    def add(self, one: Newcomers) -> None:
+    def add(self, one: LateParameters) -> None:
         with self._lock:
             self._all.add(one)
             if not self._handles:
@@ -107,7 +107,7 @@ class _Listeners:
                     register_module_module_registration_hook(tell),
                 ]
 
-    def discard(self, one: Newcomers) -> None:
+    def discard(self, one: LateParameters) -> None:
         with self._lock:
             self._all.discard(one)
             if not len(self._all):
