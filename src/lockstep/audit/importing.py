@@ -6,7 +6,6 @@ A script may set environment variables before it imports torch; the audit must n
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,13 @@ if TYPE_CHECKING:
 class _Loader:
     """The module's own loader, and then the callback."""
 
-    def __init__(self, loader: Any, callback: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, executed: Callable[[], None]) -> None:
         self._loader = loader
-        self._callback = callback
+        self._executed = executed
+
+    def __getattr__(self, name: str) -> Any:
+        # Who only looks for the module may ask its loader for anything.
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self._loader.create_module(spec)
@@ -33,11 +36,15 @@ class _Loader:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._callback()
+        self._executed()
 
 
 class _Finder:
-    """Stands first in ``sys.meta_path`` until its module has been found."""
+    """Stands first in ``sys.meta_path`` until its module has been executed.
+
+    Not until it was found: ``importlib.util.find_spec`` asks whether there is a torch, and imports
+    nothing.
+    """
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name
@@ -46,11 +53,19 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._callback)  # type: ignore[assignment]
-        return spec
+        for finder in sys.meta_path:
+            if finder is not self:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _Loader(spec.loader, self._executed)  # type: ignore[assignment]
+                    return spec
+        return None
+
+    def _executed(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._callback()
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
