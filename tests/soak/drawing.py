@@ -85,7 +85,7 @@ _SHOWN = frozenset({"see_held", "see_hooked", "flat_scale", "flat_read"})
 def is_fair(spec: Spec) -> bool:
     """Whether one process computes what the ranks have to: the rules that drawing keeps."""
     kinds = {step.gradients["kind"] for step in spec.steps}
-    some = any(0 in split for split in spec.splits)
+    some = _leaves_out_a_rank(spec)
     frozen = {piece["kind"] for step in spec.steps for piece in step.before} | {
         piece["kind"] for piece in spec.setup
     }
@@ -124,6 +124,9 @@ def _is_heard(spec: Spec) -> bool:
     ends = {spec.steps[-1].update, *(piece["kind"] for piece in spec.steps[-1].before)}
     if ends & _HEARD_LATER:
         return False
+    kinds = {step.gradients["kind"] for step in spec.steps}
+    if "window_left_open" in kinds and spec.clearing == "never" and _leaves_out_a_rank(spec):
+        return False  # it has no window, and the gradients of the step before
     if not spec.pieces() & _OF_ONE_RANK:
         return True
     # Peers hear of it when the step is over: until then they compute what they would have
@@ -141,6 +144,10 @@ def _is_heard(spec: Spec) -> bool:
     )
 
 
+def _leaves_out_a_rank(spec: Spec) -> bool:
+    return any(0 in split for split in spec.splits)
+
+
 def _is_closed(spec: Spec, kinds: set[str]) -> bool:
     """Whether what one process leaves out of a window, or ranks do by hand, is seen nowhere."""
     setup = {piece["kind"] for piece in spec.setup}
@@ -152,7 +159,7 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False
     if "idle" in kinds and spec.pieces() & _OF_ONE_RANK:
         return False  # a rank that steps without a gradient stands for one without rows
-    if "closure" in kinds and spec.way == "sums" and any(0 in split for split in spec.splits):
+    if "closure" in kinds and spec.way == "sums" and _leaves_out_a_rank(spec):
         return False  # the user's own sum holds the loss of borrowed rows
     if "weights_by_hand_alone" in kinds and "unused" in MODELS[spec.model].tags:
         return False  # the user's own mean needs a gradient from everybody
