@@ -106,6 +106,30 @@ def test_a_rank_that_alone_goes_wrong_is_found():
     assert "rank 1" in outcome.text
 
 
+def test_what_a_program_makes_of_rounding_errors_is_allowed_and_no_more():
+    """Batch norm takes the mean away: the gradient of the bias before it is rounding errors."""
+
+    class Everywhere(DividesByOneMore):
+        def watch(self, optimizer):
+            optimizer.register_step_pre_hook(self.spoil)
+            return super().watch(optimizer)
+
+    spec = Spec(
+        model="norm_training",
+        loss="learned",
+        optimizer="sgd",
+        setup=({"kind": "post_step", "when": "before", "i": 0},),
+        steps=(PLAIN, PLAIN),
+        splits=((4, 0, 0),),
+        workers=3,
+        sync="replicate",
+        way="delivered",
+        seed=55690,
+    )
+    assert run_with(RankWorld, spec).kind == "exact"
+    assert run_with(Everywhere, spec).kind == "wrong"
+
+
 def test_a_zero_in_the_place_of_none_is_found():
     class Zeros(RankWorld):
         def attach(self, modules, optimizers):
