@@ -210,11 +210,11 @@ def prepared(spec: Spec, source: str) -> tuple[Any, list[nn.Module]]:
 
 @torch.no_grad()
 def nudged(modules: list[nn.Module]) -> list[nn.Module]:
-    """The same, their weights some units in the last place up or down."""
+    """The same, their weights some units in the last place up or down, also those at zero."""
     draws = torch.Generator().manual_seed(0)
     for parameter in {p: None for module in modules for p in module.parameters()}:
         signs = torch.rand(parameter.shape, generator=draws, dtype=torch.float64).sub(0.5).sign()
-        parameter.mul_(1 + NUDGE * signs)
+        parameter.add_(NUDGE * signs * parameter.abs().clamp(min=1.0))
     return modules
 
 

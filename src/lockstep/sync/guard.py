@@ -27,6 +27,8 @@ from lockstep.sync.ownership import is_local
 from lockstep.sync.verdict import judge_losses
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -60,7 +62,7 @@ class Guarded(Protocol):
     def holds_nothing(self) -> bool: ...
     def holds(self, param: torch.Tensor) -> bool: ...
     def note_step(self) -> None: ...
-    def suspects_changes(self) -> bool: ...
+    def suspects_changes(self, slots: Sequence[Slot]) -> bool: ...
     def reduce_pending(self) -> None: ...
     def forget_window(self) -> None: ...
     def attached(self) -> Group: ...
@@ -236,7 +238,7 @@ def _check(watch: _Watch) -> None:
             continue
         if owner.full_round <= since:
             _check_each(owner, watch, slots, since)
-        if owner.suspects_changes():
+        if owner.suspects_changes(slots):
             _compare(owner, watch, slots)
         watch.rounds[owner] = owner.rounds
         owner.note_step()
