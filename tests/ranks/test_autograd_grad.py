@@ -112,8 +112,17 @@ def clip_value(params):
     nn.utils.clip_grad_value_(params, 0.01)
 
 
+def clip_each(params):
+    for param in params:
+        nn.utils.clip_grad_norm_([param], 0.05)
+
+
+def clip_one(params):
+    nn.utils.clip_grad_value_(params[:1], 0.01)
+
+
 @every_way
-@pytest.mark.parametrize("clip", [clip_norm, clip_value])
+@pytest.mark.parametrize("clip", [clip_norm, clip_value, clip_each, clip_one])
 def test_a_log_of_one_rank_alone_holds_nobody_up(way, clip):
     def body(rank):
         seen, logged = [], []
@@ -188,6 +197,21 @@ def test_an_update_by_hand_is_refused_by_the_optimizer_of_those_weights(way):
         reduced(rank)
         first.step()
         second.step()
+
+    refused(way, "LS101", body, moved=True)
+
+
+@every_way
+def test_other_weights_that_were_updated_by_hand_are_refused_as_well(way):
+    """The gradients of all were computed with them."""
+
+    def body(rank):
+        first, _ = two_optimizers(rank)
+        found = own(rank)
+        with torch.no_grad():
+            rank.params[0].sub_(found[0])
+        reduced(rank)
+        first.step()
 
     refused(way, "LS101", body, moved=True)
 

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class Runner:
             }
             found = judged(true, ranks, **known)
             if found.kind == "wrong":
-                nearby = _true(spec, source, nudge=True)
+                nearby = _true(spec, source, _nudge_of(spec))
                 found = judged(true, ranks, **known, spread=spread_of(true, nearby))
         return concluded(spec, found)
 
@@ -167,25 +167,25 @@ def source_of(spec: Spec) -> str:
     return operators.program(spec) if "loop" in spec.options else text.program(spec)
 
 
-def _true(spec: Spec, source: str, *, nudge: bool = False) -> Trace:
+def _true(spec: Spec, source: str, nudge: float = 0.0) -> Trace:
     """What is to be compared: on Ray steps are taken elsewhere, some of them twice."""
-    true = one_process(spec, source, nudge=nudge)
+    true = one_process(spec, source, nudge)
     return Trace([], [], true.final) if "strikes" in spec.options else true
 
 
-def one_process(spec: Spec, source: str, *, nudge: bool = False) -> Trace:
+def one_process(spec: Spec, source: str, nudge: float = 0.0) -> Trace:
     """The truth; raises what the program raises.
 
     Args:
-        nudge: begin from weights that differ in their last places: see `judging.spread_of`.
+        nudge: begin from weights that differ by so much: see `judging.spread_of`.
     """
     if "loop" in spec.options:
-        return operators.one_process(spec, source, NAMES, nudged if nudge else list)
+        return operators.one_process(spec, source, NAMES, partial(nudged, by=nudge))
     is_compiled = spec.model == "compiled"  # its graph runs once
     checks = spec.seed % CHECKED == 0 and not text.has_hooks(spec) and not is_compiled
     world = World(spec.seed, spec.splits, spec.way, checks=checks)
     train, modules = prepared(spec, source)
-    trace = traced(world, train, nudged(modules) if nudge else modules)
+    trace = traced(world, train, nudged(modules, nudge))
     if trace.error is not None:
         raise trace.error
     return trace
@@ -209,12 +209,12 @@ def prepared(spec: Spec, source: str) -> tuple[Any, list[nn.Module]]:
 
 
 @torch.no_grad()
-def nudged(modules: list[nn.Module]) -> list[nn.Module]:
-    """The same, their weights some units in the last place up or down, also those at zero."""
+def nudged(modules: list[nn.Module], by: float) -> list[nn.Module]:
+    """The same, their weights a little up or down, also those at zero."""
     draws = torch.Generator().manual_seed(0)
     for parameter in {p: None for module in modules for p in module.parameters()}:
         signs = torch.rand(parameter.shape, generator=draws, dtype=torch.float64).sub(0.5).sign()
-        parameter.add_(NUDGE * signs * parameter.abs().clamp(min=1.0))
+        parameter.add_(by * signs * parameter.abs().clamp(min=1.0))
     return modules
 
 
@@ -261,6 +261,11 @@ def _meet(made: list[Group]) -> bool:
 
 def _is_finite(trace: Trace) -> bool:
     return all(bool(weight.isfinite().all()) for weight in trace.final)
+
+
+def _nudge_of(spec: Spec) -> float:
+    # torch.matrix_exp ends its series by the norm of what it gets: a gradient's, too.
+    return 2**10 * NUDGE if spec.model == "orthogonal" else NUDGE
 
 
 _HEARD_LATER = {"gradients:added_after", "gradients:added_after_functionally"}

@@ -13,7 +13,7 @@ import torch
 from lockstep.errors import LockstepError, PeerLostError
 from soak import refusals
 from soak.drawing import is_fair, named
-from soak.judging import Outcome, Trace, judged, spread_of
+from soak.judging import NUDGE, Outcome, Trace, judged, spread_of
 from soak.refusals import REFUSALS, is_explained
 from soak.running import Runner, one_process, source_of
 from soak.sample import every_piece
@@ -210,5 +210,5 @@ def test_what_a_program_makes_of_a_rounding_error_is_allowed_and_no_more():
 
 def test_one_process_that_begins_a_few_last_places_away_is_another():
     true = one_process(Spec(), source_of(Spec()))
-    for apart in spread_of(true, one_process(Spec(), source_of(Spec()), nudge=True)).values():
+    for apart in spread_of(true, one_process(Spec(), source_of(Spec()), NUDGE)).values():
         assert 0 < apart < 1e-12

@@ -18,7 +18,7 @@ import torch
 from lockstep.errors import GradientNotReducedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lockstep.sync.buckets import Slot
 
@@ -99,12 +99,16 @@ class Captures:
             self._before[slot] = self._before[slot]._replace(sample=_sample_of(slot))
 
     def suspects(self, slots: Sequence[Slot]) -> bool:
-        """Before an optimizer steps: has the program changed weights or gradients of `slots`?
+        """Before an optimizer of `slots` steps: has the program changed weights, or gradients?
 
-        Gradients that were multiplied by a factor, or cut to a limit, do not count.
+        Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
+        other optimizers do: the gradients of `slots` were computed with them.
         """
+        has_other_weights = any(s.param._version != b.version for s, b in self._before.items())
         found = [(slot, self._before.pop(slot)) for slot in slots if slot in self._before]
-        if any(slot.param._version != before.version for slot, before in found):
+        for slot, before in self._before.items():
+            self._before[slot] = before._replace(version=slot.param._version)
+        if has_other_weights:
             return True
         if any(_is_by_hand(slot) for slot, before in found if before.sample is None):
             return True
@@ -115,12 +119,31 @@ class Captures:
             and (grad := slot.param.grad) is not None
             and grad.layout is torch.strided
         ]
-        if not pairs:
-            return False
-        before, now = (torch.stack(column) for column in zip(*pairs, strict=True))
         kinds = {slot.param.dtype for slot, _ in found}
-        rounding = 8.0 * max(torch.finfo(kind).eps for kind in kinds)
-        return not (_is_scaled(before, now, rounding) or _is_limited(before, now))
+        rounding = 8.0 * max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        return not all(_is_clipped(*each, rounding) for each in _judged_together(pairs))
+
+
+def _judged_together(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Samples of one gradient each, as programs clip by modules; of several where one number tells
+    nothing: it always is some factor of what it was."""
+
+    def stacked(some: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        before, now = zip(*some, strict=True)
+        return torch.stack(before), torch.stack(now)
+
+    telling = [pair for pair in pairs if pair[1][:-1].count_nonzero() > 1]
+    others = [pair for pair in pairs if pair[1][:-1].count_nonzero() <= 1]
+    yield from (stacked([pair]) for pair in telling)
+    if others:
+        is_one = sum(int(now[:-1].count_nonzero()) for _, now in others) <= 1
+        yield stacked([*others, *telling[:1]] if is_one else others)
+
+
+def _is_clipped(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:
+    return _is_scaled(before, now, rounding) or _is_limited(before, now)
 
 
 def _is_by_hand(slot: Slot) -> bool:

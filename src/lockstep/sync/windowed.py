@@ -424,6 +424,11 @@ class WindowedSync:
         for slot in self._slots:
             slot.accept_changes()
 
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """All parameters."""
+        return self._slots
+
     def suspects_changes(self, slots: Sequence[Slot]) -> bool:
         """Gradients of this rank alone may have got into gradients or weights of `slots`."""
         return self._captures.suspects(slots)
