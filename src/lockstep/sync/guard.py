@@ -299,8 +299,8 @@ def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
         GradientNotReducedError: on every rank, with the names of those that differ.
         PeerLostError: a rank did not come.
     """
-    compared = [(slot.name, slot.param) for slot in owner.slots]
-    compared += [(slot.name, slot.param.grad) for slot in slots]
+    weights = [(slot.name, slot.param) for slot in owner.slots]
+    compared = [*weights, *((slot.name, slot.param.grad) for slot in slots)]
     bits = [sum_of_bits(tensor) for _, tensor in compared]
     everyone = owner.attached().roll_call([float(number % _EXACT) for number in bits], "step")
     first = everyone[0]
