@@ -186,22 +186,6 @@ def two_optimizers(rank):
 
 
 @every_way
-def test_an_update_by_hand_is_refused_by_the_optimizer_of_those_weights(way):
-    """Another optimizer that steps before has other weights."""
-
-    def body(rank):
-        first, second = two_optimizers(rank)
-        found = own(rank)
-        with torch.no_grad():
-            rank.params[0].sub_(found[0])
-        reduced(rank)
-        first.step()
-        second.step()
-
-    refused(way, "LS101", body, moved=True)
-
-
-@every_way
 def test_other_weights_that_were_updated_by_hand_are_refused_as_well(way):
     """The gradients of all were computed with them."""
 

@@ -93,9 +93,7 @@ def is_fair(spec: Spec) -> bool:
         return False  # the trainer puts models into training mode
     after = {piece["kind"] for step in spec.steps for piece in step.after}
     if spec.model == "embedding_sparse" and ("noise" in after or "weights_by_hand_alone" in kinds):
-        return (
-            False  # torch does not add it to a sparse gradient, and the user's mean is a dense one
-        )
+        return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
     if not _is_closed(spec, kinds) or not _is_heard(spec):

@@ -76,6 +76,8 @@ class Runner:
                 return Outcome("discarded", f"{type(error).__name__}: {error}".splitlines()[0])
             if not _is_finite(true):
                 return Outcome("discarded", "not finite")
+            if spec.sync == "fsdp" and self._shards is None:
+                self._shards = Shards(4, self._patience_s)
             started = time.monotonic()
             ranks = self._ranks(spec, source)
             is_late = time.monotonic() - started > self._patience_s
@@ -136,8 +138,7 @@ class Runner:
         return found
 
     def _in_shards(self, spec: Spec, source: str) -> list[Trace]:
-        if self._shards is None:
-            self._shards = Shards(4, self._patience_s)
+        assert self._shards is not None
         found = self._shards.run(spec, source)
         if any(trace.is_stuck for trace in found):
             self._shards.close()

@@ -104,11 +104,11 @@ class Captures:
         Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
         other optimizers do: the gradients of `slots` were computed with them.
         """
-        has_other_weights = any(s.param._version != b.version for s, b in self._before.items())
+        are_weights_changed = any(s.param._version != b.version for s, b in self._before.items())
         found = [(slot, self._before.pop(slot)) for slot in slots if slot in self._before]
         for slot, before in self._before.items():
             self._before[slot] = before._replace(version=slot.param._version)
-        if has_other_weights:
+        if are_weights_changed:
             return True
         if any(_is_by_hand(slot) for slot, before in found if before.sample is None):
             return True
@@ -127,8 +127,11 @@ class Captures:
 def _judged_together(
     pairs: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Samples of one gradient each, as programs clip by modules; of several where one number tells
-    nothing: it always is some factor of what it was."""
+    """Each gradient's sample by itself, for programs clip module by module.
+
+    A gradient of which one number is not zero is judged with others: one number is always some
+    factor of what it was.
+    """
 
     def stacked(some: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         before, now = zip(*some, strict=True)

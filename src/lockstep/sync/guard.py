@@ -289,7 +289,9 @@ def _by_hand(slots: list[Slot]) -> bool:
 
 
 def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
-    """Are gradients of `slots` and all weights the same on all ranks? It was their right then.
+    """Compare the gradients of `slots`, and all weights, between the ranks.
+
+    A change that is the same on every rank is the user's right.
 
     Collective:
         Every rank: one roll call. Each rank finds for itself that it has to come, and not an
