@@ -76,6 +76,12 @@ def outcomes(size: int, body: Callable[[Group], Any], *, timeout_s: float = 20.0
     return results
 
 
+class _Shown(SimpleNamespace):
+    """Another object's names; the compiler looks some of them up, and hashes it."""
+
+    __hash__ = object.__hash__
+
+
 @contextmanager
 def random_state_by_turns() -> Iterator[None]:
     """Ranks that are threads read and write the state of torch's one generator by turns.
@@ -96,7 +102,9 @@ def random_state_by_turns() -> Iterator[None]:
 
     for name, call in originals.items():
         setattr(torch, name, by_turns(call))
-    torch.default_generator = SimpleNamespace(manual_seed=by_turns(generator.manual_seed))
+    shown = {name: getattr(generator, name) for name in dir(generator) if name[0] != "_"}
+    shown["manual_seed"] = by_turns(generator.manual_seed)
+    torch.default_generator = _Shown(**shown)
     try:
         yield
     finally:

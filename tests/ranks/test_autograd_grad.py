@@ -112,8 +112,17 @@ def clip_value(params):
     nn.utils.clip_grad_value_(params, 0.01)
 
 
+def clip_each(params):
+    for param in params:
+        nn.utils.clip_grad_norm_([param], 0.05)
+
+
+def clip_one(params):
+    nn.utils.clip_grad_value_(params[:1], 0.01)
+
+
 @every_way
-@pytest.mark.parametrize("clip", [clip_norm, clip_value])
+@pytest.mark.parametrize("clip", [clip_norm, clip_value, clip_each, clip_one])
 def test_a_log_of_one_rank_alone_holds_nobody_up(way, clip):
     def body(rank):
         seen, logged = [], []
@@ -157,7 +166,7 @@ def test_an_addition_is_no_factor_also_where_few_elements_tell(shape):
     slot.deliver(first)
     captures.note("rank 0", 1, 0)
     first.view(-1)[-1] += 1.0  # a vector's last element is not among the samples
-    assert captures.suspects()
+    assert captures.suspects([slot])
 
 
 @every_way
@@ -168,6 +177,54 @@ def test_an_update_by_hand_is_refused_at_the_second(way):
 
     for error in refused(way, "LS101", body, moved=True):
         assert "no gradient was reduced" in str(error)
+
+
+def two_optimizers(rank):
+    """The first one holds the bias of the last layer alone."""
+    *most, last = rank.params
+    return torch.optim.SGD([last], lr=0.1), torch.optim.SGD(most, lr=0.1)
+
+
+@every_way
+def test_other_weights_that_were_updated_by_hand_are_refused_as_well(way):
+    """The gradients of all were computed with them."""
+
+    def body(rank):
+        first, _ = two_optimizers(rank)
+        found = own(rank)
+        with torch.no_grad():
+            rank.params[0].sub_(found[0])
+        reduced(rank)
+        first.step()
+
+    refused(way, "LS101", body, moved=True)
+
+
+@every_way
+def test_an_addition_is_refused_by_the_optimizer_of_those_weights(way):
+    def body(rank):
+        first, second = two_optimizers(rank)
+        after(rank, slice(None))
+        rank.params[0].grad += own(rank)[0]
+        first.step()
+        second.step()
+
+    refused(way, "LS101", body, moved=True)
+
+
+@every_way
+def test_a_change_between_two_that_were_asked_for_is_seen(way):
+    """The second one is for a log, say."""
+
+    def body(rank):
+        found = own(rank)
+        with torch.no_grad():
+            rank.params[0].sub_(found[0])
+        reduced(rank)
+        own(rank)
+        rank.optimizer.step()
+
+    refused(way, "LS101", body, moved=True)
 
 
 @every_way

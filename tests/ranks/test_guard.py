@@ -159,6 +159,25 @@ def test_closures_are_checked_after_each_evaluation():
         assert_same(got, {"weight": true.weight.detach()}, tolerance=1e-9)
 
 
+def test_what_an_optimizer_of_the_users_takes_is_no_closure():
+    class Scheduled(torch.optim.SGD):
+        def step(self, epoch):
+            self.epoch = epoch
+            super().step()
+
+    def body(group, model, sync):
+        optimizer = Scheduled(model.parameters(), lr=0.1)
+        (model.weight.grad,) = torch.autograd.grad(model(X).sum(), [model.weight])
+        with pytest.raises(GradientNotReducedError):
+            optimizer.step(3)
+        sync.backward(model(X).sum(), weight=1)
+        optimizer.step(3)
+        return {"epoch": torch.tensor(optimizer.epoch)}
+
+    for result in on_two_ranks(body):
+        assert result["epoch"] == 3
+
+
 def test_lbfgs_with_a_loss_of_each_ranks_own_is_refused_on_all():
     """Its line search would take the ranks to different points."""
 

@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from harness import outcomes, reset, rows, run_ranks
+from harness import gradients, outcomes, reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync import replicate
 from lockstep.sync.ddp import DDPSync
+from ranks.test_replicate_exact import weights
+from ranks.ways import assert_exact, built, every_way, mean_square, momentum, on_ranks
 
 X = rows(8, 4, seed=1)
 
@@ -127,3 +129,26 @@ def test_a_gradient_in_the_place_of_a_freed_one_is_another_gradient():
         model[0](mine(group)).square().mean().backward()
 
     assert [type(result) for result in on_two(body)] == [GradientNotReducedError] * 2
+
+
+@every_way
+def test_a_rank_without_rows_closes_a_window_after_layers_were_frozen(way):
+    """It has run no forward since, where DDP would have made its buckets anew."""
+
+    def body(rank):
+        rank.params[0].requires_grad_(False)
+        if rank.number == 1:
+            with rank.sync.no_sync():
+                mean_square(rank.model).backward()
+        rank.sync.reduce_pending()
+        seen = gradients(rank.plain)
+        rank.optimizer.step()
+        return [seen, weights([rank.plain])]
+
+    true = built()
+    next(iter(true.parameters())).requires_grad_(False)
+    optimizer = momentum(true)
+    mean_square(true).backward()
+    seen = gradients(true)
+    optimizer.step()
+    assert_exact(on_ranks(way, body), [seen, weights([true])])

@@ -85,7 +85,7 @@ _SHOWN = frozenset({"see_held", "see_hooked", "flat_scale", "flat_read"})
 def is_fair(spec: Spec) -> bool:
     """Whether one process computes what the ranks have to: the rules that drawing keeps."""
     kinds = {step.gradients["kind"] for step in spec.steps}
-    some = any(0 in split for split in spec.splits)
+    some = _leaves_out_a_rank(spec)
     frozen = {piece["kind"] for step in spec.steps for piece in step.before} | {
         piece["kind"] for piece in spec.setup
     }
@@ -93,9 +93,7 @@ def is_fair(spec: Spec) -> bool:
         return False  # the trainer puts models into training mode
     after = {piece["kind"] for step in spec.steps for piece in step.after}
     if spec.model == "embedding_sparse" and ("noise" in after or "weights_by_hand_alone" in kinds):
-        return (
-            False  # torch does not add it to a sparse gradient, and the user's mean is a dense one
-        )
+        return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
     if not _is_closed(spec, kinds) or not _is_heard(spec):
@@ -124,6 +122,9 @@ def _is_heard(spec: Spec) -> bool:
     ends = {spec.steps[-1].update, *(piece["kind"] for piece in spec.steps[-1].before)}
     if ends & _HEARD_LATER:
         return False
+    kinds = {step.gradients["kind"] for step in spec.steps}
+    if "window_left_open" in kinds and spec.clearing == "never" and _leaves_out_a_rank(spec):
+        return False  # it has no window, and the gradients of the step before
     if not spec.pieces() & _OF_ONE_RANK:
         return True
     # Peers hear of it when the step is over: until then they compute what they would have
@@ -141,6 +142,10 @@ def _is_heard(spec: Spec) -> bool:
     )
 
 
+def _leaves_out_a_rank(spec: Spec) -> bool:
+    return any(0 in split for split in spec.splits)
+
+
 def _is_closed(spec: Spec, kinds: set[str]) -> bool:
     """Whether what one process leaves out of a window, or ranks do by hand, is seen nowhere."""
     setup = {piece["kind"] for piece in spec.setup}
@@ -152,7 +157,7 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False
     if "idle" in kinds and spec.pieces() & _OF_ONE_RANK:
         return False  # a rank that steps without a gradient stands for one without rows
-    if "closure" in kinds and spec.way == "sums" and any(0 in split for split in spec.splits):
+    if "closure" in kinds and spec.way == "sums" and _leaves_out_a_rank(spec):
         return False  # the user's own sum holds the loss of borrowed rows
     if "weights_by_hand_alone" in kinds and "unused" in MODELS[spec.model].tags:
         return False  # the user's own mean needs a gradient from everybody

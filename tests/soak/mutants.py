@@ -61,9 +61,8 @@ MUTANTS = {
     ),
     "gradients_asked_for_are_not_suspected": Mutant(
         "sync/captures.py",
-        '        """Before a step: weights or gradients were changed, other than by a factor or a'
-        ' limit."""\n',
-        "        return False\n",
+        "        found = [(slot, self._before.pop(slot)) for",
+        "        return False\n        found = [(slot, self._before.pop(slot)) for",
     ),
     "updates_by_hand_are_not_seen": Mutant(
         "sync/captures.py",

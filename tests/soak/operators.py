@@ -153,11 +153,13 @@ def _watched(operator: TrainingOperator, modules: list[Any]) -> World:
     return world
 
 
-def one_process(spec: Spec, source: str, names: dict[str, Any]) -> Trace:
-    """The truth."""
+def one_process(
+    spec: Spec, source: str, names: dict[str, Any], begin: Callable[[list[Any]], list[Any]]
+) -> Trace:
+    """The truth, where `begin` makes the modules of those that were built."""
     made = _operator(spec, source, names, lambda tensor: tensor)
     torch.manual_seed(spec.seed)
-    _here.modules = made.made_by()
+    _here.modules = begin(made.made_by())
     alone = Setting(options=Options(wrap_ddp=False))
     operator = made({BATCH_SIZE: spec.options["batch"]}, alone)
     operator.setup(operator.config)

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.group import Group
 from soak import operators, text
-from soak.judging import Outcome, Trace, judged
+from soak.judging import NUDGE, Outcome, Trace, judged, spread_of
 from soak.refusals import is_explained
 from soak.sharded import Shards
 from soak.spec import Spec
@@ -70,27 +70,27 @@ class Runner:
             if spec.model == "compiled":
                 torch.compiler.reset()  # it remembers so many models of one kind, and no more
             try:
-                true = one_process(spec, source)
+                true = _true(spec, source)
             # Whatever it is: a program that fails in one process says nothing.
             except Exception as error:
                 return Outcome("discarded", f"{type(error).__name__}: {error}".splitlines()[0])
-            if "strikes" in spec.options:
-                true = Trace([], [], true.final)  # steps are taken elsewhere, some of them twice
             if not _is_finite(true):
                 return Outcome("discarded", "not finite")
+            if spec.sync == "fsdp" and self._shards is None:
+                self._shards = Shards(4, self._patience_s)
             started = time.monotonic()
             ranks = self._ranks(spec, source)
             is_late = time.monotonic() - started > self._patience_s
             is_late &= "strikes" not in spec.options
-        rounding = max((_ROUNDING.get(piece, 1.0) for piece in spec.pieces()), default=1.0)
-        found = judged(
-            true,
-            ranks,
-            is_late=is_late,
-            by_hand=_by_hand(spec),
-            hears_later=bool(spec.pieces() & _HEARD_LATER),
-            rounding=rounding,
-        )
+            known = {
+                "is_late": is_late,
+                "by_hand": _by_hand(spec),
+                "hears_later": bool(spec.pieces() & _HEARD_LATER),
+            }
+            found = judged(true, ranks, **known)
+            if found.kind == "wrong":
+                nearby = _true(spec, source, _nudge_of(spec))
+                found = judged(true, ranks, **known, spread=spread_of(true, nearby))
         return concluded(spec, found)
 
     def _ranks(self, spec: Spec, source: str) -> list[Trace]:
@@ -138,8 +138,7 @@ class Runner:
         return found
 
     def _in_shards(self, spec: Spec, source: str) -> list[Trace]:
-        if self._shards is None:
-            self._shards = Shards(4, self._patience_s)
+        assert self._shards is not None
         found = self._shards.run(spec, source)
         if any(trace.is_stuck for trace in found):
             self._shards.close()
@@ -169,14 +168,25 @@ def source_of(spec: Spec) -> str:
     return operators.program(spec) if "loop" in spec.options else text.program(spec)
 
 
-def one_process(spec: Spec, source: str) -> Trace:
-    """The truth; raises what the program raises."""
+def _true(spec: Spec, source: str, nudge: float = 0.0) -> Trace:
+    """What is to be compared: on Ray steps are taken elsewhere, some of them twice."""
+    true = one_process(spec, source, nudge)
+    return Trace([], [], true.final) if "strikes" in spec.options else true
+
+
+def one_process(spec: Spec, source: str, nudge: float = 0.0) -> Trace:
+    """The truth; raises what the program raises.
+
+    Args:
+        nudge: begin from weights that differ by so much: see `judging.spread_of`.
+    """
     if "loop" in spec.options:
-        return operators.one_process(spec, source, NAMES)
+        return operators.one_process(spec, source, NAMES, partial(nudged, by=nudge))
     is_compiled = spec.model == "compiled"  # its graph runs once
     checks = spec.seed % CHECKED == 0 and not text.has_hooks(spec) and not is_compiled
     world = World(spec.seed, spec.splits, spec.way, checks=checks)
-    trace = traced(world, *prepared(spec, source))
+    train, modules = prepared(spec, source)
+    trace = traced(world, train, nudged(modules, nudge))
     if trace.error is not None:
         raise trace.error
     return trace
@@ -197,6 +207,16 @@ def prepared(spec: Spec, source: str) -> tuple[Any, list[nn.Module]]:
     exec(_compiled(source), names)
     torch.manual_seed(spec.seed)
     return names["train"], names["build"]()
+
+
+@torch.no_grad()
+def nudged(modules: list[nn.Module], by: float) -> list[nn.Module]:
+    """The same, their weights a little up or down, also those at zero."""
+    draws = torch.Generator().manual_seed(0)
+    for parameter in {p: None for module in modules for p in module.parameters()}:
+        signs = torch.rand(parameter.shape, generator=draws, dtype=torch.float64).sub(0.5).sign()
+        parameter.add_(by * signs * parameter.abs().clamp(min=1.0))
+    return modules
 
 
 def traced(world: World, train: Any, modules: list[nn.Module]) -> Trace:
@@ -244,8 +264,10 @@ def _is_finite(trace: Trace) -> bool:
     return all(bool(weight.isfinite().all()) for weight in trace.final)
 
 
-# A series of matrix powers; differences of gradients divided by differences of weights.
-_ROUNDING = {"model:orthogonal": 1000.0, "optimizer:lbfgs": 1e4}
+def _nudge_of(spec: Spec) -> float:
+    # torch.matrix_exp ends its series by the norm of what it gets: a gradient's, too.
+    return 2**10 * NUDGE if spec.model == "orthogonal" else NUDGE
+
 
 _HEARD_LATER = {"gradients:added_after", "gradients:added_after_functionally"}
 

@@ -26,6 +26,7 @@ def serve(rank: int, port: int, pipe: Any, patience_s: float) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     meeting = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    pipe.send("ready")
     while True:
         try:
             generation, given, source = pipe.recv()
@@ -67,6 +68,8 @@ class Shards:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()  # the time that a start takes is not a program's
 
     def run(self, spec: Spec, source: str) -> list[Trace]:
         """A trace of each rank; stuck ones mean that these processes are of no use any more."""

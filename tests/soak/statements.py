@@ -204,7 +204,7 @@ AFTER: dict[str, str] = {
     "flat_scale": "flat.mul_(0.5)",
     "flat_read": "world.see(flat)",
     "see_held": "for g in held:\n    world.see(g)",
-    "see_hooked": "world.see(torch.tensor(seen))",
+    "see_hooked": "world.see(torch.tensor(seen, dtype=torch.float64))",
 }
 
 UPDATE: dict[str, str] = {

@@ -13,9 +13,9 @@ import torch
 from lockstep.errors import LockstepError, PeerLostError
 from soak import refusals
 from soak.drawing import is_fair, named
-from soak.judging import Outcome, Trace, judged
+from soak.judging import NUDGE, Outcome, Trace, judged, spread_of
 from soak.refusals import REFUSALS, is_explained
-from soak.running import Runner, source_of
+from soak.running import Runner, one_process, source_of
 from soak.sample import every_piece
 from soak.scripts import write
 from soak.shrinking import candidates, shrunk
@@ -183,7 +183,7 @@ def test_a_script_shows_the_failure_by_itself(tmp_path):
 
 
 def step_with(value):
-    return [[[torch.tensor(value)]], [torch.tensor(value)]]
+    return [[[torch.as_tensor(value)]], [torch.as_tensor(value)]]
 
 
 @pytest.mark.parametrize(("ahead", "kind"), [(1, "refused"), (2, "wrong")])
@@ -194,3 +194,21 @@ def test_a_peer_may_be_one_step_ahead_of_a_refusal_and_no_further(ahead, kind):
     known = {"is_late": False, "by_hand": False}
     assert judged(true, [refused, wrong], hears_later=True, **known).kind == kind
     assert judged(true, [refused, wrong], **known).kind == "wrong"
+
+
+def test_what_a_program_makes_of_a_rounding_error_is_allowed_and_no_more():
+    def ends_at(value):
+        return Trace([[step_with(torch.tensor(value, dtype=torch.float64))]], [], [])
+
+    known = {"is_late": False, "by_hand": False}
+    true = ends_at(1.0)
+    makes = spread_of(true, ends_at(1.0 + 1e-10))
+    assert judged(true, [ends_at(1.0 + 1e-9)], **known).kind == "wrong"
+    assert judged(true, [ends_at(1.0 + 1e-9)], **known, spread=makes).kind == "exact"
+    assert judged(true, [ends_at(1.001)], **known, spread=makes).kind == "wrong"
+
+
+def test_one_process_that_begins_a_few_last_places_away_is_another():
+    true = one_process(Spec(), source_of(Spec()))
+    for apart in spread_of(true, one_process(Spec(), source_of(Spec()), NUDGE)).values():
+        assert 0 < apart < 1e-12

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.sync.inventory import take_inventory
+from lockstep.sync.inventory import sum_of_bits, take_inventory
 
 
 class Weighing(nn.Module):
@@ -31,3 +31,9 @@ def test_a_position_is_said_only_where_several_modules_hold_tensors(modules, nam
 def test_buffers_of_a_criterion_count_as_tensors():
     found = take_inventory([nn.Linear(2, 3), nn.CrossEntropyLoss(weight=torch.ones(3))])
     assert [*found.parameters] == ["[0].weight", "[0].bias"]
+
+
+def test_the_bits_of_a_view_that_begins_in_the_middle_of_a_word():
+    whole = torch.arange(9, dtype=torch.bfloat16)
+    assert sum_of_bits(whole[1:5]) == sum_of_bits(whole[1:5].clone())
+    assert sum_of_bits(whole[1:5]) != sum_of_bits(whole[2:6])

@@ -18,7 +18,7 @@ import torch
 from lockstep.errors import GradientNotReducedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lockstep.sync.buckets import Slot
 
@@ -32,22 +32,29 @@ class _Moment(NamedTuple):
     versions: int
 
 
+class _Before(NamedTuple):
+    """A parameter before the program went on with what it had asked for.
+
+    Attributes:
+        version: of the weight, when it was asked for.
+        sample: of the gradient that the last round left; None if there is none.
+    """
+
+    version: int
+    sample: torch.Tensor | None
+
+
 class Captures:
     """What ``torch.autograd.grad`` was called for.
 
     Args:
         slots: the parameters.
-
-    Attributes:
-        count: how often it computed gradients of some of them.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._last: _Moment | None = None
-        self._samples: dict[Slot, torch.Tensor] = {}
-        self._seen = 0
-        self.count = 0
+        self._before: dict[Slot, _Before] = {}
 
     def note(self, place: str, rounds: int, steps: int) -> None:
         """It computes gradients now.
@@ -61,8 +68,7 @@ class Captures:
             GradientNotReducedError: weights were changed since the last time, and nothing was
                 reduced.
         """
-        self.count += 1
-        now = _Moment(rounds, steps, self._versions())
+        now = _Moment(rounds, steps, sum(slot.param._version for slot in self._slots))
         last, self._last = self._last, now
         if last is not None and last[:2] == now[:2] and last.versions != now.versions:
             raise GradientNotReducedError(
@@ -73,50 +79,74 @@ class Captures:
                 fix="loss.backward() and an optimizer; an inner loop whose weights are restored"
                 " afterwards: `with gradients.no_sync():` around it",
             )
-        self.remember_gradients()
+        for slot in self._slots:
+            if slot not in self._before:
+                self._before[slot] = _Before(slot.param._version, _sample_of(slot))
 
     @property
     def are_fresh(self) -> bool:
-        """There were some since the last step."""
-        return self._seen < self.count
+        """There were some, and not every optimizer has stepped since."""
+        return bool(self._before)
 
     def remember_gradients(self) -> None:
-        """A round has left its gradients, or is about to be followed by others."""
-        if self.are_fresh:
-            self._samples = {}
-            for slot in self._slots:
-                self.remember(slot)
+        """A round has left its gradients."""
+        for slot in self._before:
+            self.remember(slot)
 
     def remember(self, slot: Slot) -> None:
         """A round has left the gradient of `slot`."""
-        grad = slot.param.grad
-        if self.are_fresh and grad is not None and slot.holds_delivered:
-            self._samples[slot] = _sample(grad)
+        if slot in self._before:
+            self._before[slot] = self._before[slot]._replace(sample=_sample_of(slot))
 
-    def suspects(self) -> bool:
-        """Before a step: weights or gradients were changed, other than by a factor or a limit."""
-        if self._seen == self.count:
-            return False
-        self._seen = self.count
-        if self._last is not None and self._last.versions != self._versions():
+    def suspects(self, slots: Sequence[Slot]) -> bool:
+        """Before an optimizer of `slots` steps: has the program changed weights, or gradients?
+
+        Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
+        other optimizers do: the gradients of `slots` were computed with them.
+        """
+        are_weights_changed = any(s.param._version != b.version for s, b in self._before.items())
+        found = [(slot, self._before.pop(slot)) for slot in slots if slot in self._before]
+        for slot, before in self._before.items():
+            self._before[slot] = before._replace(version=slot.param._version)
+        if are_weights_changed:
             return True
-        samples, self._samples = self._samples, {}
-        if any(_is_by_hand(slot) for slot in self._slots if slot not in samples):
+        if any(_is_by_hand(slot) for slot, before in found if before.sample is None):
             return True
         pairs = [
-            (before, _sample(grad))
-            for slot, before in samples.items()
-            if (grad := slot.param.grad) is not None and grad.layout is torch.strided
+            (before.sample, _sample(grad))
+            for slot, before in found
+            if before.sample is not None
+            and (grad := slot.param.grad) is not None
+            and grad.layout is torch.strided
         ]
-        if not pairs:
-            return False
-        before, now = (torch.stack(column) for column in zip(*pairs, strict=True))
-        kinds = {slot.param.dtype for slot in self._slots}
-        rounding = 8.0 * max(torch.finfo(kind).eps for kind in kinds)
-        return not (_is_scaled(before, now, rounding) or _is_limited(before, now))
+        kinds = {slot.param.dtype for slot, _ in found}
+        rounding = 8.0 * max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        return not all(_is_clipped(*each, rounding) for each in _judged_together(pairs))
 
-    def _versions(self) -> int:
-        return sum(slot.param._version for slot in self._slots)
+
+def _judged_together(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each gradient's sample by itself, for programs clip module by module.
+
+    A gradient of which one number is not zero is judged with others: one number is always some
+    factor of what it was.
+    """
+
+    def stacked(some: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        before, now = zip(*some, strict=True)
+        return torch.stack(before), torch.stack(now)
+
+    telling = [pair for pair in pairs if pair[1][:-1].count_nonzero() > 1]
+    others = [pair for pair in pairs if pair[1][:-1].count_nonzero() <= 1]
+    yield from (stacked([pair]) for pair in telling)
+    if others:
+        is_one = sum(int(now[:-1].count_nonzero()) for _, now in others) <= 1
+        yield stacked([*others, *telling[:1]] if is_one else others)
+
+
+def _is_clipped(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:
+    return _is_scaled(before, now, rounding) or _is_limited(before, now)
 
 
 def _is_by_hand(slot: Slot) -> bool:
@@ -140,6 +170,13 @@ def _is_limited(before: torch.Tensor, now: torch.Tensor) -> bool:
     limit = now.abs().max()
     cut = (now.abs() == limit) & (now * before > 0) & (before.abs() > limit)
     return bool(((now == before) | cut).all() and (norm <= was).all())
+
+
+def _sample_of(slot: Slot) -> torch.Tensor | None:
+    grad = slot.param.grad
+    if grad is None or grad.layout is not torch.strided or not slot.holds_delivered:
+        return None
+    return _sample(grad)
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:

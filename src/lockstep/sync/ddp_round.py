@@ -221,6 +221,8 @@ class Round:
             GradientNotReducedError: the peers lead with a model that is another one here.
         """
         group, mine = self._host.attached(), self._host.contribution()
+        for model in self._models:
+            model.follow_frozen()
         while True:
             sums = exchange(group, make_header(mine, self._host.step), mine)
             if sums.leads:
@@ -236,7 +238,6 @@ class Round:
 
     def _led_model(self, signature: int) -> ReducedModel:
         for model in self._models:
-            model.follow_frozen()
             if model.signature() == signature:
                 return model
         raise GradientNotReducedError(

@@ -27,6 +27,8 @@ from lockstep.sync.ownership import is_local
 from lockstep.sync.verdict import judge_losses
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -53,6 +55,8 @@ class Guarded(Protocol):
     @property
     def place(self) -> str: ...
     @property
+    def slots(self) -> Sequence[Slot]: ...
+    @property
     def needs_guard(self) -> bool: ...
     @property
     def has_open_window(self) -> bool: ...
@@ -60,7 +64,7 @@ class Guarded(Protocol):
     def holds_nothing(self) -> bool: ...
     def holds(self, param: torch.Tensor) -> bool: ...
     def note_step(self) -> None: ...
-    def suspects_changes(self) -> bool: ...
+    def suspects_changes(self, slots: Sequence[Slot]) -> bool: ...
     def reduce_pending(self) -> None: ...
     def forget_window(self) -> None: ...
     def attached(self) -> Group: ...
@@ -183,7 +187,7 @@ def _before_step(
     # Bound methods of a patched `step` pass the optimizer itself as the first argument.
     positional = args[1:] if args and args[0] is optimizer else args
     closure = kwargs.get("closure") or (positional[0] if positional else None)
-    if closure is None:
+    if not callable(closure):  # an optimizer of the user's own may take something else
         _check(watch)
         watch.steps += 1
         return None
@@ -236,7 +240,7 @@ def _check(watch: _Watch) -> None:
             continue
         if owner.full_round <= since:
             _check_each(owner, watch, slots, since)
-        if owner.suspects_changes():
+        if owner.suspects_changes(slots):
             _compare(owner, watch, slots)
         watch.rounds[owner] = owner.rounds
         owner.note_step()
@@ -285,7 +289,9 @@ def _by_hand(slots: list[Slot]) -> bool:
 
 
 def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
-    """Are gradients and weights still the same on all ranks? What was done is then their right.
+    """Compare the gradients of `slots`, and all weights, between the ranks.
+
+    A change that is the same on every rank is the user's right.
 
     Collective:
         Every rank: one roll call. Each rank finds for itself that it has to come, and not an
@@ -295,13 +301,13 @@ def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
         GradientNotReducedError: on every rank, with the names of those that differ.
         PeerLostError: a rank did not come.
     """
-    bits = [sum_of_bits(tensor) for slot in slots for tensor in (slot.param, slot.param.grad)]
+    weights = [(slot.name, slot.param) for slot in owner.slots]
+    compared = [*weights, *((slot.name, slot.param.grad) for slot in slots)]
+    bits = [sum_of_bits(tensor) for _, tensor in compared]
     everyone = owner.attached().roll_call([float(number % _EXACT) for number in bits], "step")
     first = everyone[0]
-    places = {
-        place // 2 for other in everyone for place, n in enumerate(other) if n != first[place]
-    }
-    differ = [slots[place].name for place in sorted(places)]
+    places = {place for other in everyone for place, n in enumerate(other) if n != first[place]}
+    differ = list(dict.fromkeys(compared[place][0] for place in sorted(places)))
     if differ:
         raise _not_reduced(
             owner,

@@ -293,6 +293,8 @@ def sum_of_bits(tensor: torch.Tensor | None) -> int:
     plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     plain = plain.resolve_conj().resolve_neg().contiguous()
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    if flat.storage_offset() % 4:  # a view of small elements may begin in the middle of a word
+        flat = flat.clone()
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
     # By pieces: torch makes a copy of twice the size to add integers in a wider type.
     sums = [piece.sum(dtype=torch.int64) for piece in words.split(_PIECE)]

@@ -424,9 +424,14 @@ class WindowedSync:
         for slot in self._slots:
             slot.accept_changes()
 
-    def suspects_changes(self) -> bool:
-        """Gradients of this rank alone may have got into gradients or weights."""
-        return self._captures.suspects()
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """All parameters."""
+        return self._slots
+
+    def suspects_changes(self, slots: Sequence[Slot]) -> bool:
+        """Gradients of this rank alone may have got into gradients or weights of `slots`."""
+        return self._captures.suspects(slots)
 
     @property
     def is_borrowed(self) -> bool:
