@@ -95,6 +95,11 @@ class WorkerActor:
             self._worker.dismiss()
 
     @ray.method(concurrency_group="control")
+    def break_group(self) -> None:
+        if self._worker is not None:
+            self._worker.break_group()
+
+    @ray.method(concurrency_group="control")
     def snapshot(self, is_requested: bool) -> tuple[int, bytes, list[Any]] | None:
         """The latest copy of the run's state that nobody has had yet, in pieces.
 

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Crew:
-    """Actors that import torch, in the room reserved for them; no operator yet.
+    """Actors that import torch, in the room reserved for them, by rank; no operator yet.
 
     Attributes:
         nodes: the node id of each actor.
+        seats: the bundle of each actor in `room`.
         asked: what was asked for, to tell whether another trainer wants the same.
         session: the stay in a cluster that they belong to.
         name: what their actors' names begin with; no other crew has it.
@@ -42,8 +43,9 @@ class Crew:
 
     room: PlacementGroup
     nodes: list[str]
+    seats: list[int]
     actors: list[Any]
-    asked: tuple[dict[str, float], range]
+    asked: tuple[dict[str, float], range, int]
     session: str | None
     name: str
 
@@ -102,7 +104,7 @@ def prestart(
     bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
     ranks = remote_ranks(num_workers, use_local, spare_workers)
     if ranks:
-        _waiting.append(hire(bundle, ranks, own_cluster, "prestarted"))
+        _waiting.append(hire(bundle, ranks, spare_workers, own_cluster, "prestarted"))
     if "torch" not in sys.modules:
         # The trainer needs it anyhow. Searching for garbage is a fifth of the import.
         import_for_good("torch")
@@ -113,16 +115,25 @@ def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
     return range(1 if use_local else 0, num_workers + num_spares)
 
 
-def crew_for(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) -> Crew:
+def crew_for(
+    bundle: dict[str, float], ranks: range, num_spares: int, own_cluster: bool, label: str
+) -> Crew:
     """The crew that waits, if it is the one that is asked for; else a new one, named `label`."""
-    if _waiting and _waiting[0].asked == (bundle, ranks) and _waiting[0].session == session():
+    asked = (bundle, ranks, num_spares)
+    if _waiting and _waiting[0].asked == asked and _waiting[0].session == session():
         return _waiting.pop()
     dismiss_waiting()
-    return hire(bundle, ranks, own_cluster, label)
+    return hire(*asked, own_cluster, label)
 
 
-def hire(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) -> Crew:
-    """Reserve room and start an actor for each of `ranks`, all at once."""
+def hire(
+    bundle: dict[str, float], ranks: range, num_spares: int, own_cluster: bool, label: str
+) -> Crew:
+    """Reserve room and start an actor for each of `ranks`, all at once.
+
+    Args:
+        num_spares: how many of `ranks`, the last ones, belong to spares.
+    """
     room = placement.find_room(bundle, len(ranks), own_cluster)
     if session() in _keeping:
         label = "kept"  # for one operator after the other
@@ -130,16 +141,17 @@ def hire(bundle: dict[str, float], ranks: range, own_cluster: bool, label: str) 
     name = f"lockstep:{label}:{secrets.token_hex(3)}"
     actors: list[Any] = []
     try:
+        places = placement.places_in(room, len(ranks), num_spares)
         actors += [
-            _hired(room, bundle, placement.seat_of(room, index), rank, name)
-            for index, rank in enumerate(ranks)
+            _hired(room, bundle, seat, rank, name)
+            for rank, (seat, _) in zip(ranks, places, strict=True)
         ]
-        nodes = placement.nodes_of(room, len(ranks))
     except BaseException:
         # Ctrl-C most of all: nobody else knows of them yet.
         _send_home(room, actors)
         raise
-    return Crew(room, nodes, actors, (bundle, ranks), session(), name)
+    seats, nodes = [seat for seat, _ in places], [node for _, node in places]
+    return Crew(room, nodes, seats, actors, (bundle, ranks, num_spares), session(), name)
 
 
 def _hired(

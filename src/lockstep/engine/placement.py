@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 
 import ray
 from lockstep.engine.ending import ctrl_c_as_itself
+from lockstep.engine.member import this_node
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:
@@ -96,15 +97,21 @@ def _room_around_us(bundle: Mapping[str, float], count: int) -> PlacementGroup |
     return group
 
 
-def seat_of(group: PlacementGroup, index: int) -> int:
-    """The bundle of a room's `index`-th worker."""
-    return index + (group.id.hex() in _lent)
+def places_in(group: PlacementGroup, count: int, num_spares: int) -> list[tuple[int, str]]:
+    """A bundle and its node id for each of `count` workers, by rank; spares come last.
 
-
-def nodes_of(group: PlacementGroup, count: int) -> list[str]:
-    """The node id of each worker's bundle, in order."""
-    table = placement_group_table(group)
-    return [table["bundles_to_node_id"][seat_of(group, index)] for index in range(count)]
+    Ranks of one node are neighbours, so that a ring of all ranks crosses the network once for
+    each node; those of the driver's node come first: what is asked of rank 0 is asked of a process
+    that is there as long as the driver is.
+    """
+    first = int(group.id.hex() in _lent)  # the bundle of the program itself comes before
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    places = [(seat, nodes[seat]) for seat in range(first, first + count)]
+    workers, spares = places[: count - num_spares], places[count - num_spares :]
+    by_node: dict[str, list[tuple[int, str]]] = {this_node(): []}
+    for seat, node in workers:
+        by_node.setdefault(node, []).append((seat, node))
+    return [place for neighbours in by_node.values() for place in neighbours] + spares
 
 
 def local_ranks(nodes: Sequence[str]) -> list[int]:

@@ -37,7 +37,7 @@ from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.worker import Rendezvous, Worker, add_rank, is_peer_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lockstep.engine import Resources
     from lockstep.engine.base import Courier, Keeper
@@ -79,7 +79,8 @@ class RayEngine:
         bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
         ranks = remote_ranks(spec.num_workers, use_local, num_spares)
         try:
-            self._crew = crew_for(bundle, ranks, own_cluster, spec.operator_cls.__name__)
+            label = spec.operator_cls.__name__
+            self._crew = crew_for(bundle, ranks, num_spares, own_cluster, label)
             self._payload = ray.put(payload)
             self._enlist(self._crew, ranks)
             self._open_server(self._crew)
@@ -100,7 +101,7 @@ class RayEngine:
             nodes.insert(0, this_node())
             found.append(Member(0, nodes[0], 0, worker=Worker(self.spec, 0, 0)))
         local_ranks = placement.local_ranks(nodes)
-        for seat, (rank, actor) in enumerate(zip(ranks, crew.actors, strict=True)):
+        for rank, seat, actor in zip(ranks, crew.seats, crew.actors, strict=True):
             actor.enlist.remote(self._payload, rank, local_ranks[rank])
             found.append(Member(rank, nodes[rank], local_ranks[rank], actor, seat=seat))
         self._hired = len(found)
@@ -116,6 +117,7 @@ class RayEngine:
         if self.spec.options.sync == "parameter_server" and self.spec.num_workers > 1:
             self._server = ServerProcess(
                 crew.room,
+                crew.seats[0],
                 name=f"{crew.name}:parameter-server",
                 timeout_s=self._resources.timeout_s,
             )
@@ -147,6 +149,20 @@ class RayEngine:
         store, self._store = self._store, None
         if store is not None:
             store.close()
+
+    def break_group(self, ranks: Iterable[int]) -> None:
+        """Free those of `ranks` that wait for a peer who will never come, nor close its sockets.
+
+        The group of all is of no use afterwards.
+        """
+        if self._server is not None:
+            self._server.call_off()
+        for rank in ranks:
+            member = self.members[rank]
+            if member.worker is not None:
+                member.worker.break_group()
+            else:
+                member.actor.break_group.remote()
 
     def _is_on_one_node(self) -> bool:
         here = this_node()

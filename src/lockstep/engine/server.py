@@ -81,7 +81,8 @@ class ServerProcess:
     """A parameter server as the driver sees it; see `listen`.
 
     Args:
-        room: the workers' placement group; the server runs where its first bundle is.
+        room: the workers' placement group.
+        seat: the bundle where it runs.
         name: of its actor.
         timeout_s: how long a worker waits for an answer.
 
@@ -91,8 +92,8 @@ class ServerProcess:
         address: where it listens.
     """
 
-    def __init__(self, room: PlacementGroup, *, name: str, timeout_s: float) -> None:
-        strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=0)
+    def __init__(self, room: PlacementGroup, seat: int, *, name: str, timeout_s: float) -> None:
+        strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=seat)
         self._actor = RemoteServer.options(name=name, scheduling_strategy=strategy).remote()
         self._timeout_s = timeout_s
         self._node = ""
@@ -116,8 +117,7 @@ class ServerProcess:
             WorkerDiedError: its process died, or does not answer.
         """
         is_first = self.address is None
-        if self.address is not None:
-            self._actor.call_off.remote(self.address.secret)
+        self.call_off()
         secret = secrets.token_bytes(32)
         # Has its turn when the server has ended with the workers of before.
         opened = self._actor.listen.remote(only_node, size, secret, self._timeout_s)
@@ -131,6 +131,11 @@ class ServerProcess:
         self.ends = self._actor.serve.remote()
         address: OwnerAddress = self.address
         return address
+
+    def call_off(self) -> None:
+        """Free the workers that wait for others there."""
+        if self.address is not None:
+            self._actor.call_off.remote(self.address.secret)
 
     def death(self) -> WorkerDiedError | None:
         """What to raise if its process died; None while it runs, or after it ended in order."""

@@ -31,6 +31,8 @@ _TIMED: Final = frozenset({"train", "validate", "stand_down", "join"})
 # The first step compiles, opens its data, and warms up caches.
 _FIRST_STEP_FACTOR: Final = 10.0
 # A rank in a collective of a broken group is freed by its peers' closing sockets in milliseconds.
+_CASCADE_S: Final = 0.1
+# Its own sockets were shut down, too: it waits for something that is not of the group.
 _STUCK_IN_BROKEN_GROUP_S: Final = 5.0
 
 
@@ -67,6 +69,8 @@ class Watchdog:
         now = time.monotonic()
         if hearing.has_failed and self._broken_at is None:
             self._broken_at = now
+        if hearing.deaths or hearing.lost_peers:
+            self._free_who_waits(hearing, now)
         here = None if hearing.here is None else hearing.here()
         performing = len(hearing.pending) + (here is not None)
         others_wait = performing < len(self._engine.members) or (here is not None and here.waits)
@@ -82,6 +86,13 @@ class Watchdog:
             is_at_fault = is_late and is_waited_for and not self._waits(seen, now)
             if is_at_fault and self._is_overdue(member, seen, now):
                 self._end(member, seen, now, self._complaint(member, seen, now))
+
+    def _free_who_waits(self, hearing: Hearing, now: float) -> None:
+        """A process that dies closes its sockets; a host that falls silent closes none."""
+        assert self._broken_at is not None
+        if now - self._broken_at > _CASCADE_S:
+            here = () if hearing.here is None else (0,)
+            self._engine.break_group([*here, *hearing.pending.values()])
 
     def _is_stuck(self, seen: Sighting, now: float) -> bool:
         """It waits in a group that broke long ago; what it waited for one that hung is no fault."""

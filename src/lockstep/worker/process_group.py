@@ -239,12 +239,17 @@ def leave_group(held: list[Any]) -> threading.Thread:
     return closing
 
 
-def _forget(group: Any) -> None:
-    """Drop torch's references to `group`. NCCL's peers are freed by the abort, a raw one's too."""
+def abort_nccl(group: Any) -> None:
+    """End what runs on `group`, if NCCL does it; from any thread. For gloo see `Connections`."""
     if isinstance(group, dist.ProcessGroup):
         if dist.get_backend(group) == "nccl":
             group._get_backend(torch.device("cuda")).abort()
-        dist.destroy_process_group(group)
     elif "nccl" in type(group).__name__.lower():
-        # A raw NCCL group frees its peers by an abort too; a gloo group has none.
         group.abort()
+
+
+def _forget(group: Any) -> None:
+    """Drop torch's references to `group`. Ranks that wait on NCCL are freed by the abort."""
+    abort_nccl(group)
+    if isinstance(group, dist.ProcessGroup):
+        dist.destroy_process_group(group)

@@ -12,15 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.group import Group
 from lockstep.operator.attachment import rejoin
 from lockstep.worker import handover
 from lockstep.worker.carried import Carried
 from lockstep.worker.passes import Progress
-from lockstep.worker.process_group import form_group
 from lockstep.worker.sources import open_source
 
 if TYPE_CHECKING:
+    from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
     from lockstep.worker.process_group import Rendezvous
@@ -134,14 +133,13 @@ def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
     before = operator._lockstep.setting
     if worker.before_meeting is not None:
         worker.before_meeting()
-    process_group = form_group(formation.rendezvous, rank, formation.size, before.device)
-    worker.enter(process_group, formation.rendezvous)
+    group = worker.meet(formation.rendezvous, before.device)
     placement = worker.placement_for(before.placement)
     operator._lockstep.setting = replace(
         before,
         world_rank=rank,
         world_size=formation.size,
-        group=Group(process_group, before.device),
+        group=group,
         placement=placement,
         is_spare=False,
         owner=formation.rendezvous.owner,

@@ -18,6 +18,7 @@ from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
+from lockstep.worker.connections import Connections
 from lockstep.worker.cursor import Tally
 from lockstep.worker.determinism import deterministic
 from lockstep.worker.feeding import Feed
@@ -25,6 +26,7 @@ from lockstep.worker.handing_over import HandsOver
 from lockstep.worker.passes import Request, Underway
 from lockstep.worker.process_group import (
     Rendezvous,
+    abort_nccl,
     form_group,
     form_second_group,
     leave_group,
@@ -54,7 +56,8 @@ _CLOSING_S: Final = 1.0
 class Worker(HandsOver):
     """Rank `rank` of a run. Its methods are called by an engine, one at a time.
 
-    `progress`, `where` and `dismiss` alone may be called from another thread meanwhile.
+    `progress`, `where`, `dismiss` and `break_group` alone may be called from another thread
+    meanwhile.
 
     Attributes:
         cursors: the position in the data, by purpose.
@@ -71,6 +74,7 @@ class Worker(HandsOver):
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None
+        self._connections = Connections()
         self._num_copies = 0
         self._operator = None
         self.cursors = {}
@@ -102,8 +106,7 @@ class Worker(HandsOver):
         if rendezvous is not None:
             if self.before_meeting is not None:
                 self.before_meeting()
-            self._rendezvous = rendezvous
-            self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
+            self.meet(rendezvous, device)
         self.watch_from(0)
         with self._watch.during_setup():
             self._build_operator(device)
@@ -166,6 +169,24 @@ class Worker(HandsOver):
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
 
+    def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
+        """Form the group of all ranks, and belong to it until `leave`.
+
+        Collective:
+            Every rank.
+        """
+        self._rendezvous = rendezvous
+        with self._connections.opening():
+            self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
+        group = Group(self._group, device)
+        self._connections.learn(group)
+        return group
+
+    def break_group(self) -> None:
+        """End whatever this worker waits for in its group, because a peer will never come."""
+        self._connections.shut_down()
+        abort_nccl(self._group)
+
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
         self._watch.detach()
@@ -176,6 +197,7 @@ class Worker(HandsOver):
             self._operator._lockstep.setting.group.close()
         if self._group is not None:
             held, self._group = [self._group], None
+            self._connections.forget()
             self._closing = leave_group(held)
 
     def stop(self) -> None:
@@ -291,10 +313,6 @@ class Worker(HandsOver):
         self._num_copies = 0
         self._is_dismissed = False
 
-    def enter(self, group: dist.ProcessGroup, rendezvous: Rendezvous) -> None:
-        """Belong to `group`, until `leave`."""
-        self._group, self._rendezvous = group, rendezvous
-
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
@@ -327,9 +345,12 @@ class Worker(HandsOver):
         if self._rendezvous is not None:
             self._num_copies += not alone
             name = f"copy-{self._num_copies}"
-            copy._group = form_second_group(
-                self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
-            )
+            with self._connections.opening():
+                copy._group = form_second_group(
+                    self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
+                )
+            if not alone:
+                self._connections.learn(Group(copy._group))
             copy._rendezvous = None if alone else self._rendezvous
         return copy
 
