@@ -175,8 +175,11 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
     is_caught = bool(before & {"caught_inside", "caught_inside_one"})
-    if is_caught and ("post_step" in setup or "see_hooked" in shown):
-        return False  # in one process hooks have run on what came before the exception
+    # In one process hooks have run on what came before the exception, and so much of its
+    # gradients lies in memory of the user's, where `zero_grad` has taken none of them away.
+    is_left = spec.clearing == "none" and shown & {"flat_read", "flat_scale"}
+    if is_caught and ("post_step" in setup or "see_hooked" in shown or is_left):
+        return False
     if spec.sync == "ddp" and shown and kinds & _ONCE_UNDER_DDP:
         return False  # it leaves the second backward with this rank: no rank may step with it
     if "only_some" in kinds and "unused" in MODELS[spec.model].tags:
