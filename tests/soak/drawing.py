@@ -94,6 +94,9 @@ def is_fair(spec: Spec) -> bool:
     after = {piece["kind"] for step in spec.steps for piece in step.after}
     if spec.model == "embedding_sparse" and ("noise" in after or "weights_by_hand_alone" in kinds):
         return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
+    before = {piece["kind"] for step in spec.steps for piece in step.before}
+    if spec.model == "embedding_sparse" and "through_float" in before and spec.clearing == "never":
+        return False  # entries are rounded one by one, and how many make up a row is no one's rule
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
     if not _is_closed(spec, kinds) or not _is_heard(spec):
