@@ -91,12 +91,8 @@ def is_fair(spec: Spec) -> bool:
     }
     if "loop" in spec.options and spec.model.startswith("norm"):
         return False  # the trainer puts models into training mode
-    after = {piece["kind"] for step in spec.steps for piece in step.after}
-    if spec.model == "embedding_sparse" and ("noise" in after or "weights_by_hand_alone" in kinds):
-        return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
-    before = {piece["kind"] for step in spec.steps for piece in step.before}
-    if spec.model == "embedding_sparse" and "through_float" in before and spec.clearing == "never":
-        return False  # entries are rounded one by one, and how many make up a row is no one's rule
+    if spec.model == "embedding_sparse" and not _is_fair_when_sparse(spec, kinds):
+        return False
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
     if not _is_closed(spec, kinds) or not _is_heard(spec):
@@ -118,6 +114,15 @@ def is_fair(spec: Spec) -> bool:
         return False
     calls = {piece["kind"] for step in spec.steps for piece in step.before} & _ON_ROWS
     return not (some and (calls or kinds & (RAW | OUTSIDE)))
+
+
+def _is_fair_when_sparse(spec: Spec, kinds: set[str]) -> bool:
+    after = {piece["kind"] for step in spec.steps for piece in step.after}
+    if "noise" in after or "weights_by_hand_alone" in kinds:
+        return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
+    before = {piece["kind"] for step in spec.steps for piece in step.before}
+    # Entries are rounded one by one, and how many make up a row is not part of the value.
+    return not ("through_float" in before and spec.clearing == "never")
 
 
 def _is_heard(spec: Spec) -> bool:
