@@ -131,8 +131,12 @@ def _is_heard(spec: Spec) -> bool:
     if ends & _HEARD_LATER:
         return False
     kinds = {step.gradients["kind"] for step in spec.steps}
-    if "window_left_open" in kinds and spec.clearing == "never" and _leaves_out_a_rank(spec):
-        return False  # it has no window, and the gradients of the step before
+    if "window_left_open" in kinds and _leaves_out_a_rank(spec):
+        # It has no window, and steps: with gradients of the step before, or, where a round has
+        # come since its last step, with none.
+        is_content = any(step.update == "none" for step in spec.steps)
+        if spec.clearing == "never" or is_content:
+            return False
     if not spec.pieces() & _OF_ONE_RANK:
         return True
     # Peers hear of it when the step is over: until then they compute what they would have
