@@ -128,7 +128,7 @@ def test_a_failed_backward_is_not_stepped_with(way, how):
 def test_a_rank_alone_may_put_in_gradients_after_a_failed_backward(set_to_none):
     model, true = built(), built()
     optimizer, oracle_optimizer = momentum(model), momentum(true)
-    sync = replicate(model, Group(None))
+    sync = replicate(model, group=Group(None))
     handle = model[0].register_forward_hook(lambda *args: Raise.apply(args[2]))
     loss = mean_square(model)
     handle.remove()
