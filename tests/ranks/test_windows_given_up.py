@@ -154,6 +154,26 @@ def test_a_rank_without_rows_closes_a_window_after_layers_were_frozen(way):
     assert_exact(on_ranks(way, body), [seen, weights([true])])
 
 
+def test_a_model_of_several_is_frozen_as_a_whole_before_a_window_under_ddp():
+    """A rank that follows makes new buckets of what is left, and of that model there is nothing."""
+
+    def body(group):
+        first, second = both()
+        sync = DDPSync([first, second], group, ddp_args={})
+        second.requires_grad_(False)
+        with sync.no_sync():
+            model, last = sync.models
+            sync.backward((model(mine(group)) * last(mine(group))).mean(), weight=4)
+        sync.reduce_pending()
+        sync.detach()
+        return gradients(first)
+
+    first, second = both()
+    second.requires_grad_(False)
+    (first(X) * second(X)).mean().backward()
+    assert_exact([[found] for found in run_ranks(2, body)], [gradients(first)])
+
+
 class LeftOrRight(nn.Module):
     """One of two layers, as the caller says."""
 

@@ -188,8 +188,8 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
         return False  # one process leaves the window's backwards out altogether
     is_caught = bool(before & {"caught_inside", "caught_inside_one"})
     # In one process hooks have run on what came before the exception, and so much of its
-    # gradients lies in memory of the user's, where `zero_grad` has taken none of them away.
-    is_left = spec.clearing == "none" and shown & {"flat_read", "flat_scale"}
+    # gradients lies in memory of the user's, from where `zero_grad` takes none of them away.
+    is_left = shown & {"flat_read", "flat_scale"}
     if is_caught and ("post_step" in setup or "see_hooked" in shown or is_left):
         return False
     if spec.sync == "ddp" and shown and kinds & _ONCE_UNDER_DDP:

@@ -154,6 +154,9 @@ class ReducedModel(DistributedDataParallel):
         """Make new buckets if layers were frozen or unfrozen, as torch does when it unpickles."""
         if self.reduced == self.wanted():
             return
+        if not self.wanted():
+            self.forget()  # torch has no reducer without parameters
+            return
         _refuse_sparse(self.module)  # unfrozen: DDP would fail in C++, in the middle of a backward
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
