@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from harness import gradients
+from lockstep import replicate
 from lockstep.errors import GradientNotReducedError
+from lockstep.group import Group
 from ranks.test_replicate_exact import weights
 from ranks.ways import assert_exact, built, every_way, mean_square, momentum, on_ranks, our_buckets
 
@@ -120,6 +122,30 @@ def test_a_failed_backward_is_not_stepped_with(way, how):
         return [before, weights([rank.plain])]
 
     assert_exact(on_ranks(way, body), [weights([built()])] * 2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rank_alone_may_put_in_gradients_after_a_failed_backward(set_to_none):
+    model, true = built(), built()
+    optimizer, oracle_optimizer = momentum(model), momentum(true)
+    sync = replicate(model, group=Group(None))
+    handle = model[0].register_forward_hook(lambda *args: Raise.apply(args[2]))
+    loss = mean_square(model)
+    handle.remove()
+    with pytest.raises(Boom):
+        loss.backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for parameter, gradient in zip(
+        model.parameters(),
+        torch.autograd.grad(mean_square(model), list(model.parameters())),
+        strict=True,
+    ):
+        parameter.grad = gradient
+    optimizer.step()
+    sync.detach()
+    mean_square(true).backward()
+    oracle_optimizer.step()
+    torch.testing.assert_close(model.state_dict(), true.state_dict(), rtol=0, atol=1e-14)
 
 
 def flat_gradients(params):

@@ -152,3 +152,57 @@ def test_a_rank_without_rows_closes_a_window_after_layers_were_frozen(way):
     seen = gradients(true)
     optimizer.step()
     assert_exact(on_ranks(way, body), [seen, weights([true])])
+
+
+def test_a_model_of_several_is_frozen_as_a_whole_before_a_window_under_ddp():
+    """A rank that follows makes new buckets of what is left, and of that model there is nothing."""
+
+    def body(group):
+        first, second = both()
+        sync = DDPSync([first, second], group, ddp_args={})
+        second.requires_grad_(False)
+        with sync.no_sync():
+            model, last = sync.models
+            sync.backward((model(mine(group)) * last(mine(group))).mean(), weight=4)
+        sync.reduce_pending()
+        sync.detach()
+        return gradients(first)
+
+    first, second = both()
+    second.requires_grad_(False)
+    (first(X) * second(X)).mean().backward()
+    assert_exact([[found] for found in run_ranks(2, body)], [gradients(first)])
+
+
+class LeftOrRight(nn.Module):
+    """One of two layers, as the caller says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = both()
+
+    def forward(self, x, chosen):
+        return self.layers[chosen](x)
+
+
+def test_a_window_follows_a_forward_under_ddp_whose_backward_never_came():
+    """The reducer took what that forward had not used for done, and the window uses it."""
+
+    def loss(model, part, chosen):
+        return model(part, chosen).square().mean()
+
+    def body(group):
+        plain = LeftOrRight()
+        options = {"find_unused_parameters": True}
+        sync = DDPSync([plain], group, ddp_args=options)
+        model, part = sync.models[0], mine(group)
+        torch.autograd.grad(loss(model, part, 0), list(plain.layers[0].parameters()))
+        with sync.no_sync():
+            sync.backward(loss(model, part, 1), weight=4)
+        sync.backward(loss(model, part, 0), weight=4)
+        sync.detach()
+        return gradients(plain)
+
+    true = LeftOrRight()
+    ((loss(true, X, 0) + loss(true, X, 1)) / 2).backward()
+    assert_exact([[found] for found in run_ranks(2, body)], [gradients(true)])

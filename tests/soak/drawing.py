@@ -91,9 +91,8 @@ def is_fair(spec: Spec) -> bool:
     }
     if "loop" in spec.options and spec.model.startswith("norm"):
         return False  # the trainer puts models into training mode
-    after = {piece["kind"] for step in spec.steps for piece in step.after}
-    if spec.model == "embedding_sparse" and ("noise" in after or "weights_by_hand_alone" in kinds):
-        return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
+    if spec.model == "embedding_sparse" and not _is_fair_when_sparse(spec, kinds):
+        return False
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
     if not _is_closed(spec, kinds) or not _is_heard(spec):
@@ -117,14 +116,27 @@ def is_fair(spec: Spec) -> bool:
     return not (some and (calls or kinds & (RAW | OUTSIDE)))
 
 
+def _is_fair_when_sparse(spec: Spec, kinds: set[str]) -> bool:
+    after = {piece["kind"] for step in spec.steps for piece in step.after}
+    if "noise" in after or "weights_by_hand_alone" in kinds:
+        return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
+    before = {piece["kind"] for step in spec.steps for piece in step.before}
+    # Entries are rounded one by one, and how many make up a row is not part of the value.
+    return not ("through_float" in before and spec.clearing == "never")
+
+
 def _is_heard(spec: Spec) -> bool:
     """Whether what one rank does in another way than its peers can be heard of by them."""
     ends = {spec.steps[-1].update, *(piece["kind"] for piece in spec.steps[-1].before)}
     if ends & _HEARD_LATER:
         return False
     kinds = {step.gradients["kind"] for step in spec.steps}
-    if "window_left_open" in kinds and spec.clearing == "never" and _leaves_out_a_rank(spec):
-        return False  # it has no window, and the gradients of the step before
+    if "window_left_open" in kinds and _leaves_out_a_rank(spec):
+        # It has no window, and steps: with gradients of the step before, or, where a round has
+        # come since its last step, with none.
+        is_content = any(step.update == "none" for step in spec.steps)
+        if spec.clearing == "never" or is_content:
+            return False
     if not spec.pieces() & _OF_ONE_RANK:
         return True
     # Peers hear of it when the step is over: until then they compute what they would have
@@ -175,8 +187,11 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
     is_caught = bool(before & {"caught_inside", "caught_inside_one"})
-    if is_caught and ("post_step" in setup or "see_hooked" in shown):
-        return False  # in one process hooks have run on what came before the exception
+    # In one process hooks have run on what came before the exception, and so much of its
+    # gradients lies in memory of the user's, from where `zero_grad` takes none of them away.
+    is_left = shown & {"flat_read", "flat_scale"}
+    if is_caught and ("post_step" in setup or "see_hooked" in shown or is_left):
+        return False
     if spec.sync == "ddp" and shown and kinds & _ONCE_UNDER_DDP:
         return False  # it leaves the second backward with this rank: no rank may step with it
     if "only_some" in kinds and "unused" in MODELS[spec.model].tags:

@@ -275,7 +275,7 @@ class DDPSync(WindowedSync):
         if adds_up and torch.is_grad_enabled():
             raise verdict.refused("graph", [slot.name], self.place)  # DDP would fail in C++
         # DDP takes what a reentrant checkpoint hides from it for unused, and fails in C++ when
-        # its gradient comes after all; under `no_sync` too, if a forward outside came before.
+        # its gradient comes after all.
         is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
         if adds_up and self.finds_unused and nesting_depth() > 0 and is_awaited:
             raise came_twice(self.place, slot.name)

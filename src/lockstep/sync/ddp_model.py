@@ -128,6 +128,10 @@ class ReducedModel(DistributedDataParallel):
         if carrier is None or not torch.is_grad_enabled() or not self.wanted():
             return self.module(*inputs, **kwargs)
         carrier.refuse_broken()
+        if carrier.is_paused and self.is_waiting:
+            # A forward whose backward did not come: its unused parameters count as done in the
+            # reducer, and DDP fails in C++ where this forward, which it is not told of, uses them.
+            self.forget()
         self.follow_frozen()
         self.require_backward_grad_sync = not carrier.is_paused
         self.is_waiting = self.is_waiting or not carrier.is_paused
@@ -149,6 +153,9 @@ class ReducedModel(DistributedDataParallel):
     def follow_frozen(self) -> None:
         """Make new buckets if layers were frozen or unfrozen, as torch does when it unpickles."""
         if self.reduced == self.wanted():
+            return
+        if not self.wanted():
+            self.forget()  # torch has no reducer without parameters
             return
         _refuse_sparse(self.module)  # unfrozen: DDP would fail in C++, in the middle of a backward
         parameters, sparse = self._build_params_for_reducer()

@@ -233,7 +233,8 @@ class Round:
                 # All follow, and some hold what a window left: every model, in order.
                 self.sums = sums.sums()
                 for model in self._models:
-                    self._take_turn(model, asks=True)
+                    if model.reduced:
+                        self._take_turn(model, asks=True)
             return
 
     def _led_model(self, signature: int) -> ReducedModel:

@@ -450,8 +450,11 @@ class WindowedSync:
 
     @property
     def has_open_window(self) -> bool:
-        """Gradients have arrived since the last round, or a backward failed midway."""
-        return self._window.kind is not None or self._has_failed
+        """Gradients have arrived since the last round, or a backward failed midway.
+
+        What a failed backward leaves with a rank alone is what it leaves in one process.
+        """
+        return self._window.kind is not None or (self._has_failed and self.needs_guard)
 
     def holds(self, param: torch.Tensor) -> bool:
         """`param` is in the modules that are synchronised, maybe since later."""
