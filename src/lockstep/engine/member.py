@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
 if TYPE_CHECKING:
     from lockstep.worker import Worker
+
+_ANSWER_S: Final = 0.3
 
 
 @dataclass(eq=False)
@@ -76,6 +79,27 @@ def process_state(member: Member) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def host_answers(node_id: str) -> bool:
+    """Whether the machine of a node can be reached, whatever its processes do.
+
+    Asked is the port of its node's own process: the operating system answers, also while that
+    process is busy. Ray itself gives a node half a minute and more.
+    """
+    if node_id == this_node():
+        return True
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    if node is None or not node["Alive"]:
+        return False
+    try:
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        socket.create_connection(address, timeout=_ANSWER_S).close()
+    except ConnectionRefusedError:
+        return True  # the machine says that nobody listens: Ray will tell of it
+    except OSError:
+        return False
+    return True
 
 
 def this_node() -> str:

@@ -13,7 +13,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from lockstep.engine.member import kill, process_state
+from lockstep.engine.member import host_answers, kill, process_state
 from lockstep.engine.outlook import Outlook
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _log = logging.getLogger("lockstep.recovery")
 _TIMED: Final = frozenset({"train", "validate", "stand_down", "join"})
 # The first step compiles, opens its data, and warms up caches.
 _FIRST_STEP_FACTOR: Final = 10.0
+_ASK_HOST_EVERY_S: Final = 1.0
 # A rank in a collective of a broken group is freed by its peers' closing sockets in milliseconds.
 _CASCADE_S: Final = 0.1
 # Its own sockets were shut down, too: it waits for something that is not of the group.
@@ -51,6 +52,7 @@ class Watchdog:
         self._limit_s = hang_timeout_s
         self._outlook = Outlook()
         self._broken_at: float | None = None
+        self._reached: dict[str, tuple[float, bool]] = {}
         self.verdicts: dict[Member, str] = {}
 
     def begin(self) -> None:
@@ -82,10 +84,10 @@ class Watchdog:
                 continue
             waiting = [each for each, one in sightings.items() if self._waits(one, now)]
             is_waited_for = others_wait or any(each is not member for each in waiting)
-            is_late = hearing.method in _TIMED or _is_stopped(member)
-            is_at_fault = is_late and is_waited_for and not self._waits(seen, now)
-            if is_at_fault and self._is_overdue(member, seen, now):
-                self._end(member, seen, now, self._complaint(member, seen, now))
+            if is_waited_for and not self._waits(seen, now):
+                complaint = self._complaint(hearing.method, member, seen, now)
+                if complaint is not None:
+                    self._end(member, seen, now, complaint)
 
     def _free_who_waits(self, hearing: Hearing, now: float) -> None:
         """A process that dies closes its sockets; a host that falls silent closes none."""
@@ -111,28 +113,38 @@ class Watchdog:
     def _broken_s(self) -> float:
         return min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S)
 
-    def _is_overdue(self, member: Member, seen: Sighting, now: float) -> bool:
-        stands_s = seen.stands_for(now)
-        if stands_s <= self._limit_s:
-            return False
-        is_first = seen.latest is None or not seen.latest.is_warm
-        # Whoever is stopped warms up nothing.
-        return not is_first or stands_s > self._limit_s * _FIRST_STEP_FACTOR or _is_stopped(member)
-
-    def _complaint(self, member: Member, seen: Sighting, now: float) -> str:
+    def _complaint(self, method: str, member: Member, seen: Sighting, now: float) -> str | None:
+        """Why `member`, for whom others wait, is ended; None while it may go on."""
+        if seen.stands_for(now) <= self._limit_s:
+            return None
         found = seen.latest
         place = "" if found is None else f", {found.phase}"
         if found is not None and found.line:
             place += f" at {found.line}"
-        for_s = f"{seen.stands_for(now):.0f} s"
-        if not self._is_silent(seen, now):
-            return f"made no step for {for_s}{place}, while others waited"
+        made_none = f"made no step for {seen.stands_for(now):.0f} s{place}"
+        no_answer = f"did not answer for {seen.silent_for(now):.0f} s{place}"
+        # Of these two no firsts have to be waited for, and no function of the user's.
         if _is_stopped(member):
-            return f"was stopped (by a signal or a debugger) and made no step for {for_s}{place}"
-        return (
-            f"did not answer for {seen.silent_for(now):.0f} s{place}: stopped, cut off, or in a"
-            " call into C that holds the interpreter"
-        )
+            return f"was stopped (by a signal or a debugger) and {made_none}"
+        if self._is_silent(seen, now) and not self._can_reach(member, now):
+            return f"{no_answer}, and its host cannot be reached: its power or its network failed"
+        if method not in _TIMED or not self._is_overdue(seen, now):
+            return None
+        if not self._is_silent(seen, now):
+            return f"{made_none}, while others waited"
+        return f"{no_answer}: stopped, or in a call into C that holds the interpreter"
+
+    def _can_reach(self, member: Member, now: float) -> bool:
+        """Asked once for all members of a node."""
+        until, answers = self._reached.get(member.node, (0.0, True))
+        if now > until:
+            answers = host_answers(member.node)
+            self._reached[member.node] = time.monotonic() + _ASK_HOST_EVERY_S, answers
+        return answers
+
+    def _is_overdue(self, seen: Sighting, now: float) -> bool:
+        is_first = seen.latest is None or not seen.latest.is_warm
+        return not is_first or seen.stands_for(now) > self._limit_s * _FIRST_STEP_FACTOR
 
     def _end(self, member: Member, seen: Sighting, now: float, complaint: str) -> None:
         self.verdicts[member] = complaint

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts on one machine: network namespaces joined by a cable, a node of Ray's in each.
+
+A link that is set down carries no packet and no reset: what a power failure looks like, or a
+switch that fails.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+NEAR, FAR = "10.77.0.1", "10.77.0.2"
+PORT = 6399
+_RAY = Path(sys.executable).parent / "ray"
+
+# What Ray does within half a minute, within some seconds: nodes that do not answer are dead.
+QUICK = json.dumps(
+    {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 500,
+        "health_check_timeout_ms": 500,
+        "health_check_failure_threshold": 4,
+    }
+)
+
+
+def are_possible():
+    """Whether this process may have network namespaces of its own."""
+    done = subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+class TwoHosts:
+    """The driver's host and another one, with `cpus` CPUs of Ray's on each.
+
+    Args:
+        cpus: of the near and of the far host.
+        patient: Ray takes half a minute to notice that a host is gone; else some seconds.
+    """
+
+    def __init__(self, cpus=(2, 2), *, patient=True):
+        self._name = f"ls{os.getpid()}"
+        self._cpus, self._patient = cpus, patient
+        # Ray puts sockets below it, whose paths may not exceed about 100 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="ls"))
+
+    def __enter__(self):
+        near, far = self._namespaces()
+        try:
+            for name in (near, far):
+                _run("ip", "netns", "add", name)
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "link", "add", "cable", "netns", near, "type", "veth", "peer", "name",
+                 "cable", "netns", far)  # fmt: skip
+            for name, address in ((near, NEAR), (far, FAR)):
+                _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+                _run("ip", "-n", name, "link", "set", "cable", "up")
+            config = () if self._patient else ("--system-config", QUICK)
+            self._start(near, NEAR, self._cpus[0], "--head", "--port", str(PORT), *config,
+                        "--include-dashboard=false")  # fmt: skip
+            self._start(far, FAR, self._cpus[1], "--address", f"{NEAR}:{PORT}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _namespaces(self):
+        return f"{self._name}near", f"{self._name}far"
+
+    def _start(self, name, address, cpus, *options):
+        _run(
+            "ip", "netns", "exec", name, str(_RAY), "start", "--node-ip-address", address,
+            "--num-cpus", str(cpus), "--disable-usage-stats", *options,
+            env=self._environment(),
+        )  # fmt: skip
+
+    def _environment(self):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        return environment | {
+            "HOME": str(self.folder),
+            "RAY_TMPDIR": str(self.folder),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "NEAR_ADDRESS": f"{NEAR}:{PORT}",
+            "FAR_NAMESPACE": self._namespaces()[1],
+            "FOLDER": str(self.folder),
+        }
+
+    def told_by(self, program, *arguments, timeout_s):
+        """What a program on the near host printed."""
+        return subprocess.run(
+            ["ip", "netns", "exec", self._namespaces()[0], sys.executable, program, *arguments],
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def __exit__(self, *_):
+        for name in self._namespaces():
+            found = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            )
+            if found.stdout.split():
+                subprocess.run(["kill", "-9", *found.stdout.split()], check=False)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def set_link(is_up):
+    """For a program on the near host: the cable of the far one."""
+    state = "up" if is_up else "down"
+    _run("ip", "-n", os.environ["FAR_NAMESPACE"], "link", "set", "cable", state)
+
+
+def _run(*command, env=None):
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
