@@ -125,7 +125,8 @@ def trained(sync, spares, hang_s, place, work):
         if (work / "dead").exists():
             dead = float((work / "dead").read_text())
             told["after ray_s"] = min(at for at, _ in stamps_near if at > dead) - dead
-        told["gap_s"] = max(b - a for (a, _), (b, _) in pairwise(stamps_near))
+        at = float((work / "at").read_text()) if place is not None else 0.0
+        told["gap_s"] = max(b - max(a, at) for (a, _), (b, _) in pairwise(stamps_near))
     return weights, told
 
 
