@@ -165,8 +165,8 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False  # torch.autograd.grad runs them, on what it returns here
     if not _is_same_backward(spec, kinds):
         return False
-    if kinds & RAW and spec.pieces() & _OF_ONE_RANK:
-        return False
+    if kinds & (RAW | _ASKING) and spec.pieces() & _OF_ONE_RANK:
+        return False  # where peers compare before their step, they wait for it
     if "idle" in kinds and spec.pieces() & _OF_ONE_RANK:
         return False  # a rank that steps without a gradient stands for one without rows
     if "closure" in kinds and spec.way == "sums" and _leaves_out_a_rank(spec):

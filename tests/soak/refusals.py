@@ -76,7 +76,12 @@ REFUSALS: tuple[Refusal, ...] = (
             beside=beside,
         )
         for piece in ("gradients:nothing", "gradients:idle")
-        for beside in ("after:scale_function", "gradients:conflicting", "setup:flat")
+        for beside in (
+            "after:scale_function",
+            "gradients:conflicting",
+            "setup:flat",
+            "setup:post_replace",
+        )
     ),
     Refusal(
         "gradients:weights_by_hand",
@@ -246,6 +251,7 @@ WORDS = {
     "before:untie": "weights that are no longer tied",
     "before:tie": "weights tied meanwhile",
     "before:other_shape": "`p.data` of another shape",
+    "setup:post_replace": "a post-accumulate hook that replaces `p.grad`",
     "before:through_float": "`model.float().double()` after attaching",
     "after:scale_function": "`p.grad = p.grad * 0.5`",
     "gradients:conflicting": "gradients of two losses, put together by hand",

@@ -120,7 +120,7 @@ class Soak:
         if outcome.fails and not self._is_known(spec, outcome) and self._shrinks:
             again = member.run(spec)
             if not again.fails:
-                print(f"{name}: {outcome.kind} once, then {again.kind}", flush=True)
+                print(f"{name}: {outcome.kind} once, then {again.kind}", outcome.text, flush=True)
             self._make_small(name, spec, again if again.fails else outcome, member)
         self._count(spec, outcome)
 
