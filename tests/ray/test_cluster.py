@@ -37,6 +37,36 @@ def test_another_programs_private_ray_is_left_alone():
     assert address != ray.get_runtime_context().gcs_address
 
 
+LEAVES_NOTHING = """
+import os, pathlib
+import ray
+from lockstep.engine.cluster import connect
+connect()
+print(ray.get(ray.remote(lambda: "a task ran").remote()))
+ray.shutdown()
+connect()
+print(ray.get(ray.remote(lambda: "and another").remote()))
+print([str(path) for path in pathlib.Path.home().rglob("*")])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_ray_of_its_own_leaves_no_token_in_the_home_directory(tmp_path):
+    """Every other cluster of this user would ask for it from then on."""
+    folder = tempfile.mkdtemp(prefix="ls")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    path = os.pathsep.join(sys.path)
+    environment = kept | {"RAY_TMPDIR": folder, "PYTHONPATH": path, "HOME": str(tmp_path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LEAVES_NOTHING], env=environment, capture_output=True, text=True
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.stdout.splitlines() == ["a task ran", "and another", "[]"], done.stderr
+
+
 THROUGH_A_CLIENT = """
 import socket, subprocess, sys
 from ray.cluster_utils import Cluster

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,7 @@ import ray
 from lockstep.errors import NotAvailableError
 
 _ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
+_TOKEN_VARIABLES: Final = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 # The cluster that this process started, so that a second trainer knows it again.
 _own_address: str | None = None
@@ -42,9 +44,22 @@ def connect() -> bool:
         if os.environ.get(_ADDRESS_VARIABLE):
             _join_named()
         elif not _joined_this_machines():
+            _keep_token_private()
             ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
             _own_address = _address()
     return _address() == _own_address
+
+
+def _keep_token_private() -> None:
+    """Give the cluster that starts a token which only it knows.
+
+    Where there is none yet, Ray would leave one in the home directory. From then on every other
+    cluster of this user would ask for it, and programs that joined one before would fail. A
+    token in the environment is inherited by the cluster's processes, and ends with them.
+    """
+    is_given = any(name in os.environ for name in _TOKEN_VARIABLES)
+    if not is_given and not Path.home().joinpath(".ray", "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _join_named() -> None:
