@@ -201,6 +201,7 @@ def test_steps_ends_the_watch_and_not_the_script(tmp_path):
         ("compiled.py", 0, {"LS508"}, "0 errors, 1 warning"),
         ("sets_the_environment_first.py", 0, {"LS405"}, "no optimizer step was seen"),
         ("forgets_its_rank.py", 0, {"LS405"}, "no optimizer step was seen"),
+        ("hides_torch.py", 66, {"LS406"}, "nothing was compared"),
     ],
 )
 def test_scripts_of_other_kinds(tmp_path, script, code, found, said):

@@ -16,8 +16,8 @@ SAID_BY_BOTH = {"LS101", "LS102", "LS601", "LS602"}
 HERE = Path(__file__).parent
 
 # Not (yet) shown by a program of two ranks that runs to its end: a killed rank (LS602, in
-# test_launch), scripts without a group or an optimizer (LS404, LS405, there too).
-WITHOUT_A_PROGRAM = {"LS404", "LS405", "LS602"}
+# test_launch), scripts without a group or an optimizer, or that hide torch (LS404 to LS406, there).
+WITHOUT_A_PROGRAM = {"LS404", "LS405", "LS406", "LS602"}
 
 
 @pytest.mark.parametrize("code", sorted(all_codes()))

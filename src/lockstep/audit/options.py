@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 USAGE = 2
 FOUND = 65
+NOT_WATCHED = 66
 DEFAULT_RANKS = 2
 
 FailOn = Literal["error", "warning", "never"]
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-on",
         choices=("error", "warning", "never"),
         help=f"exit with {FOUND} if there are findings as grave as that (default error; under "
-        "another launcher never)",
+        f"another launcher never), and with {NOT_WATCHED} if ranks could not be watched",
     )
     parser.add_argument(
         *_IS_MODULE,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
-from lockstep.audit.options import FOUND
+from lockstep.audit.options import FOUND, NOT_WATCHED
 from lockstep.audit.report.terminal import render
+from lockstep.audit.rules.ownership import BLIND
 from lockstep.audit.selection import Selection, counted_by_code
 from lockstep.audit.world import World
 
@@ -96,10 +97,13 @@ def write_nothing_found(path: str | None, world_size: int) -> None:
 
 
 def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
-    """65 if something is as grave as `fail_on`, else 0."""
+    """65 if something is as grave as `fail_on`; else 66 if ranks were not watched; else 0."""
     if fail_on == "never":
         return 0
-    return FOUND if any(is_at_least(f.severity, fail_on) for f in findings) else 0
+    grave = {f.code for f in findings if is_at_least(f.severity, fail_on)}
+    if grave == {BLIND.code}:
+        return NOT_WATCHED
+    return FOUND if grave else 0
 
 
 def _plain(value: Any) -> Any:

@@ -116,11 +116,17 @@ class Rank:
 
     def _ledger(self) -> Ledger | None:
         """None if torch was never imported: then there is nothing to tell."""
-        if self.probe is None:
-            return None
-        from lockstep.audit.session import finish
+        if self.probe is not None:
+            from lockstep.audit.session import finish
 
-        return finish(self.probe)
+            return finish(self.probe)
+        if "torch" not in sys.modules:
+            return None
+        from lockstep.audit.ledger import Ledger
+
+        # Whatever brought it about: "nothing was found" would be said of what was not looked at.
+        blind = {"blind": "torch was imported in a way that the audit does not notice"}
+        return Ledger(rank=self.rank, world_size=self.world_size, facts=blind)
 
     def write(self, ledger: Ledger) -> None:
         """As a file, all or nothing. The program may change the ledger meanwhile."""
@@ -201,14 +207,17 @@ class Rank:
 
         def watched(status: int) -> Any:
             code = status
-            if os.getpid() == self._pid and self.probe is not None:
+            if os.getpid() == self._pid:
                 with contextlib.suppress(Exception):
-                    code = self._leave_at_once(self.probe.ledger, status)
+                    code = self._leave_at_once(status)
             leave(code)
 
         os._exit = watched
 
-    def _leave_at_once(self, ledger: Ledger, status: int) -> int:
+    def _leave_at_once(self, status: int) -> int:
+        ledger = self._ledger() if self.probe is None else self.probe.ledger
+        if ledger is None:
+            return status
         if self.folder is None:
             # Another thread ends the program in need: that is not kept waiting for the other ranks.
             from_main_thread = threading.current_thread() is threading.main_thread()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 
-_NOT_OURS: Final = ("LS402", "LS404", "LS405", "LS6")
+_NOT_OURS: Final = ("LS402", "LS404", "LS405", "LS406", "LS6")
 """What a trainer knows better: which parameters train, that workers meet, that they live."""
 
 _OWN_WRAPPER: Final = (

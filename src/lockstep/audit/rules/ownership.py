@@ -19,6 +19,7 @@ FOREIGN = Code("LS401", "the optimizer holds parameters that are not the model's
 UNOWNED = Code("LS402", "gradients that no optimizer owns", "notice")
 APART = Code("LS404", "the processes never met", "warning")
 STEPLESS = Code("LS405", "no optimizer step was seen", "notice")
+BLIND = Code("LS406", "the audit could not look")
 
 
 class Ownership:
@@ -110,13 +111,18 @@ def _moved(track: Track) -> set[str]:
 
 
 class Participation:
-    """Did the processes of this run train one model?"""
+    """Did the processes of this run train one model, and was the audit there?"""
 
-    codes = (APART, STEPLESS)
+    codes = (BLIND, APART, STEPLESS)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        if world.has_failed:
-            return
+        blind = {rank: why for rank, why in enumerate(world.fact("blind")) if why}
+        if blind:
+            yield _blind(world, blind)
+        elif not world.has_failed:
+            yield from self._met(world)
+
+    def _met(self, world: World) -> Iterable[Finding]:
         trained = {r: led for r, led in world.ledgers.items() if _steps(led)}
         if not trained:
             backwards = sum(led.facts.get("backwards", 0) for led in world.ledgers.values())
@@ -143,6 +149,16 @@ class Participation:
                 rank=sorted(trained),
                 where=next(t.where for led in trained.values() for t in led.tracks),
             )
+
+
+def _blind(world: World, blind: dict[int, str]) -> Finding:
+    why = next(iter(blind.values()))
+    return BLIND.finding(
+        f"{why}: nothing is known of what was trained there, and nothing was compared",
+        "import torch in the script itself, by `import torch`; for processes that the script starts"
+        " in a way of its own, audit what they run",
+        rank=sorted(blind),
+    )
 
 
 def _steps(ledger: Ledger) -> int:
