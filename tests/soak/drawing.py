@@ -91,7 +91,7 @@ def is_fair(spec: Spec) -> bool:
     }
     if "loop" in spec.options and spec.model.startswith("norm"):
         return False  # the trainer puts models into training mode
-    if spec.model == "embedding_sparse" and not _is_fair_when_sparse(spec, kinds):
+    if not _is_same_rounding(spec, kinds):
         return False
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
@@ -116,11 +116,16 @@ def is_fair(spec: Spec) -> bool:
     return not (some and (calls or kinds & (RAW | OUTSIDE)))
 
 
-def _is_fair_when_sparse(spec: Spec, kinds: set[str]) -> bool:
+def _is_same_rounding(spec: Spec, kinds: set[str]) -> bool:
+    before = {piece["kind"] for step in spec.steps for piece in step.before}
+    if spec.model == "orthogonal":
+        # What shows how far torch.matrix_exp's own roundings go is too little for a float.
+        return "through_float" not in before
+    if spec.model != "embedding_sparse":
+        return True
     after = {piece["kind"] for step in spec.steps for piece in step.after}
     if "noise" in after or "weights_by_hand_alone" in kinds:
         return False  # torch adds neither noise nor the user's dense mean to a sparse gradient
-    before = {piece["kind"] for step in spec.steps for piece in step.before}
     # Entries are rounded one by one, and how many make up a row is not part of the value.
     return not ("through_float" in before and spec.clearing == "never")
 

@@ -213,6 +213,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "before:freeze",
             "before:unfreeze",
             "before:forward_only",
+            "before:tie",
             "absent:pending",
         )
     ),
