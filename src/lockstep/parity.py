@@ -10,13 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,19 +63,29 @@ class ParityRow:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What `verify` and `assert_parity` found: one row a parameter, notes on what was pinned."""
+    """What `verify` and `assert_parity` found: one row a parameter, notes on what was pinned.
+
+    Attributes:
+        inconclusive: why a right result does not show that the gradients are right; empty where
+            they were held against one process that took the global batch whole.
+    """
 
     rows: Sequence[ParityRow]
     world_size: int
     notes: Sequence[str] = field(default=())
+    inconclusive: str = ""
 
     @property
-    def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
+    def ok(self) -> bool | None:
+        """True and False as found; None where nothing is wrong that could be compared."""
+        if not all(row.ok for row in self.rows):
+            return False
+        return None if self.inconclusive else True
 
     def __str__(self) -> str:
         width = max([len("parameter"), *(len(row.parameter) for row in self.rows)])
-        lines = [f"{'parameter':<{width}}  relative error   scale  cosine  verdict"]
+        lines = [f"inconclusive: {self.inconclusive}"] if self.inconclusive else []
+        lines.append(f"{'parameter':<{width}}  relative error   scale  cosine  verdict")
         for row in self.rows:
             lines.append(
                 f"{row.parameter:<{width}}  {row.relative_error:14.1e}  {row.scale:6.3f}"
@@ -91,9 +97,9 @@ class ParityReport:
     def _conclusion(self) -> str:
         wrong = sum(not row.ok for row in self.rows)
         workers = "1 worker" if self.world_size == 1 else f"{self.world_size} workers"
-        unheld = any(row.explanation for row in self.rows)
+        unheld = self.inconclusive or any(row.explanation for row in self.rows)
         alike = "no difference in what could be compared" if unheld else "equal"
-        found = alike if self.ok else f"{wrong} of {len(self.rows)} parameters differ"
+        found = f"{wrong} of {len(self.rows)} parameters differ" if wrong else alike
         return f"{workers} against one process: {found}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -113,7 +119,8 @@ class ParityReport:
             for row in self.rows
         )
         notes = "".join(f"<p>{escape(note)}</p>" for note in (self._conclusion(), *self.notes))
-        return f"<table><tr>{head}</tr>{body}</table>{notes}"
+        first = f"<p>inconclusive: {escape(self.inconclusive)}</p>" if self.inconclusive else ""
+        return f"{first}<table><tr>{head}</tr>{body}</table>{notes}"
 
 
 def compare(
@@ -204,7 +211,11 @@ def explain(scale: float, cosine: float, alike: bool, world_size: int) -> str:
     if not alike:
         return NOT_SYNCHRONISED
     if cosine < 0.999:
-        return "wrong direction: a gradient path is missing, or ranks are weighted unequally"
+        return (
+            "wrong direction: most often a loss that is a mean over tokens, or over what a mask"
+            " leaves, without its WEIGHT, or a mask that depends on how the batch is cut; else"
+            " a gradient path is missing"
+        )
     for factor, meaning in (
         (world_size, f"{world_size} times too large: summed but not divided, or loss x N"),
         (
@@ -217,36 +228,3 @@ def explain(scale: float, cosine: float, alike: bool, world_size: int) -> str:
     if abs(scale - 1) > 1e-3:
         return f"{scale:.3f} times the true gradient: weights or a factor are wrong"
     return "a little off: more than rounding explains"
-
-
-def pin(model: nn.Module) -> list[str]:
-    """Turn off what depends on the split by design, for good; returns a note for each kind.
-
-    Dropout draws other numbers on every rank, and batch statistics are those of the rank's
-    own rows: neither is an error, and both would drown one. A later ``model.train()``, which
-    every training loop calls, changes nothing about it.
-    """
-    notes: list[str] = []
-    for name, module in model.named_modules():
-        place = f"layer `{name}`" if name else "the model"
-        if isinstance(module, _DropoutNd):
-            _stay_in_evaluation(module)
-            notes.append(f"dropout is off in {place}")
-        elif normalises_by_batch(module) and module.running_mean is not None:
-            _stay_in_evaluation(module)
-            notes.append(f"{place} uses its running statistics, not the batch's")
-        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout:
-            # Not `eval`: cuDNN refuses to run the backward of an RNN that is not training.
-            module.dropout = 0.0
-            notes.append(f"dropout is off in {place}")
-    return notes
-
-
-def normalises_by_batch(module: nn.Module) -> bool:
-    """By the rows of this rank alone, that is."""
-    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-
-
-def _stay_in_evaluation(module: nn.Module) -> None:
-    module.eval()
-    module.train = MethodType(lambda self, mode=True: self, module)  # type: ignore[method-assign]

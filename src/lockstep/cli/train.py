@@ -165,7 +165,7 @@ def _try_out(
         report = trainer.verify()
         print(report)
         print("nothing was trained or saved")
-    return 0 if report.ok else FAILED
+    return 0 if report.ok else FAILED  # inconclusive is not right
 
 
 def _print_plan(trainer: TorchTrainer) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 from lockstep.data.structure import leading_length, rows_of
 from lockstep.errors import ConfigurationError, ParityError
 from lockstep.group import Group
-from lockstep.parity import compare, pin
+from lockstep.parity import compare
+from lockstep.pinning import DropoutOff, pin
 from lockstep.randomness import preserved
 from lockstep.sync import GradientSync
 
@@ -111,9 +112,10 @@ def _parity(
             models.append(make_model())
     notes = [note for model in models for note in pin(model)]
     alone, *replicas = models
-    loss = step_fn(alone, batch)
-    if loss is not None:
-        loss.backward()
+    with DropoutOff():
+        loss = step_fn(alone, batch)
+        if loss is not None:
+            loss.backward()
     size = leading_length(batch)
 
     def body(group: Group) -> dict[str, torch.Tensor | None]:
@@ -125,9 +127,10 @@ def _parity(
         sync = GradientSync([model], group)
         sync.set_delivered_weight(rows)
         try:
-            loss = step_fn(model, part)
-            if loss is not None:
-                sync.backward(loss, weight=rows)
+            with DropoutOff():
+                loss = step_fn(model, part)
+                if loss is not None:
+                    sync.backward(loss, weight=rows)
             return _gradients(model)
         finally:
             sync.detach()

@@ -351,10 +351,12 @@ class TorchTrainer(BesideTraining):
             num_steps: optimizer steps of the default loop; global batches of a loop of your own.
 
         Returns:
-            ``ok``, and in ``rows`` for each parameter the gradient that the optimizer found
+            ``ok`` (None where what agrees was not held against one process that took the batch
+            whole; ``inconclusive`` says why), and in ``rows`` for each parameter the gradient that the optimizer found
             against that of one process: ``relative_error``, ``scale``, ``cosine``, and an
-            ``explanation`` in words. It prints as a table. Dropout is turned off and layers
-            that normalise by the batch use their running statistics; ``notes`` says so.
+            ``explanation`` in words. It prints as a table. Dropout is turned off, also
+            where functions are called for it, and layers that normalise by the batch use their
+            running statistics; ``notes`` says so.
 
         Raises:
             NotAvailableError: workers read loaders of their own (``add_dist_sampler=False``),

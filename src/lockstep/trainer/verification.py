@@ -64,7 +64,8 @@ def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:
     notes = dict.fromkeys(note for trial in trials for note in trial.notes)
     # The replicas of one process are the workers that the user asked for.
     workers = max(len(trials), spec.options.replicas)
-    return ParityReport(list(shown), workers, list(notes))
+    inconclusive = next((trial.inconclusive for trial in trials if trial.inconclusive), "")
+    return ParityReport(list(shown), workers, list(notes), inconclusive)
 
 
 def _keep_worse(rows: dict[str, ParityRow], row: ParityRow) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
 from lockstep.operator.setting import ONE_PROCESS, ONE_PROCESS_BY_SHARD
-from lockstep.parity import normalises_by_batch, pin
+from lockstep.pinning import DropoutOff, normalises_by_batch, pin
 from lockstep.randomness import preserved
 from lockstep.worker.recording import Recorded, Recorder
 
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
     from lockstep.operator.registered import Registered
     from lockstep.worker.worker import Worker
 
-_BY_SHARD: Final = (
+_DRAWS: Final = (
     "the step draws random numbers, or uses the statistics of its batch, in a way that cannot be"
-    " turned off: the one process computed shard after shard, each with its own numbers, and a"
+    " turned off"
+)
+_BY_SHARD: Final = (
+    f"{_DRAWS}: the one process computed shard after shard, each with its own numbers, and a"
     " loss that is no mean over samples would not show"
 )
 _RANKS_ONLY: Final = (
-    "the step draws random numbers, or uses the statistics of its batch, in a way that cannot be"
-    " turned off: the workers were held against each other only, not against one process"
+    f"{_DRAWS}: the workers were held against each other only, not against one process"
 )
+_DROPOUT: Final = "dropout is off in what calls it as a function, attention for one"
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class Trial:
         steps: what its optimizers consumed; None where it is rank 0's, bit for bit.
         truth: the same from one process; from rank 0 only.
         is_comparable: False if one process cannot compute what the workers do.
-        notes: what was turned off, and what could not be.
+        inconclusive: why the one process did not take the global batch whole; empty if it did.
+        notes: what was turned off.
     """
 
     steps: list[Recorded] | None
     truth: list[Recorded] | None
     is_comparable: bool
+    inconclusive: str
     notes: list[str]
 
 
@@ -90,7 +95,8 @@ def run(worker: Worker, num_steps: int) -> Trial:
             steps=steps if is_rank_0 or digests[worker.rank] != digests[0] else None,
             truth=truth if is_rank_0 else None,
             is_comparable=process is None or process.is_comparable,
-            notes=workers.notes + ([] if process is None else process.notes),
+            inconclusive="" if process is None else process.inconclusive,
+            notes=workers.notes,
         )
 
 
@@ -103,7 +109,8 @@ class _Side:
             with copy.in_its_world():
                 copy.build_as_trial()
             run = self._registered
-            self.notes = [note for module in run.plain_modules() for note in pin(module)]
+            self._pinned = [note for module in run.plain_modules() for note in pin(module)]
+            self._dropout = DropoutOff()
             self._recorder = Recorder(copy.operator, run)
         except BaseException:
             copy.stop()
@@ -112,6 +119,11 @@ class _Side:
     @property
     def _registered(self) -> Registered:
         return self._copy.run
+
+    @property
+    def notes(self) -> list[str]:
+        """What was turned off."""
+        return [*self._pinned, *[_DROPOUT] * self._dropout.was_needed]
 
     @property
     def depends_on_split(self) -> bool:
@@ -136,7 +148,7 @@ class _Side:
 
     def step(self) -> Recorded:
         """One window of global batches: one optimizer step of the default loop."""
-        with self._copy.in_its_world():
+        with self._copy.in_its_world(), self._dropout:
             while True:
                 self._copy.train(1, False, {})
                 if self._copy.operator._lockstep.place.closes:
@@ -154,7 +166,7 @@ class _OneProcess:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.notes: list[str] = []
+        self.inconclusive = ""
         self.is_comparable = True
         self._side = self._open(ONE_PROCESS)
         self._is_whole = True
@@ -173,11 +185,11 @@ class _OneProcess:
                 return recorded
             if not self._side.computes_shards_apart:
                 self.is_comparable = False
-                self.notes.append(_RANKS_ONLY)
+                self.inconclusive = _RANKS_ONLY
                 return recorded
             self._side.end()
             self._side, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
-            self.notes.append(_BY_SHARD)
+            self.inconclusive = _BY_SHARD
             return self._taken(state)
         except Exception as error:
             error.add_note("raised while one process computed the workers' global batch")
