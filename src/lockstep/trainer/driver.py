@@ -352,9 +352,9 @@ class TorchTrainer(BesideTraining):
 
         Returns:
             ``ok`` (None where what agrees was not held against one process that took the batch
-            whole; ``inconclusive`` says why), and in ``rows`` for each parameter the gradient that the optimizer found
-            against that of one process: ``relative_error``, ``scale``, ``cosine``, and an
-            ``explanation`` in words. It prints as a table. Dropout is turned off, also
+            whole; ``inconclusive`` says why), and in ``rows`` for each parameter the gradient
+            that the optimizer found against that of one process: ``relative_error``, ``scale``,
+            ``cosine``, and an ``explanation`` in words. It prints as a table. Dropout is turned off, also
             where functions are called for it, and layers that normalise by the batch use their
             running statistics; ``notes`` says so.
 
