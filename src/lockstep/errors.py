@@ -23,6 +23,7 @@
     ├── PerShardLossError         RuntimeError  LS112  a joint function on one shard alone
     ├── LossesDifferError         RuntimeError  LS113  ranks' losses differ where one is needed
     ├── ParityError               AssertionError  LS114  a step that is not the one of one process
+    ├── NonFiniteError            FloatingPointError  LS115  a step with NaN or infinity
     ├── MixedWeightsError         RuntimeError  LS201  weighted and plain backwards in one window
     ├── WeightError               ValueError    LS202  a weight that is negative, NaN or infinite
     ├── CrossedWeightsError       RuntimeError  LS213  a weight that cannot follow its gradient
@@ -206,6 +207,19 @@ class ParityError(LockstepError, AssertionError):
     """The ranks' gradients are not those of one process; the text holds the whole report."""
 
     code = "LS114"
+
+
+class NonFiniteError(LockstepError, FloatingPointError):
+    """A step would put the first NaN or infinity into the weights; they stay as they were.
+
+    Running statistics are what the forwards of this step have made of them.
+
+    Attributes:
+        is_alike: every rank finds it, because its gradient is the same everywhere.
+    """
+
+    code = "LS115"
+    is_alike: bool = True
 
 
 class MixedWeightsError(LockstepError, RuntimeError):

@@ -17,6 +17,7 @@ from torch import nn
 import ray
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import (
+    NonFiniteError,
     NotEnoughResourcesError,
     NotPicklableError,
     TrainerClosedError,
@@ -279,3 +280,23 @@ def test_a_ray_that_the_user_shut_down_is_named_and_not_started_again():
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.stdout.split() == ["WorkerDiedError", "True", "TrainerClosedError", "True", "False"]
+
+
+class NotFinite(DefaultLoop):
+    def compute_loss(self, batch, batch_info):
+        loss = super().compute_loss(batch, batch_info)
+        is_it = self.world_rank == 1 and batch_info["global_step"] == 2
+        return loss * float("nan") if is_it else loss
+
+
+@pytest.mark.parametrize("sync", ["replicate", "ddp", "fsdp", "parameter_server"])
+def test_a_loss_that_is_not_finite_is_named_with_its_rank_under_every_sync(sync):
+    with (
+        TorchTrainer(
+            training_operator_cls=NotFinite, num_workers=2, config=CONFIG, sync=sync, timeout_s=60
+        ) as trainer,
+        pytest.raises(NonFiniteError) as caught,
+    ):
+        trainer.train(num_steps=4)
+    assert "step 2" in str(caught.value)
+    assert "samples on rank 1, the loss is nan" in str(caught.value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from lockstep.operator.counting import (
     step_counts,
     take_weight,
 )
+from lockstep.operator.finite import explained
 from lockstep.operator.joint import computing
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch
@@ -167,7 +169,11 @@ def train_batch(
         run.sync.reduce_pending()
     buffers.commit()
     if operator._lockstep.place.closes:
-        with operator.timers.record("apply"):
+        loss_of = partial(_loss_again, operator, batch_info)
+        with (
+            operator.timers.record("apply"),
+            explained(operator, parts, loss_of),
+        ):
             operator._lockstep.acts.step(operator, run, optimizer)
     operator._lockstep.partial = partial_weights(results)
     return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
@@ -212,6 +218,15 @@ def _train_part(
         with acts.around_backward(scaled), _turn(operator, part, reduces):
             backward(operator, scaled, weight)
     return {"train_loss": _reported(operator, loss, part), **metrics}, weight
+
+
+def _loss_again(
+    operator: TrainingOperator, batch_info: Mapping[str, Any], part: Part
+) -> torch.Tensor:
+    """The loss of a part as it was computed, with the same random numbers."""
+    part.seed_randomness()
+    with operator._lockstep.precision.autocast():
+        return _loss_and_metrics(operator, operator.to_device(part.batch), batch_info)[0]
 
 
 def _turn(operator: TrainingOperator, part: Part, reduces: bool) -> AbstractContextManager[None]:

@@ -37,6 +37,7 @@ class Options:
             same bits whoever carries which shard.
         accumulate: global batches that one optimizer step of the default loop consumes.
         clip_grad_norm: largest norm of the whole gradient that the default loop lets through.
+        check_finite: refuse a step whose gradients are not finite.
     """
 
     precision: PrecisionName = "fp32"
@@ -50,6 +51,7 @@ class Options:
     reproducible: bool = False
     accumulate: int = 1
     clip_grad_norm: float | None = None
+    check_finite: bool = True
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class TorchTrainer(BesideTraining):
         accumulate: global batches that one optimizer step of the default loop consumes; the
             last window of an epoch may be shorter, and counts rightly.
         clip_grad_norm: largest norm of the global gradient, for the default loop.
+        check_finite: a step whose gradients hold NaN or infinity is an error (LS115) that names
+            samples and layer, and is not taken; False takes it.
         bucket_cap_mb: size of the buckets that gradients travel in, in MiB.
         checkpoint_dir: a directory of this run's own, on this machine. With it, SIGTERM during
             `train` (in the main thread) saves first.
@@ -142,6 +144,7 @@ class TorchTrainer(BesideTraining):
         reproducible: bool = False,
         accumulate: int = 1,
         clip_grad_norm: float | None = None,
+        check_finite: bool = True,
         bucket_cap_mb: float = 25,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
@@ -172,6 +175,7 @@ class TorchTrainer(BesideTraining):
             reproducible=reproducible,
             accumulate=accumulate,
             clip_grad_norm=clip_grad_norm,
+            check_finite=check_finite,
         )
         check_options(options, self._operator_cls, use_local=use_local)
         self._callbacks, self._policy = tuple(callbacks), Policy(min_workers, hang_timeout_s)
@@ -354,9 +358,9 @@ class TorchTrainer(BesideTraining):
             ``ok`` (None where what agrees was not held against one process that took the batch
             whole; ``inconclusive`` says why), and in ``rows`` for each parameter the gradient
             that the optimizer found against that of one process: ``relative_error``, ``scale``,
-            ``cosine``, and an ``explanation`` in words. It prints as a table. Dropout is turned off, also
-            where functions are called for it, and layers that normalise by the batch use their
-            running statistics; ``notes`` says so.
+            ``cosine``, and an ``explanation`` in words. It prints as a table. Dropout is
+            turned off, also where functions are called for it, and layers that normalise by the
+            batch use their running statistics; ``notes`` says so.
 
         Raises:
             NotAvailableError: workers read loaders of their own (``add_dist_sampler=False``),

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.errors import ConfigurationError, NotAvailableError, PeerLostError
+from lockstep.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    NotAvailableError,
+    PeerLostError,
+)
 from lockstep.group import Group
+from lockstep.operator.finite import watch_optimizers
 from lockstep.operator.loops import registered
 from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.registration import update_schedulers
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
+    from torch.utils.hooks import RemovableHandle
 
     from lockstep.data import Placement, RayBatches
     from lockstep.operator import TrainingOperator
@@ -86,6 +93,7 @@ class Worker(HandsOver):
         self._is_dismissed = False
         self._is_warm = False
         self._closing: threading.Thread | None = None
+        self._finite_checks: list[RemovableHandle] = []
         self._threads_before: int | None = None
         self.has_state = False
         self.underway = None
@@ -168,6 +176,7 @@ class Worker(HandsOver):
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
+        self._finite_checks = [] if is_trial else watch_optimizers(operator)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
@@ -210,6 +219,8 @@ class Worker(HandsOver):
             self._operator._lockstep.sync.detach()
         # With a local rank the optimizer is the user's own, and outlives the trainer.
         self.snapshots.close()
+        for handle in self._finite_checks:
+            handle.remove()
         if self._rollback is not None:
             self._rollback.close()
         self._operator = None
@@ -400,7 +411,12 @@ class Worker(HandsOver):
             self.underway = self._begin(request, interrupted)
         elif interrupted.is_over or self.underway.tally.steps < interrupted.steps:
             self.underway.catch_up(interrupted)
-        report = self.underway.run()
+        try:
+            report = self.underway.run()
+        except NonFiniteError as error:
+            cursor = self.cursors[request.purpose]
+            error.add_note(f"in global batch {cursor.step} of epoch {cursor.epoch}, both from 0")
+            raise
         self._is_warm = self._is_warm or self.underway.own_steps > 0
         self.before_call = None
         if request.purpose == "train":

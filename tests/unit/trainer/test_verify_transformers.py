@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verify on models as people have them: attention's dropout is no layer, and losses are of tokens."""
+"""verify on models as people have them: attention's dropout is no layer, losses are of tokens."""
 
 import pytest
 import torch
@@ -29,15 +29,26 @@ MODELS = {
     "Roberta": ("MaskedLM", ENCODER),
     "Albert": ("MaskedLM", {**ENCODER, "embedding_size": 8}),
     "Electra": ("MaskedLM", {**ENCODER, "embedding_size": 16}),
-    "DistilBert": ("MaskedLM", {"vocab_size": VOCABULARY, "dim": 16, "n_layers": 1, "n_heads": 2,
-                                "hidden_dim": 16}),  # fmt: skip
+    "DistilBert": (
+        "MaskedLM",
+        {"vocab_size": VOCABULARY, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16},
+    ),
     "GPT2": ("LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2}),
     "Llama": ("ForCausalLM", {**DECODER, "attention_dropout": 0.1}),
     "Mistral": ("ForCausalLM", {**DECODER, "attention_dropout": 0.1}),
     "Qwen2": ("ForCausalLM", {**DECODER, "attention_dropout": 0.1}),
-    "OPT": ("ForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1,
-                            "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16,
-                            "max_position_embeddings": 32}),  # fmt: skip
+    "OPT": (
+        "ForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "ffn_dim": 16,
+            "word_embed_proj_dim": 16,
+            "max_position_embeddings": 32,
+        },
+    ),
     "T5": ("ForConditionalGeneration", T5),
     "Bart": ("ForConditionalGeneration", BART),
 }
