@@ -259,6 +259,21 @@ def test_ranks_that_the_script_starts_itself_are_watched(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("ignored", "code"), [("LS507", 65), ("LS601", 124)])
+def test_a_hang_that_was_named_ends(tmp_path, ignored, code):
+    report, started = tmp_path / "report.json", tmp_path / "started"
+    script = SCRIPTS / "waits_for_ever.py"
+    options = ("--hang-timeout", "1", "--ignore", ignored, "--json", report)
+    environment = {**os.environ, "LOCKSTEP_AUDIT_STALL_S": "1"}
+    done = audit(*options, script, started, env=environment)
+    assert done.returncode == code, done.stderr
+    assert "nothing has moved for 1 s" in done.stderr
+    assert "they are ended in 1 s (--hang-timeout)" in done.stderr
+    assert "the ranks hang, and are ended" in done.stderr
+    assert codes(report) == {"LS601"} - {ignored}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_a_hang_says_who_waits_for_whom(tmp_path, number):
     report, started = tmp_path / "report.json", tmp_path / "started"

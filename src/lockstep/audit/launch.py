@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.ledger import Ledger
-from lockstep.audit.options import DEFAULT_RANKS, USAGE, Options, file_of, problem_with
+from lockstep.audit.options import (
+    DEFAULT_RANKS,
+    HUNG,
+    USAGE,
+    Options,
+    file_of,
+    problem_with,
+)
 from lockstep.audit.outcome import exit_code_of, report, write_nothing_found
 from lockstep.audit.rank import DUMP, FOLDER, PIPE
 
@@ -108,6 +115,8 @@ class _Run:
         self.interrupted = 0
         self.reported = False
         self._standing: list[Any] = []
+        self._stands_since: float | None = None
+        self._hangs = False
         self._asked_at = time.monotonic()
 
     def run(self) -> int:
@@ -206,6 +215,8 @@ class _Run:
             if self.options.steps is not None and not self.reported:
                 self._report_early()
             self._look_for_a_stall()
+            if self._hangs:
+                return
             time.sleep(_POLL_S)
 
     def _report_early(self) -> None:
@@ -215,7 +226,7 @@ class _Run:
             self.reported = True
 
     def _look_for_a_stall(self) -> None:
-        """Say, once, where the ranks stand when none of them moves."""
+        """Say, once, where the ranks stand when none of them moves; then give them up."""
         every_s = float(os.environ.get(_STALL_S, "60"))
         if time.monotonic() - self._asked_at < every_s or self.options.steps is not None:
             return
@@ -226,16 +237,21 @@ class _Run:
             (led.calls_made, [t.count for t in led.tracks], led.stack[:1]) for led in ledgers
         ]
         waits = any(led.stuck_in is not None for led in ledgers)
-        if waits and standing == self._standing and len(ledgers) == self.nproc:
+        stands = waits and standing == self._standing and len(ledgers) == self.nproc
+        self._standing = standing
+        limit_s = self.options.hang_timeout
+        if not stands:
+            self._stands_since = None
+        elif self._stands_since is None:
             from lockstep.audit.rules.liveness_text import standing as in_words
 
+            self._stands_since = time.monotonic()
             lines = [f"  rank {led.rank} {in_words(led)}" for led in ledgers]
-            print(
-                f"lockstep audit: nothing has moved for {every_s:.0f} s:\n" + "\n".join(lines),
-                file=sys.stderr,
-                flush=True,
-            )
-        self._standing = standing
+            end = f"they are ended in {limit_s:g} s (--hang-timeout)" if limit_s else ""
+            _say(f"nothing has moved for {every_s:.0f} s:", *lines, *[f"  {end}"] * bool(end))
+        elif limit_s and time.monotonic() - self._stands_since >= limit_s:
+            _say("the ranks hang, and are ended")
+            self._hangs = True
 
     def _end_all(self) -> None:
         """As torchrun: when one rank has failed the others are terminated, then killed."""
@@ -267,7 +283,8 @@ class _Run:
                 if not ended.ended_by_us and ended.popen.returncode > 0:
                     ledger.exit_code = ended.popen.returncode
         findings = report(self.options, ledgers, self.nproc, quiet=self.reported and code == 0)
-        return code or exit_code_of(findings, self.options.fail_on or "error")
+        found = exit_code_of(findings, self.options.fail_on or "error")
+        return code or found or (HUNG if self._hangs else 0)
 
     def _script_code(self) -> int:
         """Of the rank that failed first, by its own clock; a signal as a shell writes it."""
@@ -307,6 +324,10 @@ class _Run:
             exit_code=code if code >= 0 else 128 - code,
             facts=died,
         )
+
+
+def _say(first: str, *further: str) -> None:
+    print(f"lockstep audit: {first}", *further, sep="\n", file=sys.stderr, flush=True)
 
 
 def _read(path: Path) -> Ledger | None:

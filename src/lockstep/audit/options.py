@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 USAGE = 2
 FOUND = 65
 NOT_WATCHED = 66
+HUNG = 124
+"""As timeout(1) of a command that it has ended."""
 DEFAULT_RANKS = 2
 
 FailOn = Literal["error", "warning", "never"]
@@ -43,6 +45,7 @@ class Options:
     ignore: tuple[str, ...] = ()
     fail_on: FailOn | None = None
     is_module: bool = False
+    hang_timeout: float = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("error", "warning", "never"),
         help=f"exit with {FOUND} if there are findings as grave as that (default error; under "
         f"another launcher never), and with {NOT_WATCHED} if ranks could not be watched",
+    )
+    parser.add_argument(
+        "--hang-timeout",
+        "--hang_timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="end the ranks S seconds after a hang was reported, with the report and, if it holds"
+        f" no error, exit code {HUNG} (default 300; 0: never)",
     )
     parser.add_argument(
         *_IS_MODULE,
@@ -186,6 +198,17 @@ def positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A duration from the command line; 0 is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value
 
 
