@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any
+import os
+import tempfile
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from filelock import FileLock
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
 
 
+# Of this user: another one's could not be opened.
+_DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getuid()}.lock")
+
+
 def from_creators(
     base: type[TrainingOperator],
     model_creator: Callable[[Any], Any],
@@ -26,6 +34,7 @@ def from_creators(
     data_creator: Callable[[Any], Any] | None = None,
     loss_creator: Any = None,
     scheduler_creator: Callable[[Any, Any], Any] | None = None,
+    serialize_data_creation: bool = True,
 ) -> type[TrainingOperator]:
     """An operator class whose `setup` calls these functions, as RaySGD's did.
 
@@ -35,6 +44,8 @@ def from_creators(
         data_creator: ``config -> train_loader`` or ``(train_loader, validation_loader)``.
         loss_creator: a loss class such as `nn.MSELoss`, or ``config -> criterion``.
         scheduler_creator: ``(optimizer or optimizers, config) -> scheduler`` or several.
+        serialize_data_creation: one worker of a machine after the other calls `data_creator`,
+            which may download.
 
     Returns:
         A subclass of `base` with `model(s)`, `optimizer(s)`, `criterion`, `scheduler(s)`.
@@ -58,7 +69,9 @@ def from_creators(
                 schedulers=schedulers,
             )
             if data_creator is not None:
-                _register_data(self, data_creator(config))
+                with FileLock(_DATA_LOCK) if serialize_data_creation else nullcontext():
+                    loaders = data_creator(config)
+                _register_data(self, loaders)
 
         model = property(lambda self: self._lockstep.registered.models[0])
         models = property(lambda self: self._lockstep.registered.models)
@@ -80,12 +93,14 @@ def _criterion(loss_creator: Any, config: Any) -> Any:
 
 
 def _register_data(operator: TrainingOperator, loaders: Any) -> None:
-    if isinstance(loaders, tuple):
-        if len(loaders) != 2:
+    if isinstance(loaders, tuple | list):
+        if len(loaders) != 2 or isinstance(loaders, list):
+            kind = type(loaders).__name__
             raise ConfigurationError(
-                "data_creator returned a tuple of another length",
-                expected="train_loader, or (train_loader, validation_loader)",
-                got=f"{len(loaders)} items",
+                "data_creator returned something else than its loaders",
+                expected="train_loader, or the tuple (train_loader, validation_loader)",
+                got=f"a {kind} of {len(loaders)} items",
+                fix="return train_loader, validation_loader",
             )
         operator.register_data(train_loader=loaders[0], validation_loader=loaders[1])
     else:

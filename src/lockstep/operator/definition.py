@@ -347,12 +347,19 @@ class TrainingOperator:
         data_creator: Callable[[Any], Any] | None = None,
         loss_creator: Any = None,
         scheduler_creator: Callable[[Any, Any], Any] | None = None,
+        serialize_data_creation: bool = True,
     ) -> type[TrainingOperator]:
         """An operator class from functions; see `lockstep.operator.creators.from_creators`."""
         from lockstep.operator import creators
 
         return creators.from_creators(
-            cls, model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator
+            cls,
+            model_creator,
+            optimizer_creator,
+            data_creator,
+            loss_creator,
+            scheduler_creator,
+            serialize_data_creation,
         )
 
     @classmethod

@@ -40,7 +40,11 @@ def refuse_further(arguments: Mapping[str, Any]) -> None:
                 cause="apex is not used any more: mixed precision is torch's own",
                 fix='TorchTrainer(..., precision="bf16"), or precision="fp16"',
             )
-        raise WrongTypeError(f"register has no argument {name!r}")
+        is_data = "loader" in name or name in ("data", "dataset")
+        raise WrongTypeError(
+            f"register has no argument {name!r}",
+            fix="self.register_data(train_loader=..., validation_loader=...)" if is_data else None,
+        )
 
 
 def as_list(given: Any, kind: type, argument: str) -> list[Any]:

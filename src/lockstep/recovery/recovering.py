@@ -121,7 +121,7 @@ class RecoveringEngine:
         watch: Callable[[dict[str, Any]], None] | None,
         retries: int,
     ) -> list[Any]:
-        self._deaths = Deaths()
+        self._deaths, given = Deaths(), retries
         self._muster(method)
         attempt, lost = args, LostCounts(self._engine, method)
         while True:
@@ -132,6 +132,11 @@ class RecoveringEngine:
                 return [*self._engine.conclude(hearing), *lost.reports]
             # Who was asked to leave for a newcomer has not failed.
             retries -= 0 if self._has_dismissed and not hearing.deaths else 1
+            if hearing.is_recoverable and retries < 0 and (cause := hearing.cause()) is not None:
+                cause.add_note(
+                    f"workers were lost {given + 1} times in this call: max_retries={given} is"
+                    f" used up; {method}(max_retries=...) allows more"
+                )
             if not hearing.is_recoverable or retries < 0:
                 return self._engine.conclude(hearing)
             regrouped = self._recover(hearing)

@@ -65,6 +65,13 @@ def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
 def checked_operator(given: Any) -> type[TrainingOperator]:
     if inspect.isclass(given) and issubclass(given, TrainingOperator):
         return given
+    if given is None:
+        raise WrongTypeError(
+            "TorchTrainer needs training_operator_cls",
+            expected="a subclass of TrainingOperator, whose setup makes model, optimizer and data",
+            fix="TorchTrainer(training_operator_cls=MyOperator); from functions:"
+            " TrainingOperator.from_creators(model_creator, optimizer_creator, data_creator)",
+        )
     instance = isinstance(given, TrainingOperator)
     raise WrongTypeError(
         "training_operator_cls is not a TrainingOperator class",

@@ -119,7 +119,7 @@ class TorchTrainer(BesideTraining):
     def __init__(
         self,
         *,
-        training_operator_cls: type[TrainingOperator],
+        training_operator_cls: type[TrainingOperator] | None = None,
         initialization_hook: Callable[[], Any] | None = None,
         config: dict[str, Any] | None = None,
         num_workers: int = 1,
@@ -320,7 +320,7 @@ class TorchTrainer(BesideTraining):
             watch = all_of(bar, announcer)
             reports = self._call(method, *arguments, watch=watch, retries=retries)
         if not any(report.steps for report in reports):
-            raise no_batch(self._operator_cls.__name__, purpose)
+            raise no_batch(self._operator_cls, purpose, self._engine.started)
         return reports
 
     def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:

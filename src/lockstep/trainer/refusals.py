@@ -11,6 +11,8 @@ from lockstep.worker import shown_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lockstep.operator import TrainingOperator
+
 
 def check_loader(started: Sequence[dict[str, Any]], operator: str, purpose: str) -> None:
     """Raise if a worker has no loader for `purpose`, or if all of them are empty.
@@ -25,10 +27,26 @@ def check_loader(started: Sequence[dict[str, Any]], operator: str, purpose: str)
                 fix=f"call self.register_data({purpose}_loader=...) inside setup",
             )
     if all(worker["loaders"][purpose] == 0 for worker in started):
-        raise no_batch(operator, purpose)
+        raise _empty(operator, purpose)
 
 
-def no_batch(operator: str, purpose: str) -> ConfigurationError:
+def no_batch(
+    operator_cls: type[TrainingOperator], purpose: str, started: Sequence[dict[str, Any]]
+) -> ConfigurationError:
+    """Why a call came to its end without a step."""
+    operator = operator_cls.__name__
+    loop = "train_epoch" if purpose == "train" else "validate"
+    if not operator_cls._brings(loop) or not any(w["loaders"][purpose] for w in started):
+        return _empty(operator, purpose)
+    return ConfigurationError(
+        f"{operator}.{loop} ended without having read a batch",
+        got=f"a {purpose} loader with batches",
+        cause="it does not iterate over its first argument, from where batches come",
+        fix=f"def {loop}(self, iterator, info): for batch in iterator: ...",
+    )
+
+
+def _empty(operator: str, purpose: str) -> ConfigurationError:
     return ConfigurationError(
         f"the {purpose} loader of {operator} has not one batch",
         cause="an empty dataset, or drop_last=True with fewer samples than a global batch",

@@ -165,7 +165,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
         optimizer.load_state_dict(copied(saved))
-    for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
+    for scheduler, saved in zip(run.schedulers, state.get("schedulers") or [], strict=True):
         scheduler.load_state_dict(copy.deepcopy(saved))
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
