@@ -109,8 +109,9 @@ def test_an_exception_that_cannot_travel_is_shown():
 def test_a_death_that_may_not_be_recovered_from_is_named():
     trainer = start(Misbehaving, what=exit_process)
     pids = trainer.apply_all_workers(os.getpid)
-    with pytest.raises(WorkerDiedError, match="rank 1"):
+    with pytest.raises(WorkerDiedError, match="rank 1") as caught:
         trainer.train(max_retries=0)
+    assert any("train(max_retries=...)" in note for note in caught.value.__notes__)
     assert not any(map(_alive, pids))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # Of this user: another one's could not be opened.
-_DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getuid()}.lock")
+DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getuid()}.lock")
 
 
 def from_creators(
@@ -69,7 +69,7 @@ def from_creators(
                 schedulers=schedulers,
             )
             if data_creator is not None:
-                with FileLock(_DATA_LOCK) if serialize_data_creation else nullcontext():
+                with FileLock(DATA_LOCK) if serialize_data_creation else nullcontext():
                     loaders = data_creator(config)
                 _register_data(self, loaders)
 

@@ -162,7 +162,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         _load(model, saved)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
         _load(run.plain_criterion(), state["criterion"])
-    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+    for optimizer, saved in zip(run.optimizers, state.get("optimizers") or [], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
         optimizer.load_state_dict(copied(saved))
     for scheduler, saved in zip(run.schedulers, state.get("schedulers") or [], strict=True):

@@ -269,6 +269,8 @@ def plateau(self, config):
         (register(loss_reduction="product"), ConfigurationError, '"mean" or "sum"'),
         (register(apex_args={"opt_level": "O1"}), ConfigurationError, 'precision="bf16"'),
         (register(scheduler=None), TypeError, "no argument 'scheduler'"),
+        (register(train_loader=None), TypeError, "self.register_data(train_loader=..."),
+        (None, TypeError, "TrainingOperator.from_creators("),
     ],
 )
 def test_a_wrong_setup_is_refused_with_what_to_type(operator, error, needed):
@@ -323,3 +325,24 @@ def test_a_loader_without_a_batch_is_refused_and_leaves_the_trainer_usable():
         with pytest.raises(ConfigurationError, match="drop_last=False"):
             one.train()
         assert one.validate()["batch_count"] == 4
+
+
+@pytest.mark.parametrize("loop", ["train_epoch", "validate"])
+def test_a_loop_that_reads_nothing_is_not_told_that_its_loader_is_empty(loop):
+    class Forgets(Regression):
+        pass
+
+    def reads_nothing(self, iterator, info):
+        return {}
+
+    setattr(Forgets, loop, reads_nothing)
+    with trainer(Forgets) as one:
+        call = one.train if loop == "train_epoch" else one.validate
+        with pytest.raises(ConfigurationError, match="for batch in iterator") as caught:
+            call()
+    assert "drop_last" not in str(caught.value)
+
+
+def test_the_style_of_ray_0_8_is_told_what_became_of_it():
+    with pytest.raises(TypeError, match="from_creators"):
+        TorchTrainer(model_creator=lambda config: linear())

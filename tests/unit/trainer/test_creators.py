@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators from functions, and around objects that already exist."""
 
+import filelock
 import pytest
 import torch
 from tests.unit.trainer.programs import (
@@ -17,6 +18,7 @@ from torch import nn
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.operator.creators import DATA_LOCK
 
 
 def make_model(config):
@@ -117,6 +119,29 @@ def test_what_cannot_be_a_creator_is_refused():
     three = TrainingOperator.from_creators(make_model, make_optimizer, lambda config: (1, 2, 3))
     with pytest.raises(ConfigurationError, match=r"train_loader, validation_loader"):
         trainer(three, config={"lr": 0.1})
+    pair = TrainingOperator.from_creators(make_model, make_optimizer, lambda config: [*make_data(0)])
+    with pytest.raises(ConfigurationError, match=r"got: a list of 2 items"):
+        trainer(pair, config={"lr": 0.1})
+
+
+@pytest.mark.parametrize("serialize", [True, False])
+def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize):
+    def download(config):
+        try:
+            # Another handle, as another process has one.
+            filelock.FileLock(DATA_LOCK).acquire(timeout=0).release()
+            was_alone.append(False)
+        except filelock.Timeout:
+            was_alone.append(True)
+        return loader()
+
+    was_alone = []
+    operator = TrainingOperator.from_creators(
+        make_model, make_optimizer, download, nn.MSELoss, serialize_data_creation=serialize
+    )
+    with trainer(operator, config={"lr": 0.1}) as one:
+        assert one.train()["batch_count"] == 4
+    assert was_alone == [serialize]
 
 
 def test_around_a_model_of_ones_own_that_then_holds_the_trained_state():

@@ -267,3 +267,16 @@ def test_files_that_cannot_be_loaded_change_nothing(tmp_path):
 def test_a_load_that_does_not_block_is_refused():
     with trainer() as one, pytest.raises(ValueError, match="blocking"):
         one.load_state_dict(one.state_dict(), blocking=False)
+
+
+def test_a_state_without_schedulers_is_loaded_where_none_is_registered():
+    with trainer() as one:
+        one.train()
+        state = one.state_dict()
+        del state["schedulers"]
+        one.train()
+        one.load_state_dict(state)
+        assert same(weights(one.get_model()), by_hand(4))
+    with trainer(Everything) as one:
+        with pytest.raises(CheckpointError, match="0 schedulers, the operator registered 1"):
+            one.load_state_dict({k: v for k, v in one.state_dict().items() if k != "schedulers"})
