@@ -119,7 +119,7 @@ def test_what_cannot_be_a_creator_is_refused():
     three = TrainingOperator.from_creators(make_model, make_optimizer, lambda config: (1, 2, 3))
     with pytest.raises(ConfigurationError, match=r"train_loader, validation_loader"):
         trainer(three, config={"lr": 0.1})
-    pair = TrainingOperator.from_creators(make_model, make_optimizer, lambda config: [*make_data(0)])
+    pair = TrainingOperator.from_creators(make_model, make_optimizer, lambda config: [loader()] * 2)
     with pytest.raises(ConfigurationError, match=r"got: a list of 2 items"):
         trainer(pair, config={"lr": 0.1})
 
