@@ -91,7 +91,7 @@ def is_fair(spec: Spec) -> bool:
     }
     if "loop" in spec.options and spec.model.startswith("norm"):
         return False  # the trainer puts models into training mode
-    if not _is_same_rounding(spec, kinds):
+    if not _is_same_arithmetic(spec, kinds):
         return False
     if "unused" in MODELS[spec.model].tags and frozen & {"frozen", "freeze"}:
         return False  # a rank whose rows take a frozen branch has nothing to differentiate
@@ -116,8 +116,10 @@ def is_fair(spec: Spec) -> bool:
     return not (some and (calls or kinds & (RAW | OUTSIDE)))
 
 
-def _is_same_rounding(spec: Spec, kinds: set[str]) -> bool:
+def _is_same_arithmetic(spec: Spec, kinds: set[str]) -> bool:
     before = {piece["kind"] for step in spec.steps for piece in step.before}
+    if "other_shape" in before and spec.clearing != "none":
+        return False  # torch adds what comes to what is left, of another shape, if it can
     if spec.model == "orthogonal":
         # What shows how far torch.matrix_exp's own roundings go is too little for a float.
         return "through_float" not in before

@@ -168,6 +168,15 @@ REFUSALS: tuple[Refusal, ...] = (
     *(
         Refusal(
             piece,
+            ("LS101",),
+            "A backward that reaches nothing but what came later says nothing to the peers.",
+            beside="gradients:only_some",
+        )
+        for piece in ("before:replaced_parameter", "before:untie")
+    ),
+    *(
+        Refusal(
+            piece,
             ("LS003",),
             "The owner does not know a parameter that was added after attaching.",
             ("parameter_server",),

@@ -176,9 +176,14 @@ BEFORE: dict[str, str] = {
 
 AFTER: dict[str, str] = {
     "clip_norm": "nn.utils.clip_grad_norm_(ps, 0.1)",
-    # Torch raises where no parameter has a gradient, as on a rank without rows.
-    "clip_value": (
-        "if any(p.grad is not None for p in ps):\n    nn.utils.clip_grad_value_(ps, 0.05)"
+    # Torch raises where no parameter has a gradient, as on a rank without rows, and where one
+    # is complex.
+    "clip_value": _text(
+        """
+        real = [p for p in ps if not p.is_complex()]
+        if any(p.grad is not None for p in real):
+            nn.utils.clip_grad_value_(real, 0.05)
+        """
     ),
     "scale_function": "for p in ps:\n    if p.grad is not None:\n        p.grad = p.grad * 0.5",
     "scale_in_place": "for p in ps:\n    if p.grad is not None:\n        p.grad.mul_(0.5)",
