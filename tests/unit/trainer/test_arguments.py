@@ -30,7 +30,7 @@ OURS = {
     "bucket_cap_mb": 25, "callbacks": (), "reproducible": False, "accumulate": 1,
     "clip_grad_norm": None, "spare_workers": 0, "min_workers": 1, "hang_timeout_s": 60,
     "audit": "watch", "checkpoint_dir": None, "checkpoint_every": None, "keep_checkpoints": 3,
-    "resume": None,
+    "resume": None, "check_finite": True,
 }  # fmt: skip
 RAYSGD_METHODS = {
     "train": {"num_steps": None, "profile": False, "reduce_results": True, "max_retries": 3,
