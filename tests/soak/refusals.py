@@ -101,6 +101,13 @@ REFUSALS: tuple[Refusal, ...] = (
         ranks=1,
     ),
     Refusal(
+        "gradients:forgotten_window",
+        ("LS101",),
+        "Gradients that the window had not reached are out of sight in it: nobody can tell"
+        " whether they were to be zeroed as well.",
+        ranks=1,
+    ),
+    Refusal(
         "update:twice",
         ("LS101",),
         "The second step uses a gradient that was put in the place of the reduced one.",
@@ -243,6 +250,9 @@ WORDS = {
     "gradients:weights_by_hand": "weights updated by hand from `torch.autograd.grad`",
     "gradients:graph_of_gradients": "`backward(create_graph=True)`, and a loss of `p.grad`",
     "gradients:window_left_open": "`no_sync` around the last backward of a step",
+    "gradients:forgotten_window": (
+        "`zero_grad` inside an accumulation window, beside gradients from before it"
+    ),
     "gradients:nothing": "a step without a backward, with gradients left from before",
     "gradients:idle": "`reduce_pending` on all ranks, with gradients left from before",
     "gradients:retained": "a second backward through one loss",
