@@ -123,10 +123,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "One rank runs a backward that its peers do not run. They hear of it in their next round,"
         " which may be a step later.",
     ),
-    Refusal(
-        "before:caught_inside",
-        ("LS101",),
-        "Part of a backward's gradients had been sent when it failed.",
+    *(
+        Refusal(
+            piece,
+            ("LS101",),
+            "Part of a backward's gradients had been sent when it failed.",
+            ranks=1,
+        )
+        for piece in ("before:caught_inside", "before:caught_midway")
     ),
     Refusal(
         "before:caught_inside_one",
@@ -265,6 +269,7 @@ WORDS = {
     "update:one_rank_leaves_out": "a step that one rank leaves out",
     "before:extra_backward": "a backward that one rank alone runs",
     "before:caught_inside": "an exception inside backward, caught on all ranks",
+    "before:caught_midway": "an exception in a layer's backward, caught on all ranks",
     "before:caught_inside_one": "an exception inside backward on one rank, caught",
     "before:new_parameter": "a parameter that is new",
     "before:replaced_parameter": "a parameter in the place of another one",
