@@ -35,8 +35,7 @@ FEW = frozenset(
     {
         "by_hand", "added_before", "added_after", "added_after_functionally", "weights_by_hand",
         "weights_by_hand_alone", "graph_of_gradients", "window_left_open", "nothing", "closure",
-        "extra_backward", "caught_inside", "caught_inside_one", "new_parameter", "untie",
-        "replaced_parameter", "other_shape",
+        "extra_backward", "new_parameter", "untie", "replaced_parameter", "other_shape",
     }
 )  # fmt: skip
 """Most of these end a program: drawn seldom, or little else would be seen."""
@@ -48,7 +47,7 @@ WINDOWS = frozenset(kind for kind in GRADIENTS if kind.startswith(("window", "fo
 
 _ON_ROWS = frozenset(
     {"evaluate", "evaluate_inference", "forward_only", "caught_forward", "caught_inside",
-     "caught_inside_one", "extra_backward"}
+     "caught_inside_one", "caught_midway", "extra_backward"}
 )  # fmt: skip
 """Statements that call the model with this rank's rows."""
 
@@ -193,7 +192,7 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
     shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
-    is_caught = bool(before & {"caught_inside", "caught_inside_one"})
+    is_caught = bool(before & {"caught_inside", "caught_inside_one", "caught_midway"})
     # In one process hooks have run on what came before the exception, and so much of its
     # gradients lies in memory of the user's, from where `zero_grad` takes none of them away.
     is_left = shown & {"flat_read", "flat_scale"}
@@ -394,6 +393,7 @@ class Drawing:
             return []
         weights = {kind: 0.15 if kind in FEW else 1.0 for kind in BEFORE}
         weights |= dict.fromkeys(_PLACED, 0.0)
+        weights["caught_inside"] = weights["caught_inside_one"] = 0.5
         weights["unfreeze"] = 1.0 if number else 0.0
         weights["hold"] = 2.0 if number and "forgotten_window" not in kinds else 0.0
         if any(SETUP[piece["kind"]].startswith(("handle", "seen", "def")) for piece in spec.setup):
@@ -408,7 +408,8 @@ class Drawing:
     def _out_of_place(self, spec: Spec, is_last: bool) -> set[str]:
         found: set[str] = set()
         if "unused" in MODELS[spec.model].tags:
-            found.add("freeze")
+            # Where a layer that one rank leaves out fails, its peers' backward does not.
+            found |= {"freeze", "caught_midway"}
         if is_last or spec.workers == 1 or spec.sync == "data_parallel":
             found |= _HEARD_LATER & set(BEFORE)
         if any(0 in split for split in spec.splits):
@@ -432,6 +433,8 @@ class Drawing:
             found["i"] = self._source.randrange(4)
         if "{rank}" in text:
             found["rank"] = self._source.randrange(spec.workers)
+        if "{to_none}" in text:
+            found["to_none"] = self._chance(0.5)
         return found
 
 

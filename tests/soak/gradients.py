@@ -35,7 +35,7 @@ GRADIENTS: dict[str, str] = {
     "window_closed_by_hand": f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\nsync.reduce_pending()",
     "window_left_open": f"WINDOW\n    BATCH\n    BACKWARD({LOSS})",
     "forgotten_window": (
-        f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\nsync.forget_window()\nBATCH\nBACKWARD({LOSS})"
+        f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\nworld.give_up_window()\nBATCH\nBACKWARD({LOSS})"
     ),
     "nothing": "",
     "idle": "sync.reduce_pending()",

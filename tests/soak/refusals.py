@@ -101,6 +101,13 @@ REFUSALS: tuple[Refusal, ...] = (
         ranks=1,
     ),
     Refusal(
+        "gradients:forgotten_window",
+        ("LS101",),
+        "Gradients that the window had not reached are out of sight in it: nobody can tell"
+        " whether they were to be zeroed as well.",
+        ranks=1,
+    ),
+    Refusal(
         "update:twice",
         ("LS101",),
         "The second step uses a gradient that was put in the place of the reduced one.",
@@ -116,10 +123,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "One rank runs a backward that its peers do not run. They hear of it in their next round,"
         " which may be a step later.",
     ),
-    Refusal(
-        "before:caught_inside",
-        ("LS101",),
-        "Part of a backward's gradients had been sent when it failed.",
+    *(
+        Refusal(
+            piece,
+            ("LS101",),
+            "Part of a backward's gradients had been sent when it failed.",
+            ranks=1,
+        )
+        for piece in ("before:caught_inside", "before:caught_midway")
     ),
     Refusal(
         "before:caught_inside_one",
@@ -243,6 +254,9 @@ WORDS = {
     "gradients:weights_by_hand": "weights updated by hand from `torch.autograd.grad`",
     "gradients:graph_of_gradients": "`backward(create_graph=True)`, and a loss of `p.grad`",
     "gradients:window_left_open": "`no_sync` around the last backward of a step",
+    "gradients:forgotten_window": (
+        "`zero_grad` inside an accumulation window, beside gradients from before it"
+    ),
     "gradients:nothing": "a step without a backward, with gradients left from before",
     "gradients:idle": "`reduce_pending` on all ranks, with gradients left from before",
     "gradients:retained": "a second backward through one loss",
@@ -255,6 +269,7 @@ WORDS = {
     "update:one_rank_leaves_out": "a step that one rank leaves out",
     "before:extra_backward": "a backward that one rank alone runs",
     "before:caught_inside": "an exception inside backward, caught on all ranks",
+    "before:caught_midway": "an exception in a layer's backward, caught on all ranks",
     "before:caught_inside_one": "an exception inside backward on one rank, caught",
     "before:new_parameter": "a parameter that is new",
     "before:replaced_parameter": "a parameter in the place of another one",

@@ -110,7 +110,7 @@ def _alone_gradients(base: Spec, name: str) -> Iterator[Spec]:
 
 
 def _alone_statement(base: Spec, table: str, name: str) -> Iterator[Spec]:
-    pieces: tuple[Piece, ...] = ({"kind": name, "i": 0, "rank": 1},)
+    pieces: tuple[Piece, ...] = ({"kind": name, "i": 0, "rank": 1, "to_none": True},)
     step = replace(_PLAIN, **{table: pieces})
     if name == "hold":
         step = replace(step, after=({"kind": "see_held"},))

@@ -114,9 +114,11 @@ BEFORE: dict[str, str] = {
             pass
         """
     ),
-    # Everywhere alike; what it leaves is cleared.
+    # Everywhere alike; what it leaves is cleared. How far it came is no part of the truth.
     "caught_inside": _text(
         f"""
+        had = {{p for p in ps if p.grad is not None}}
+
         def explode(g):
             raise KeyError("a broken hook")
 
@@ -125,11 +127,43 @@ BEFORE: dict[str, str] = {
             loss(model(world.look()[0]), *world.look()[1:]).backward()
         except KeyError:
             fuse.remove()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none={{to_none}})
+        for p in ps:
+            if p not in had:
+                p.grad = None
+            world.see(p.grad)
+        """
+    ),
+    # In the middle of the model: some parameters have their gradient by then.
+    "caught_midway": _text(
+        """
+        had = {p for p in ps if p.grad is not None}
+
+        def explode(g):
+            raise KeyError("a broken layer")
+
+        def arm(layer, inputs, output):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(explode)
+
+        layers = list(modules[0].modules())
+        fuse = layers[{i} % len(layers)].register_forward_hook(arm)
+        try:
+            loss(model(world.look()[0]), *world.look()[1:]).backward()
+        except KeyError:
+            pass
+        fuse.remove()
+        optimizer.zero_grad(set_to_none={to_none})
+        for p in ps:
+            if p not in had:
+                p.grad = None
+            world.see(p.grad)
         """
     ),
     "caught_inside_one": _text(
         f"""
+        had = {{p for p in ps if p.grad is not None}}
+
         def explode(g):
             if world.rank == {{rank}}:
                 raise KeyError("a broken hook")
@@ -140,7 +174,11 @@ BEFORE: dict[str, str] = {
         except KeyError:
             pass
         fuse.remove()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none={{to_none}})
+        for p in ps:
+            if p not in had:
+                p.grad = None
+            world.see(p.grad)
         """
     ),
     "new_parameter": _text(

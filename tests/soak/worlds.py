@@ -135,6 +135,13 @@ class World:
         """Remember a tensor, to be compared with one process's."""
         self.also.append(torch.zeros(0) if tensor is None else tensor.detach().clone().to_dense())
 
+    def give_up_window(self) -> None:
+        """Zero the gradients of a window whose last backward has not come."""
+        for p in self.parameters:
+            p.grad = None
+        if isinstance(self.sync, OneProcess):
+            self.sync.forget_window()
+
     def weights(self):
         return [_copy(p) for module in self.modules for p in module.parameters()]
 
@@ -169,8 +176,6 @@ class OneProcess:
 
     def forget_window(self) -> None:
         self._window = []
-        for p in self._world.parameters:
-            p.grad = None
 
     @contextmanager
     def no_sync(self):
