@@ -47,8 +47,14 @@ def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameter
     of ``torch.compiler.disable``, which imports the compiler where that is not put off.
     """
     if _put_off.is_on and _COMPILER not in sys.modules:
-        kept_out: Callable[Parameters, Result] = _compile._disable_dynamo(function)
-        _put_off.add(function)
+
+        @functools.wraps(function)
+        def plain(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            # Torch notes on what it keeps out that it has asked; a bound method takes no notes.
+            return function(*args, **kwargs)
+
+        kept_out: Callable[Parameters, Result] = _compile._disable_dynamo(plain)
+        _put_off.add(plain)
         return kept_out
     disable: Any = torch.compiler.disable
     disabled: Callable[Parameters, Result] = disable(function)

@@ -10,6 +10,7 @@ _PROGRAM = """
 import sys
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.lazy_compiler import import_compiler_lazily, outside_graphs
 from lockstep.sync.window import weighted_root
@@ -55,6 +56,13 @@ def report(value):
     told.append(torch.compiler.is_compiling())
     return value + float(value.detach().sum())
 
+class Listener:
+    def hear(self, module, *_):
+        heard.append(module)
+
+heard = []
+handle = register_module_parameter_registration_hook(outside_graphs(Listener().hear))
+nn.Linear(1, 1)
 assert report(torch.ones(2)).tolist() == [3.0, 3.0]
 without = trained()
 
@@ -74,6 +82,12 @@ reporting = torch.compile(lambda value: report(value * 2) * 2, backend="eager")
 assert [reporting(torch.full((2,), n)).tolist() for n in (1.0, 2.0)] == [[12.0] * 2, [24.0] * 2]
 assert told == [False] * 3
 assert "torch._dynamo" in sys.modules
+
+# A bound method goes on being called: torch finds a place for its note on it.
+before = len(heard)
+nn.Linear(1, 1)
+assert len(heard) == before + 2
+handle.remove()
 
 def stepped(compile):
     torch.manual_seed(0)

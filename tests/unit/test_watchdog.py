@@ -35,7 +35,12 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     sightings = {member: Sighting(waits, since) for member in survivors}
     watchdog._outlook = Seen(sightings | {hung: Sighting(computes, since)})
     hearing = SimpleNamespace(
-        method="train", here=None, has_failed=False, pending={0: 0, 1: 1, 2: 2}
+        method="train",
+        here=None,
+        has_failed=False,
+        pending={0: 0, 1: 1, 2: 2},
+        deaths={},
+        lost_peers=set(),
     )
     watchdog.look(hearing)
     assert list(watchdog.verdicts) == [hung]

@@ -177,7 +177,7 @@ def checked_scheduling(step_freq: Any) -> None:
     require(known, "scheduler_step_freq", step_freq, '"batch", "epoch", "manual" or None')
 
 
-def checked_functions(hook: Any, callbacks: Any) -> None:
+def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
     if hook is not None and not callable(hook):
         raise WrongTypeError(
             "initialization_hook cannot be called",
@@ -199,6 +199,7 @@ def checked_functions(hook: Any, callbacks: Any) -> None:
                 got=f"{callback!r:.80}",
                 fix="callbacks=[MyCallback()]" if inspect.isclass(callback) else None,
             )
+    return tuple(callbacks)
 
 
 def pick_gpu(use_gpu: Any) -> tuple[bool, bool]:

@@ -157,11 +157,11 @@ class TorchTrainer(BesideTraining):
         super().__init__()
         refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
         self._operator_cls = checked_operator(training_operator_cls)
-        self.config = checked_config(config)
+        self.config, self._explicit = checked_config(config), explicit_identity(num_shards, seed)
         checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
         checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         checked_spares(num_workers, spare_workers, min_workers)
-        checked_functions(initialization_hook, callbacks)
+        self._callbacks = checked_functions(initialization_hook, callbacks)
         processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
         options = Options(
             precision=pick_precision(precision, use_fp16),
@@ -178,9 +178,7 @@ class TorchTrainer(BesideTraining):
             check_finite=check_finite,
         )
         check_options(options, self._operator_cls, use_local=use_local)
-        self._callbacks, self._policy = tuple(callbacks), Policy(min_workers, hang_timeout_s)
-        self._explicit = explicit_identity(num_shards, seed)
-        gpu, gpu_here = pick_gpu(use_gpu)
+        self._policy, (gpu, gpu_here) = Policy(min_workers, hang_timeout_s), pick_gpu(use_gpu)
         spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,

@@ -279,5 +279,5 @@ def test_a_state_without_schedulers_is_loaded_where_none_is_registered():
         assert same(weights(one.get_model()), by_hand(4))
 
     refused = pytest.raises(CheckpointError, match="0 schedulers, the operator registered 1")
-    with trainer(Everything) as one, refused:
+    with trainer(Everything, scheduler_step_freq="manual") as one, refused:
         one.load_state_dict({k: v for k, v in one.state_dict().items() if k != "schedulers"})
