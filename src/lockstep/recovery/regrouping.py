@@ -104,12 +104,23 @@ class Regrouping:
         for member, starting in list(self._engine.spares):
             state, error = look_at(member, starting)
             if state is Readiness.FAILED:
-                _log.warning("%s could not be made ready: %s", member, error)
-                self._engine.bury(member)
-                self._hire_again(member, error)
+                self._replace(member, error)
             elif state is Readiness.READY:
                 ready.append(member)
         return ready
+
+    def _within_reach(self) -> list[Member]:
+        """Ready spares; the host of one may have fallen silent together with a member's."""
+        ready = self._take_stock()
+        silent = [member for member in ready if not self._watchdog.can_reach(member)]
+        for member in silent:
+            self._replace(member, WorkerDiedError("its host does not answer"))
+        return [member for member in ready if member not in silent]
+
+    def _replace(self, member: Member, error: BaseException | None) -> None:
+        _log.warning("%s cannot take a place: %s", member, error)
+        self._engine.bury(member)
+        self._hire_again(member, error)
 
     def _hire_again(self, member: Member, error: BaseException | None) -> None:
         """A process that did not live may do so elsewhere; a `setup` that raised will again."""
@@ -207,7 +218,7 @@ class Regrouping:
     def _fill(self, places: list[Member | None], losses: Sequence[Loss]) -> list[Member]:
         """Spares in the free places, in order; the members of the next generation, by rank."""
         engine = self._engine
-        ready = self._take_stock()
+        ready = self._within_reach()
         if sum(place is not None for place in places) + len(ready) < self._min_workers:
             ready = self._wait_for_more(places, losses)
         while len(places) < engine.spec.num_workers:
@@ -229,7 +240,7 @@ class Regrouping:
         self.hire_for(losses)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            ready = self._take_stock()
+            ready = self._within_reach()
             if left + len(ready) >= wanted:
                 return ready
             if not self._engine.spares:

@@ -126,7 +126,7 @@ class Watchdog:
         # Of these two no firsts have to be waited for, and no function of the user's.
         if _is_stopped(member):
             return f"was stopped (by a signal or a debugger) and {made_none}"
-        if self._is_silent(seen, now) and not self._can_reach(member, now):
+        if self._is_silent(seen, now) and not self.can_reach(member):
             return f"{no_answer}, and its host cannot be reached: its power or its network failed"
         if method not in _TIMED or not self._is_overdue(seen, now):
             return None
@@ -134,8 +134,9 @@ class Watchdog:
             return f"{made_none}, while others waited"
         return f"{no_answer}: stopped, or in a call into C that holds the interpreter"
 
-    def _can_reach(self, member: Member, now: float) -> bool:
-        """Asked once for all members of a node."""
+    def can_reach(self, member: Member) -> bool:
+        """Whether the host of `member` answers; asked once for all members of a node."""
+        now = time.monotonic()
         until, answers = self._reached.get(member.node, (0.0, True))
         if now > until:
             answers = host_answers(member.node)
