@@ -22,7 +22,7 @@ RAW = frozenset(
     {
         "only_some", "threaded_backward", "autograd_backward", "by_hand", "added_before",
         "added_after", "added_after_functionally", "weights_by_hand", "weights_by_hand_alone",
-        "graph_of_gradients",
+        "weights_by_hand_only", "graph_of_gradients",
     }
 )  # fmt: skip
 """Gradients that do not go through `sync.backward`: no weights, and every rank has rows."""
@@ -34,8 +34,9 @@ OUTSIDE = frozenset({"scaled", "input_penalty", "learning_to_learn", "threaded",
 FEW = frozenset(
     {
         "by_hand", "added_before", "added_after", "added_after_functionally", "weights_by_hand",
-        "weights_by_hand_alone", "graph_of_gradients", "window_left_open", "nothing", "closure",
-        "extra_backward", "new_parameter", "untie", "replaced_parameter", "other_shape",
+        "weights_by_hand_alone", "weights_by_hand_only", "graph_of_gradients",
+        "window_left_open", "nothing", "closure", "extra_backward", "new_parameter", "untie",
+        "replaced_parameter", "other_shape",
     }
 )  # fmt: skip
 """Most of these end a program: drawn seldom, or little else would be seen."""

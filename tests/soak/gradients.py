@@ -187,6 +187,19 @@ GRADIENTS: dict[str, str] = {
         BACKWARD({LOSS})
         """
     ),
+    # No optimizer steps afterwards, and nothing is reduced.
+    "weights_by_hand_only": _text(
+        f"""
+        for _ in range(2):
+            BATCH
+            {_LIVE}
+            found = {_GRADS}
+            with torch.no_grad():
+                for p, g in zip(live, found):
+                    if g is not None:
+                        p -= 0.05 * g
+        """
+    ),
     "weights_by_hand_alone": _text(
         f"""
         BATCH

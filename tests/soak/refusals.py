@@ -83,10 +83,17 @@ REFUSALS: tuple[Refusal, ...] = (
             "setup:post_replace",
         )
     ),
-    Refusal(
-        "gradients:weights_by_hand",
-        ("LS101",),
-        "Weights were changed by a rank's own gradient; seen when the next one is asked for.",
+    *(
+        Refusal(
+            piece,
+            ("LS101",),
+            "Weights were changed by a rank's own gradient; seen when the next one is asked for.",
+            ranks=ranks,
+        )
+        for piece, ranks in (
+            ("gradients:weights_by_hand", 2),
+            ("gradients:weights_by_hand_only", 1),
+        )
     ),
     Refusal(
         "gradients:graph_of_gradients",
@@ -252,6 +259,7 @@ WORDS = {
     "gradients:added_after": "`p.grad += ` what `torch.autograd.grad` gave",
     "gradients:added_after_functionally": "`p.grad = p.grad + ` what `torch.autograd.grad` gave",
     "gradients:weights_by_hand": "weights updated by hand from `torch.autograd.grad`",
+    "gradients:weights_by_hand_only": "weights updated by hand, twice, and no optimizer",
     "gradients:graph_of_gradients": "`backward(create_graph=True)`, and a loss of `p.grad`",
     "gradients:window_left_open": "`no_sync` around the last backward of a step",
     "gradients:forgotten_window": (

@@ -272,9 +272,9 @@ def _nudge_of(spec: Spec) -> float:
 _HEARD_LATER = {"gradients:added_after", "gradients:added_after_functionally"}
 
 _CHANGING = {
-    "gradients:weights_by_hand", "gradients:weights_by_hand_alone", "setup:post_step",
-    "before:through_float", "before:replaced_parameter", "before:other_shape", "before:tie",
-    "before:untie",
+    "gradients:weights_by_hand", "gradients:weights_by_hand_alone",
+    "gradients:weights_by_hand_only", "setup:post_step", "before:through_float",
+    "before:replaced_parameter", "before:other_shape", "before:tie", "before:untie",
 }  # fmt: skip
 
 

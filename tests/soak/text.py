@@ -113,7 +113,7 @@ def _step(spec: Spec, number: int) -> str:
         lines.append(CLEARINGS[spec.clearing])
     lines.append(gradient_text(spec, kind))
     lines += [piece(AFTER, each) for each in step.after]
-    if not kind.startswith(("closure", "weights_by_hand_alone")):
+    if not kind.startswith(("closure", "weights_by_hand_alone", "weights_by_hand_only")):
         lines.append(piece(UPDATE, {"kind": step.update, "rank": step.gradients.get("rank", 0)}))
     return "\n".join(line for line in lines if line)
 
