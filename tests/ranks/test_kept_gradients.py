@@ -165,3 +165,23 @@ def test_gradients_that_no_rank_adds_to_may_be_changed_after_the_round(way, cap_
     plain = lambda: mean_square(true).backward()  # noqa: E731
     steps(list(true.parameters()), momentum(true), plain, lambda: None)
     assert_exact(on_ranks(way, body, bucket_cap_mb=cap_mb), [weights([true])])
+
+
+@every_way
+@pytest.mark.parametrize("cap_mb", [25, 1e-4])
+def test_what_is_held_within_a_window_becomes_the_steps_gradient(way, cap_mb):
+    """As in one process, where the next backward of the window adds to the tensor that is held."""
+
+    def body(rank):
+        part = PARTS[rank.number]
+        with rank.sync.no_sync():
+            driven(rank, mean_square, part)
+        held = {name: p.grad for name, p in rank.plain.named_parameters()}
+        driven(rank, size_of, part)
+        return [gradients(rank.plain), {name: grad.clone() for name, grad in held.items()}]
+
+    true = built()
+    (mean_square(true) / 2).backward()
+    held = {name: p.grad for name, p in true.named_parameters()}
+    (size_of(true, slice(None)) / 2).backward()
+    assert_exact(on_ranks(way, body, bucket_cap_mb=cap_mb), [gradients(true), held])
