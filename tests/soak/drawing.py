@@ -193,6 +193,8 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
     shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
+    if "window_held" in kinds and (spec.clearing not in ("none", "model") or setup):
+        return False  # one process's window is one backward: it holds nothing in between
     is_caught = bool(before & {"caught_inside", "caught_inside_one", "caught_midway"})
     # In one process hooks have run on what came before the exception, and so much of its
     # gradients lies in memory of the user's, from where `zero_grad` takes none of them away.

@@ -32,6 +32,13 @@ GRADIENTS: dict[str, str] = {
         f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\n    BATCH\n    BACKWARD({LOSS})\n"
         f"BATCH\nBACKWARD({LOSS})"
     ),
+    # In one process the second backward adds to the tensor that is held.
+    "window_held": (
+        f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\n    held = [p.grad for p in ps]\n"
+        f"BATCH\nBACKWARD({LOSS})\n"
+        "for g, p in zip(held, ps):\n"
+        "    world.see(p.grad if g is None or world.rank is None else g)"
+    ),
     "window_closed_by_hand": f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\nsync.reduce_pending()",
     "window_left_open": f"WINDOW\n    BATCH\n    BACKWARD({LOSS})",
     "forgotten_window": (
