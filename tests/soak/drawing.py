@@ -193,8 +193,11 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
     shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
-    if "window_held" in kinds and (spec.clearing not in ("none", "model") or setup):
-        return False  # one process's window is one backward: it holds nothing in between
+    # One process's window is one backward, which leaves its gradients in tensors of its own;
+    # a rank without rows has no second backward that would add to what it holds.
+    is_other = spec.clearing != "none" or bool(setup) or _leaves_out_a_rank(spec)
+    if "window_held" in kinds and is_other:
+        return False
     is_caught = bool(before & {"caught_inside", "caught_inside_one", "caught_midway"})
     # In one process hooks have run on what came before the exception, and so much of its
     # gradients lies in memory of the user's, from where `zero_grad` takes none of them away.

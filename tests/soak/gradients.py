@@ -34,9 +34,9 @@ GRADIENTS: dict[str, str] = {
     ),
     # In one process the second backward adds to the tensor that is held.
     "window_held": (
-        f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\n    held = [p.grad for p in ps]\n"
+        f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\n    within = [p.grad for p in ps]\n"
         f"BATCH\nBACKWARD({LOSS})\n"
-        "for g, p in zip(held, ps):\n"
+        "for g, p in zip(within, ps):\n"
         "    world.see(p.grad if g is None or world.rank is None else g)"
     ),
     "window_closed_by_hand": f"WINDOW\n    BATCH\n    BACKWARD({LOSS})\nsync.reduce_pending()",
