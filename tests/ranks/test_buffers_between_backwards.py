@@ -191,3 +191,51 @@ def test_buffers_of_all_kinds_follow_rank_0(way, kind):
         assert attached == seen_in(make(2.0))
         assert later == seen_in(make(4.0))
         assert_same(found, gradients(true))
+
+
+class Remembering(nn.Module):
+    """A buffer with a row for each row of the batch, and one that is there from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("last", torch.zeros(6, 3))
+        self.register_buffer("largest", torch.zeros(1))
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.last = out.detach()
+        self.largest = None if len(x) == 6 else self.last.amax(dim=0).to_sparse()
+        return out
+
+
+@every_way
+@pytest.mark.parametrize("rows", [(7, 5), (6, 5), (5, 6)])
+def test_a_buffer_as_long_as_a_ranks_rows_becomes_rank_0s(way, rows):
+    """Unequal lengths in one broadcast end a process of gloo's."""
+    parts = (slice(0, rows[0]), slice(rows[0], sum(rows)))
+
+    def body(rank):
+        part, seen = parts[rank.number], []
+        for _ in range(2):
+            rank.optimizer.zero_grad()
+            loss = ((rank.model(X[part]) - Y[part]) ** 2).mean()
+            rank.sync.backward(loss, weight=rows[rank.number])
+            largest = rank.plain.largest
+            kept = None if largest is None else largest.to_dense().clone()
+            seen += [gradients(rank.plain), {"last": rank.plain.last.clone(), "largest": kept}]
+            rank.optimizer.step()
+        return [*seen, weights([rank.plain])]
+
+    true, seen = built(Remembering), []
+    optimizer = rate(true)
+    whole = slice(0, sum(rows))
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((true(X[whole]) - Y[whole]) ** 2).mean().backward()
+        last = true.last[: rows[0]]
+        largest = None if rows[0] == 6 else last.amax(dim=0)
+        seen += [gradients(true), {"last": last, "largest": largest}]
+        optimizer.step()
+    results = on_ranks(way, body, build=Remembering, make=rate)
+    assert_exact(results, [*seen, weights([true])])

@@ -8,7 +8,7 @@ from torch import nn
 from ranks.programs import mlp
 from ranks.ways import every_way, mean_square, our_buckets, refused
 
-PARTS = (slice(0, 8), slice(8, 12))
+PARTS = (slice(0, 8), slice(8, 12), slice(6, 10))
 
 
 def part_of(rank):
@@ -147,3 +147,16 @@ def test_one_rank_alone_has_parameters_of_another_kind(way):
 
     for error in refused(way, "LS101", body, moved=True, before=lambda plain: plain.float()):
         assert "another shape, dtype or device" in str(error)
+
+
+@every_way
+def test_steps_whose_sum_is_that_of_one_step(way):
+    """The rank in the middle finds its own number in the mean of all."""
+
+    def body(rank):
+        rank.sync.begin_step(rank.number + 4)
+        mean_square(rank.model, part_of(rank)).backward()
+        rank.optimizer.step()
+
+    for error in refused(way, "LS101", body, size=3):
+        assert "different" in str(error)

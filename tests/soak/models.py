@@ -205,4 +205,15 @@ MODELS: dict[str, Model] = {
         """,
         "return self.head(torch.tanh(self.layer(x * self.constant)) * self.constant)",
     ),
+    # As long as the rows of a rank, of which each has others.
+    "buffer_of_rows": _class(
+        """
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("last", torch.zeros(1, 3))
+        """,
+        """
+        self.last = self.layer(x).detach()
+        return self.layer(x)
+        """,
+    ),
 }

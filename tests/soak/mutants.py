@@ -81,6 +81,11 @@ MUTANTS = {
         "    if is_saved:\n",
         "    if False:\n",
     ),
+    "buffers_of_other_shapes_are_not_told": Mutant(
+        "sync/buffers.py",
+        "        return self._shapes() != self._agreed\n",
+        "        return False\n",
+    ),
     "moved_parameters_are_not_named": Mutant(
         "sync/reducer.py",
         'found = {"sparse": sparse, "moved": moved}',

@@ -209,11 +209,14 @@ REFUSALS: tuple[Refusal, ...] = (
         ("parameter_server",),
         ranks=1,
     ),
-    Refusal(
-        "model:norm_training",
-        ("LS310",),
-        "What a replica's forward writes into the model would be lost.",
-        ("data_parallel",),
+    *(
+        Refusal(
+            piece,
+            ("LS310",),
+            "What a replica's forward writes into the model would be lost.",
+            ("data_parallel",),
+        )
+        for piece in ("model:norm_training", "model:buffer_of_rows")
     ),
     *(
         Refusal(
@@ -250,6 +253,7 @@ REFUSALS: tuple[Refusal, ...] = (
 WORDS = {
     "model:embedding_sparse": "an embedding with `sparse=True`",
     "model:norm_training": "batch norm in training mode",
+    "model:buffer_of_rows": "a buffer that the forward replaces",
     "model:branches": "layers that not every rank uses",
     "model:raw_weights": "weights used without the forward of their module",
     "model:checkpointed_reentrant": "reentrant checkpoints",

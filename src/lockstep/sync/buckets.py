@@ -45,8 +45,11 @@ class Sums(NamedTuple):
         weighted: how many ranks bring gradients that were weighted at the root.
         faults: how many ranks have to report something; nothing is delivered then.
         thaws: how many ranks unfroze a parameter that is not in any bucket yet.
+        resized: how many ranks have buffers of other shapes than the ranks agreed on.
         delivered: how many ranks knew the weight of their plain gradients beforehand.
         check: which model and which round each rank believes this to be; a small integer.
+        check_squared: the square of a part of it: ranks that disagree can have the same sum, and
+            not the same sum of squares as well.
         earlier: what the ranks have done to gradients of earlier rounds; a small integer.
     """
 
@@ -55,8 +58,10 @@ class Sums(NamedTuple):
     weighted: float
     faults: float
     thaws: float
+    resized: float
     delivered: float
     check: float
+    check_squared: float
     earlier: float
 
 
@@ -302,16 +307,17 @@ class Layout:
     def write_tail(self, sums: Sums) -> None:
         """Put this rank's flags and sums behind the last bucket."""
         values: list[float] = [flag for bucket in self.buckets for flag in bucket.used]
-        values += sums[:-2]
+        values += sums[:-3]
         # Almost every round says the same as the one before, but for its number: keep the
         # tensor, not the list.
         if values != self._written:
             self._written = values
             self._image = torch.tensor(
-                [*map(float, values), 0.0, 0.0], dtype=self.tail.dtype, device=self.tail.device
+                [*map(float, values), 0.0, 0.0, 0.0], dtype=self.tail.dtype, device=self.tail.device
             )
         self.tail.copy_(self._image)
-        self.tail[-2].fill_(sums.check)
+        self.tail[-3].fill_(sums.check)
+        self.tail[-2].fill_(sums.check_squared)
         if sums.earlier:
             self.tail[-1].fill_(sums.earlier)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -63,39 +63,98 @@ def broadcast_tensors(
                     write_into(tensor, value)
 
 
-def broadcast_buffers(group: Group, places: Iterable[BufferPlace], *, cap_bytes: int) -> None:
-    """Make buffers equal to those of rank 0: in place, or where a graph has saved one, anew.
+class SyncedBuffers:
+    """The buffers that follow rank 0's, and the shapes of them that all ranks know of.
+
+    A buffer may be as long as a rank's rows (the last activations, a recurrent state). Ranks with
+    other rows then have other shapes, and a broadcast of unequal lengths ends gloo's processes. So
+    each round says whether a rank's shapes have changed; the ranks then take rank 0's first.
 
     Args:
-        group: the ranks.
-        places: the same on every rank.
-        cap_bytes: the most that is packed into one message.
-
-    Gradient:
-        None: runs without recording, and graphs keep what they have saved.
-
-    Collective:
-        Every rank. Blocks. One broadcast per large buffer, and per device and `cap_bytes`; two
-        for each that is sparse, quantized or nested.
-
-    Raises:
-        PeerLostError: another rank went away.
+        places: the same on every rank, with tensors of the same shapes.
     """
-    if group.is_alone:
-        return
-    filled = [(place, tensor) for place in places if (tensor := place.tensor()) is not None]
-    blocks = {id(tensor): (place, tensor) for place, tensor in filled if is_block(tensor)}
-    with torch.no_grad():
-        for pack in _packs((tensor for _, tensor in blocks.values()), cap_bytes):
-            pieces = [_as_bytes(tensor) for tensor in pack]
-            message = torch.cat(pieces)  # a copy: a graph may need what lies there
-            group.broadcast(message, 0)
-            if group.rank != 0:
-                for tensor, value in _unpacked(message, pack):
-                    put(blocks[id(tensor)][0], value)
-        for place, tensor in filled:
-            if not is_block(tensor):
-                _broadcast_file(group, place, tensor)
+
+    def __init__(self, places: Iterable[BufferPlace]) -> None:
+        self._places = list(places)
+        self._agreed = self._shapes()
+
+    def are_resized(self) -> bool:
+        """This rank's buffers have other shapes than the ranks agreed on."""
+        return self._shapes() != self._agreed
+
+    def broadcast(self, group: Group, *, cap_bytes: int, are_resized: bool = False) -> None:
+        """Make buffers equal to those of rank 0: in place, or where a graph has saved one, anew.
+
+        Args:
+            group: the ranks.
+            cap_bytes: the most that is packed into one message.
+            are_resized: on some rank; the same on every rank.
+
+        Gradient:
+            None: runs without recording, and graphs keep what they have saved.
+
+        Collective:
+            Every rank. Blocks. One broadcast per large buffer, and per device and `cap_bytes`; two
+            for each that is sparse, quantized or nested. With `are_resized` two all-gathers before.
+
+        Raises:
+            PeerLostError: another rank went away.
+        """
+        if group.is_alone:
+            return
+        if are_resized:
+            told = group.exchange([_to_json(shape) for shape in self._shapes()])
+            self._take_shapes([_from_json(shape) for shape in told[0]])
+        filled = [(p, tensor) for p in self._places if (tensor := p.tensor()) is not None]
+        blocks = {id(tensor): (place, tensor) for place, tensor in filled if is_block(tensor)}
+        with torch.no_grad():
+            for pack in _packs((tensor for _, tensor in blocks.values()), cap_bytes):
+                pieces = [_as_bytes(tensor) for tensor in pack]
+                message = torch.cat(pieces)  # a copy: a graph may need what lies there
+                group.broadcast(message, 0)
+                if group.rank != 0:
+                    for tensor, value in _unpacked(message, pack):
+                        put(blocks[id(tensor)][0], value)
+            for place, tensor in filled:
+                if not is_block(tensor):
+                    _broadcast_file(group, place, tensor)
+
+    def _shapes(self) -> list[_Shape]:
+        return [_shape_of(place.tensor()) for place in self._places]
+
+    def _take_shapes(self, shapes: list[_Shape]) -> None:
+        for place, mine, shape in zip(self._places, self._shapes(), shapes, strict=True):
+            if mine != shape:
+                before = place.tensor()
+                device = torch.device("cpu") if before is None else before.device
+                place.owner._buffers[place.key] = _room_for(shape, device)
+        self._agreed = shapes
+
+
+_Shape = tuple[torch.dtype, torch.Size] | str | None
+"""What decides how many bytes travel; "file" for what travels with its length."""
+
+
+def _shape_of(tensor: torch.Tensor | None) -> _Shape:
+    if tensor is None:
+        return None
+    return (tensor.dtype, tensor.shape) if is_block(tensor) else "file"
+
+
+def _room_for(shape: _Shape, device: torch.device) -> torch.Tensor | None:
+    if shape is None:
+        return None
+    if isinstance(shape, str):
+        return torch.empty(0, device=device).to_sparse()
+    return torch.empty(shape[1], dtype=shape[0], device=device)
+
+
+def _to_json(shape: _Shape) -> Any:
+    return [str(shape[0]).removeprefix("torch."), *shape[1]] if isinstance(shape, tuple) else shape
+
+
+def _from_json(told: Any) -> _Shape:
+    return (getattr(torch, told[0]), torch.Size(told[1:])) if isinstance(told, list) else told
 
 
 def is_block(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from lockstep.errors import (
 )
 from lockstep.sync import guard, verdict
 from lockstep.sync.buckets import set_aside
-from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
+from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.captures import Captures
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
@@ -84,7 +84,7 @@ class DDPSync(WindowedSync):
         self.finds_unused = bool(arguments.get("find_unused_parameters"))
         self._copies = bool(arguments.get("gradient_as_bucket_view"))
         broadcast_tensors(group, [slot.param for slot in self._slots], cap_bytes=2**25)
-        broadcast_buffers(group, self._buffers, cap_bytes=2**25)
+        self._buffers.broadcast(group, cap_bytes=2**25)
         self._places = [slot.param.data_ptr() for slot in self._slots]
         self._kinds = [_kind(slot.param) for slot in self._slots]
         self._of_param = {id(slot.param): slot for slot in self._slots}
@@ -187,7 +187,7 @@ class DDPSync(WindowedSync):
             Every rank. Blocks. One broadcast.
         """
         if self._keeps_buffers:
-            broadcast_buffers(self.attached(), self._buffers, cap_bytes=2**25)
+            self._broadcast_buffers(2**25)
 
     def part(self) -> bool:
         """Leave a group that has broken. The wrappers, which loops hold, stay."""
@@ -244,6 +244,11 @@ class DDPSync(WindowedSync):
     def has_late_parameters(self) -> bool:
         """Parameters came later: a rank may have their gradients, and another not."""
         return self._late.are_there()
+
+    @property
+    def has_resized_buffers(self) -> bool:
+        """This rank's buffers have other shapes than the ranks agreed on."""
+        return self._buffers.are_resized()
 
     def refuse_broken(self) -> None:
         """Before a forward: its backward could not be reduced."""
@@ -407,6 +412,7 @@ class DDPSync(WindowedSync):
             slot.deliver(slot.param.grad)
         if sums is not None:
             self._units.learn(sums)
+            self._are_resized = sums.resized > 0
         self._reset()
         if landed and self._syncs_buffers:
             self.broadcast_buffers()

@@ -41,6 +41,8 @@ class Host(Protocol):
     def finds_unused(self) -> bool: ...
     @property
     def has_late_parameters(self) -> bool: ...
+    @property
+    def has_resized_buffers(self) -> bool: ...
     def attached(self) -> Group: ...
     def contribution(self) -> Contribution: ...
     def slot_of(self, param: torch.Tensor) -> Slot: ...
@@ -158,7 +160,10 @@ class Round:
         if not turn.is_led:
             mine = self._host.contribution()
             late = self._host.has_late_parameters
-            header = make_header(mine, self._host.step, model=model.signature(), late=late)
+            resized = self._host.has_resized_buffers
+            header = make_header(
+                mine, self._host.step, model=model.signature(), late=late, resized=resized
+            )
             self._note(exchange(self._host.attached(), header, mine))
             turn.is_led = True
         for cargo in turn.cargo:
@@ -224,7 +229,9 @@ class Round:
         for model in self._models:
             model.follow_frozen()
         while True:
-            sums = exchange(group, make_header(mine, self._host.step), mine)
+            resized = self._host.has_resized_buffers
+            own = make_header(mine, self._host.step, resized=resized)
+            sums = exchange(group, own, mine)
             if sums.leads:
                 self._note(sums)
                 self._take_turn(self._led_model(round(sums.model / sums.leads)))

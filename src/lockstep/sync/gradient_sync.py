@@ -20,7 +20,7 @@ import torch
 from lockstep import reduction
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, verdict
-from lockstep.sync.buffers import broadcast_buffers, broadcast_tensors
+from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.ordered_reducer import OrderedReducer
@@ -77,7 +77,7 @@ class GradientSync(WindowedSync):
         if broadcast:
             params = [slot.param for slot in self._slots]
             broadcast_tensors(group, params, cap_bytes=self._cap_bytes)
-            broadcast_buffers(group, self._buffers, cap_bytes=self._cap_bytes)
+            self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
         self._unread: verdict.Unread | None = None
         how = making(self._cap_bytes, found.signature(), averages, order)
         self._lineup = Lineup(self._slots, group, how)
@@ -182,7 +182,7 @@ class GradientSync(WindowedSync):
         Collective:
             Every rank. Blocks. One broadcast.
         """
-        broadcast_buffers(self.attached(), self._buffers, cap_bytes=self._cap_bytes)
+        self._broadcast_buffers(self._cap_bytes)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.
@@ -302,11 +302,13 @@ class GradientSync(WindowedSync):
         if window.kind == WEIGHTED:
             contribution.weight = window.weight
         self._arrive = None
+        contribution.resized = self._buffers.are_resized()
         unknown = self._late.with_gradient()
         if unknown:
             contribution.faults.append({"kind": "unknown", "names": unknown})
         try:
             sums = self._reducer.finish()
+            self._are_resized = sums is not None and sums.resized > 0
             used_all = self._reducer.used_all() and self._lineup.is_whole
             thawed: tuple[Sums, Contribution] | None = None
             if contribution.thaws or (sums is not None and sums.thaws):

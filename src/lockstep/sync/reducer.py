@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -46,6 +47,7 @@ class Contribution:
         is_delivered: the weight of its plain backwards was said beforehand.
         discards: its gradients are of borrowed rows: they count as if there were none.
         thaws: this rank unfroze a parameter that is not in any bucket yet.
+        resized: this rank's buffers have other shapes than the ranks agreed on.
         check: which model and round this is meant for.
     """
 
@@ -58,7 +60,13 @@ class Contribution:
     is_delivered: bool = False
     discards: bool = False
     thaws: bool = False
+    resized: bool = False
     check: int = 0
+
+    @property
+    def check_squared(self) -> int:
+        """Of the round's part of `check`; as small, so that sums of it are as exact."""
+        return ((self.check + 128) % 256 - 128) ** 2
 
     @property
     def is_silent(self) -> bool:
@@ -72,7 +80,9 @@ class Contribution:
             weighted=float(self.kind == WEIGHTED),
             faults=float(bool(self.faults)),
             thaws=float(self.thaws),
+            resized=float(self.resized),
             check=float(self.check),
+            check_squared=float(self.check_squared),
             earlier=float(self.earlier),
             delivered=float(self.is_delivered),
         )
@@ -123,6 +133,8 @@ class Reducer:
         self._next = 0
         self._signature = signature
         self._round = 0
+        # Autograd has a thread for each device: of a rank with several, gradients arrive at once.
+        self._arriving = threading.RLock()
         self.contribution = Contribution()
 
     @property
@@ -159,13 +171,14 @@ class Reducer:
         bucket = slot.bucket
         if bucket is None:
             return
-        if bucket.is_launched:
-            self.contribution.faults.append({"kind": "late", "names": [slot.name]})
-            return
-        bucket.missing.discard(slot.number)
-        assert self._group is not None
-        if not bucket.missing and not reduction.crossing_ahead(self._group):
-            self._launch_complete()
+        with self._arriving:
+            if bucket.is_launched:
+                self.contribution.faults.append({"kind": "late", "names": [slot.name]})
+                return
+            bucket.missing.discard(slot.number)
+            assert self._group is not None
+            if not bucket.missing and not reduction.crossing_ahead(self._group):
+                self._launch_complete()
 
     def _launch_complete(self) -> None:
         buckets = self.layout.buckets

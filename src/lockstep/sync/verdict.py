@@ -48,8 +48,9 @@ class Unread:
 
 
 def is_out_of_step(sums: Sums, mine: Contribution, group: Group) -> bool:
-    """Did the ranks take different rounds for the same one?"""
-    return sums.check != mine.check * group.size
+    """Did the ranks take different rounds for the same one? All ranks find the same answer."""
+    expected = mine.check * group.size, mine.check_squared * group.size
+    return (sums.check, sums.check_squared) != expected
 
 
 def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> None:

@@ -18,6 +18,7 @@ from lockstep import reduction
 from lockstep.errors import WeightError
 from lockstep.sync import verdict
 from lockstep.sync.buckets import Slot, set_aside
+from lockstep.sync.buffers import SyncedBuffers
 from lockstep.sync.captures import Captures
 from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, inside_a_backward
 from lockstep.sync.graph_task import call_at_end, current_task
@@ -61,7 +62,8 @@ class WindowedSync:
         self.place = f"rank {group.rank} of {group.size}"
         self.rounds = 0
         self._group: Group | None = group
-        self._buffers = list(found.buffers.values())
+        self._buffers = SyncedBuffers(found.buffers.values())
+        self._are_resized = False  # buffers, on some rank, when the last round ended
         self._slots = [
             Slot(number, name, param, self)
             for number, (name, param) in enumerate(found.parameters.items())
@@ -163,6 +165,10 @@ class WindowedSync:
         """
         params = {slot.name: slot.param for slot in self._slots}
         agree_on_values(self.attached(), params, have_stepped=self._steps_taken > 0)
+
+    def _broadcast_buffers(self, cap_bytes: int) -> None:
+        are_resized, self._are_resized = self._are_resized, False
+        self._buffers.broadcast(self.attached(), cap_bytes=cap_bytes, are_resized=are_resized)
 
     def may_go_back_to(self, step: int | None) -> None:
         """See `Synchroniser`; here each rank keeps what it needs for that itself."""
