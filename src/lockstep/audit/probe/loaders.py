@@ -202,8 +202,13 @@ def _note_indices(loading: Loading, dataset: Any, index: Any) -> None:
 
 def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any) -> Any:
-        batch = original(self)
         loading = probe.loading.get(self)
+        try:
+            batch = original(self)
+        except StopIteration:
+            if loading is not None:
+                loading.has_ended = True
+            raise
         if probe.is_on:
             probe.delivered = loading  # None: a loader that is not written down
         if probe.is_on and loading is not None and len(loading.batches) < _BATCHES:

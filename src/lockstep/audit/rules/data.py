@@ -78,6 +78,8 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
     first = loadings[min(loadings)]
     if any(x.training or not x.indices for x in loadings.values()) or first.size is None:
         return None
+    if not all(x.has_ended for x in loadings.values()):
+        return None  # broken off: a batch size that is tried out, not an evaluation
     if not any(name in first.sampler for name in _PADDING) or not shares_out(loadings):
         return None
     if any(world.fact("leaves_out_padding")):
