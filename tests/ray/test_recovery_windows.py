@@ -146,6 +146,50 @@ def test_a_state_that_is_loaded_within_a_window_is_where_a_step_goes_back_to():
     assert found[0] == found[1]
 
 
+class MomentumByHand(Classifier):
+    """No gradient is ever cleared: each step adds to half of those of the step before."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+        loss = self.criterion(self.model(features), classes)
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class MomentumByHandInEpochs(MomentumByHand):
+    """The same in an epoch's loop of its own, which a death undoes as a whole."""
+
+    def train_epoch(self, iterator, info):
+        for batch in iterator:
+            result = self.train_batch(batch, info)
+        return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator_cls", [MomentumByHand, MomentumByHandInEpochs])
+@pytest.mark.parametrize(
+    ("strikes", "parts"),
+    [
+        ([Strike("kill", rank=1, step=1, phase="backward")], (4,)),
+        ([Strike("kill", rank=0, step=9, phase="forward")], (4, 8)),
+        (
+            [
+                Strike("kill", rank=0, step=6, phase="buckets"),
+                Strike("kill", rank=1, step=9, phase="optimizer"),
+            ],
+            (5, 7),
+        ),
+    ],
+)
+def test_gradients_that_are_never_cleared(operator_cls, strikes, parts):
+    """A step that is computed again adds to what the step before it left, and so do the new."""
+    same_as_undisturbed(operator_cls, strikes, parts)
+
+
 class TwoPlayersByTwo(TrainingOperator):
     """Two optimizers step after every second batch, the second after further communication."""
 

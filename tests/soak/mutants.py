@@ -83,8 +83,14 @@ MUTANTS = {
     ),
     "buffers_of_other_shapes_are_not_told": Mutant(
         "sync/buffers.py",
-        "        return self._shapes() != self._agreed\n",
-        "        return False\n",
+        "        if group.rank != 0 or (",
+        "        if True or (",
+    ),
+    "gradients_of_earlier_steps_are_not_kept": Mutant(
+        "worker/rollback.py",
+        "self._adds_up or self._steps_to_learn > 0\n",
+        "False\n",
+        ("--ray", "1"),
     ),
     "moved_parameters_are_not_named": Mutant(
         "sync/reducer.py",

@@ -7,6 +7,7 @@ torch's, and a window of weighted backwards is their weighted mean, as one write
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class Alone:
         self._weight: float | None = None
         self._earlier: list[torch.Tensor | None] = []
         self._is_paused = False
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.rounds = 0
 
     @property
@@ -130,6 +132,17 @@ class Alone:
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
+
+    def watch_gradients(self) -> None:
+        """See `Synchroniser`. Not held: a gradient that is cleared gives its memory back."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        self._watched = [(weakref.ref(grad), grad._version) for grad in grads]
+
+    @property
+    def has_added(self) -> bool:
+        held = {id(p.grad) for p in self._parameters if p.grad is not None}
+        alive = [(grad, version) for ref, version in self._watched if (grad := ref()) is not None]
+        return any(id(grad) in held and grad._version != version for grad, version in alive)
 
     # What only peers need.
 

@@ -45,7 +45,6 @@ class Sums(NamedTuple):
         weighted: how many ranks bring gradients that were weighted at the root.
         faults: how many ranks have to report something; nothing is delivered then.
         thaws: how many ranks unfroze a parameter that is not in any bucket yet.
-        resized: how many ranks have buffers of other shapes than the ranks agreed on.
         delivered: how many ranks knew the weight of their plain gradients beforehand.
         check: which model and which round each rank believes this to be; a small integer.
         check_squared: the square of a part of it: ranks that disagree can have the same sum, and
@@ -58,7 +57,6 @@ class Sums(NamedTuple):
     weighted: float
     faults: float
     thaws: float
-    resized: float
     delivered: float
     check: float
     check_squared: float
@@ -334,12 +332,15 @@ class Layout:
         return [count > 0 for count in self.tail[: len(self.slots)].tolist()]
 
 
-def set_aside(slots: Iterable[Slot]) -> tuple[dict[Slot, torch.Tensor], int, bool]:
+def set_aside(
+    slots: Iterable[Slot],
+) -> tuple[dict[Slot, torch.Tensor], int, bool, list[Slot]]:
     """Take away the gradients that earlier rounds left; the parameters have None then.
 
     Returns:
         The gradients; a number that is alike on all ranks if the same parameters had one, and what
-        was done to them since, or assigned instead of them, is alike; and whether anything was.
+        was done to them since, or assigned instead of them, is alike; whether anything was; and
+        those of them that were not zeroed.
     """
     aside: dict[Slot, torch.Tensor] = {}
     changed: list[tuple[int, int]] = []
@@ -351,9 +352,11 @@ def set_aside(slots: Iterable[Slot]) -> tuple[dict[Slot, torch.Tensor], int, boo
             aside[slot] = grad
             slot.param.grad = None
     if not aside:
-        return aside, 0, False
+        return aside, 0, False, []
     which = [slot.number for slot in aside]
-    return aside, zlib.crc32(repr((which, changed)).encode()) % 4093 + 1, bool(changed)
+    number = zlib.crc32(repr((which, changed)).encode()) % 4093 + 1
+    zeroed = {slot for slot, bits in changed if not bits}
+    return aside, number, bool(changed), [slot for slot in aside if slot.number not in zeroed]
 
 
 def _by_device_and_dtype(

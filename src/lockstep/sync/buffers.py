@@ -14,11 +14,13 @@ is; another one is exchanged for a new tensor, and the graph keeps the old one.
 from __future__ import annotations
 
 import io
+import json
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.errors import NotAvailableError
 from lockstep.sync.references import has_aliases, is_in_graph
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from lockstep.group import Group
     from lockstep.sync.inventory import BufferPlace
 
+
+_HEAD: Final = 16
+"""Bytes before the first buffer: what follows them may be of any dtype."""
 
 _LARGE: Final = 1 << 20
 """Bytes from which a tensor travels from where it lies: a copy is memory that stays taken."""
@@ -64,11 +69,12 @@ def broadcast_tensors(
 
 
 class SyncedBuffers:
-    """The buffers that follow rank 0's, and the shapes of them that all ranks know of.
+    """The buffers that follow rank 0's, and the shapes of them that every rank knows.
 
-    A buffer may be as long as a rank's rows (the last activations, a recurrent state). Ranks with
-    other rows then have other shapes, and a broadcast of unequal lengths ends gloo's processes. So
-    each round says whether a rank's shapes have changed; the ranks then take rank 0's first.
+    A buffer of rank 0's may get another shape, as one that is as long as the rank's rows (the last
+    activations, a recurrent state). How many bytes travel must not depend on it: a broadcast of
+    unequal lengths ends gloo's processes. So the first message has the length of the known shapes,
+    and says whether rank 0's are others, which follow then.
 
     Args:
         places: the same on every rank, with tensors of the same shapes.
@@ -76,77 +82,109 @@ class SyncedBuffers:
 
     def __init__(self, places: Iterable[BufferPlace]) -> None:
         self._places = list(places)
-        self._agreed = self._shapes()
+        self._known = self._shapes()
 
-    def are_resized(self) -> bool:
-        """This rank's buffers have other shapes than the ranks agreed on."""
-        return self._shapes() != self._agreed
-
-    def broadcast(self, group: Group, *, cap_bytes: int, are_resized: bool = False) -> None:
+    def broadcast(self, group: Group, *, cap_bytes: int) -> None:
         """Make buffers equal to those of rank 0: in place, or where a graph has saved one, anew.
 
         Args:
             group: the ranks.
             cap_bytes: the most that is packed into one message.
-            are_resized: on some rank; the same on every rank.
 
         Gradient:
             None: runs without recording, and graphs keep what they have saved.
 
         Collective:
             Every rank. Blocks. One broadcast per large buffer, and per device and `cap_bytes`; two
-            for each that is sparse, quantized or nested. With `are_resized` two all-gathers before.
+            for each that is sparse, quantized or nested. If rank 0 has other shapes, three more.
 
         Raises:
+            NotAvailableError: rank 0 has other shapes, on an accelerator.
             PeerLostError: another rank went away.
         """
-        if group.is_alone:
+        if group.is_alone or not self._places:
             return
-        if are_resized:
-            told = group.exchange([_to_json(shape) for shape in self._shapes()])
-            self._take_shapes([_from_json(shape) for shape in told[0]])
-        filled = [(p, tensor) for p in self._places if (tensor := p.tensor()) is not None]
-        blocks = {id(tensor): (place, tensor) for place, tensor in filled if is_block(tensor)}
         with torch.no_grad():
-            for pack in _packs((tensor for _, tensor in blocks.values()), cap_bytes):
-                pieces = [_as_bytes(tensor) for tensor in pack]
-                message = torch.cat(pieces)  # a copy: a graph may need what lies there
-                group.broadcast(message, 0)
-                if group.rank != 0:
-                    for tensor, value in _unpacked(message, pack):
-                        put(blocks[id(tensor)][0], value)
-            for place, tensor in filled:
-                if not is_block(tensor):
-                    _broadcast_file(group, place, tensor)
+            if self._send_blocks(group, cap_bytes, is_reshaped=self._is_reshaped(group)):
+                self._known = _shapes_of_rank_0(group, self._shapes())
+                self._send_blocks(group, cap_bytes, is_reshaped=False)
+            for place, shape in zip(self._places, self._known, strict=True):
+                if shape == _FILE:
+                    _broadcast_file(group, place)
+                elif shape is None and place.tensor() is not None:
+                    place.owner._buffers[place.key] = None
+
+    def _send_blocks(self, group: Group, cap_bytes: int, *, is_reshaped: bool) -> bool:
+        """Whether rank 0 has other shapes than were sent; nothing has been written then."""
+        places: dict[int, BufferPlace] = {}
+        blocks: list[torch.Tensor] = []
+        for place, shape in zip(self._places, self._known, strict=True):
+            if isinstance(shape, tuple):
+                held = place.tensor()
+                block = held if _shape_of(held) == shape else _room_for(shape, held, group)
+                assert block is not None
+                blocks.append(block)
+                places[id(block)] = place
+        for number, pack in enumerate(list(_packs(blocks, cap_bytes)) or [[]]):
+            device = pack[0].device if pack else group.device
+            pieces = [_as_bytes(block) for block in pack]
+            if number == 0:
+                said = torch.full((_HEAD,), is_reshaped, dtype=torch.uint8, device=device)
+                pieces = [said, *pieces]
+            message = torch.cat(pieces)  # a copy: a graph may need what lies there
+            group.broadcast(message, 0)
+            if number == 0:
+                if message.device.type == "cpu" and message[0]:
+                    return True
+                message = message[_HEAD:]
+            if group.rank != 0:
+                for block, value in _unpacked(message, pack):
+                    put(places[id(block)], value)
+        return False
 
     def _shapes(self) -> list[_Shape]:
         return [_shape_of(place.tensor()) for place in self._places]
 
-    def _take_shapes(self, shapes: list[_Shape]) -> None:
-        for place, mine, shape in zip(self._places, self._shapes(), shapes, strict=True):
-            if mine != shape:
-                before = place.tensor()
-                device = torch.device("cpu") if before is None else before.device
-                place.owner._buffers[place.key] = _room_for(shape, device)
-        self._agreed = shapes
+    def _is_reshaped(self, group: Group) -> bool:
+        if group.rank != 0 or (shapes := self._shapes()) == self._known:
+            return False
+        pairs = zip(self._places, shapes, self._known, strict=True)
+        names = [place.key for place, shape, known in pairs if shape != known]
+        if group.device.type == "cpu":
+            return True
+        # Ranks would have to wait for the device in every step, to learn of it.
+        raise NotAvailableError(
+            "a buffer has another shape than when it was synchronised",
+            where=f"rank 0 of {group.size}",
+            got=", ".join(f"`{name}`" for name in names),
+            cause="the forward replaces it by a tensor with a row for each row of the batch",
+            fix="each rank has its own: lockstep.local(buffer) before replicate() or register()",
+        )
 
 
+_FILE: Final = "file"
 _Shape = tuple[torch.dtype, torch.Size] | str | None
-"""What decides how many bytes travel; "file" for what travels with its length."""
+"""What decides how many bytes travel; `_FILE` for what travels with its length."""
 
 
 def _shape_of(tensor: torch.Tensor | None) -> _Shape:
     if tensor is None:
         return None
-    return (tensor.dtype, tensor.shape) if is_block(tensor) else "file"
+    return (tensor.dtype, tensor.shape) if is_block(tensor) else _FILE
 
 
-def _room_for(shape: _Shape, device: torch.device) -> torch.Tensor | None:
-    if shape is None:
-        return None
-    if isinstance(shape, str):
-        return torch.empty(0, device=device).to_sparse()
+def _room_for(
+    shape: tuple[torch.dtype, torch.Size], held: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    device = group.device if held is None else held.device
     return torch.empty(shape[1], dtype=shape[0], device=device)
+
+
+def _shapes_of_rank_0(group: Group, mine: list[_Shape]) -> list[_Shape]:
+    """Two broadcasts: of a length, and of the shapes."""
+    text = json.dumps([_to_json(shape) for shape in mine]).encode()
+    told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return [_from_json(one) for one in json.loads(_from_rank_0(group, told).numpy().tobytes())]
 
 
 def _to_json(shape: _Shape) -> Any:
@@ -230,17 +268,25 @@ def put(place: BufferPlace, value: torch.Tensor) -> None:
         write_into(tensor, value)
 
 
-def _broadcast_file(group: Group, place: BufferPlace, tensor: torch.Tensor) -> None:
+def _broadcast_file(group: Group, place: BufferPlace) -> None:
+    tensor = place.tensor()
     file = io.BytesIO()
     torch.save(tensor, file)
     own = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(group.device, copy=True)
+    message = _from_rank_0(group, own)
+    if group.rank != 0 and not torch.equal(message, own):
+        file = io.BytesIO(message.cpu().numpy().tobytes())
+        device = group.device if tensor is None else tensor.device
+        place.owner._buffers[place.key] = torch.load(file, map_location=device)
+
+
+def _from_rank_0(group: Group, own: torch.Tensor) -> torch.Tensor:
+    """The bytes of rank 0, of which there may be more than here: two broadcasts."""
     length = torch.tensor([len(own)], device=group.device)
     group.broadcast(length, 0)
     message = own.clone() if group.rank == 0 else own.new_empty(int(length))
     group.broadcast(message, 0)
-    if group.rank != 0 and not torch.equal(message, own):
-        file = io.BytesIO(message.cpu().numpy().tobytes())
-        place.owner._buffers[place.key] = torch.load(file, map_location=tensor.device)
+    return message
 
 
 def _packs(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:

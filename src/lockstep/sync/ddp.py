@@ -57,7 +57,6 @@ class DDPSync(WindowedSync):
         stale_advice: for the guard, why a gradient was not reduced, and what to type.
     """
 
-    full_round = 0
     stale_advice = _OUTSIDE
 
     def __init__(
@@ -187,7 +186,7 @@ class DDPSync(WindowedSync):
             Every rank. Blocks. One broadcast.
         """
         if self._keeps_buffers:
-            self._broadcast_buffers(2**25)
+            self._buffers.broadcast(self.attached(), cap_bytes=2**25)
 
     def part(self) -> bool:
         """Leave a group that has broken. The wrappers, which loops hold, stay."""
@@ -244,11 +243,6 @@ class DDPSync(WindowedSync):
     def has_late_parameters(self) -> bool:
         """Parameters came later: a rank may have their gradients, and another not."""
         return self._late.are_there()
-
-    @property
-    def has_resized_buffers(self) -> bool:
-        """This rank's buffers have other shapes than the ranks agreed on."""
-        return self._buffers.are_resized()
 
     def refuse_broken(self) -> None:
         """Before a forward: its backward could not be reduced."""
@@ -412,7 +406,6 @@ class DDPSync(WindowedSync):
             slot.deliver(slot.param.grad)
         if sums is not None:
             self._units.learn(sums)
-            self._are_resized = sums.resized > 0
         self._reset()
         if landed and self._syncs_buffers:
             self.broadcast_buffers()

@@ -31,7 +31,6 @@ class Header:
         ends: this rank's backward has finished its last model.
         model: which one; 0 without `leads`. Its square tells whether all leaders mean the same.
         step: the optimizer step that this is meant for, and its square.
-        resized: this rank's buffers have other shapes than the ranks agreed on.
         late: this rank's model has parameters that came later, and not on every rank a gradient.
         plain, weighted, weight, faults, delivered, earlier: see `Sums`.
     """
@@ -46,7 +45,6 @@ class Header:
     weighted: float = 0.0
     weight: float = 0.0
     faults: float = 0.0
-    resized: float = 0.0
     delivered: float = 0.0
     earlier: float = 0.0
     late: float = 0.0
@@ -62,7 +60,6 @@ class Header:
             weighted=self.weighted,
             faults=self.faults,
             thaws=0.0,
-            resized=self.resized,
             delivered=self.delivered,
             check=0.0,
             check_squared=0.0,
@@ -77,7 +74,6 @@ def make_header(
     model: int | None = None,
     ends: bool = False,
     late: bool = False,
-    resized: bool = False,
 ) -> Header:
     """This rank's header: it leads with `model`, or ends, or (neither) follows."""
     short = step % 2**20
@@ -92,7 +88,6 @@ def make_header(
         weighted=float(mine.kind == WEIGHTED),
         weight=mine.weight,
         faults=float(bool(mine.faults)),
-        resized=float(resized),
         delivered=float(mine.is_delivered),
         earlier=float(mine.earlier),
         late=float(late),

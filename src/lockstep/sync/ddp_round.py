@@ -41,8 +41,6 @@ class Host(Protocol):
     def finds_unused(self) -> bool: ...
     @property
     def has_late_parameters(self) -> bool: ...
-    @property
-    def has_resized_buffers(self) -> bool: ...
     def attached(self) -> Group: ...
     def contribution(self) -> Contribution: ...
     def slot_of(self, param: torch.Tensor) -> Slot: ...
@@ -160,10 +158,7 @@ class Round:
         if not turn.is_led:
             mine = self._host.contribution()
             late = self._host.has_late_parameters
-            resized = self._host.has_resized_buffers
-            header = make_header(
-                mine, self._host.step, model=model.signature(), late=late, resized=resized
-            )
+            header = make_header(mine, self._host.step, model=model.signature(), late=late)
             self._note(exchange(self._host.attached(), header, mine))
             turn.is_led = True
         for cargo in turn.cargo:
@@ -229,9 +224,7 @@ class Round:
         for model in self._models:
             model.follow_frozen()
         while True:
-            resized = self._host.has_resized_buffers
-            own = make_header(mine, self._host.step, resized=resized)
-            sums = exchange(group, own, mine)
+            sums = exchange(group, make_header(mine, self._host.step), mine)
             if sums.leads:
                 self._note(sums)
                 self._take_turn(self._led_model(round(sums.model / sums.leads)))

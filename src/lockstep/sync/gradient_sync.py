@@ -64,7 +64,6 @@ class GradientSync(WindowedSync):
         check_options(buffers, bucket_cap_mb)
         found = take_inventory(modules)
         guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
-        self.full_round = 0
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         agree(group, found, [self._cap_bytes, buffers, averages])
         self._order = order
@@ -182,7 +181,7 @@ class GradientSync(WindowedSync):
         Collective:
             Every rank. Blocks. One broadcast.
         """
-        self._broadcast_buffers(self._cap_bytes)
+        self._buffers.broadcast(self.attached(), cap_bytes=self._cap_bytes)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.
@@ -302,13 +301,11 @@ class GradientSync(WindowedSync):
         if window.kind == WEIGHTED:
             contribution.weight = window.weight
         self._arrive = None
-        contribution.resized = self._buffers.are_resized()
         unknown = self._late.with_gradient()
         if unknown:
             contribution.faults.append({"kind": "unknown", "names": unknown})
         try:
             sums = self._reducer.finish()
-            self._are_resized = sums is not None and sums.resized > 0
             used_all = self._reducer.used_all() and self._lineup.is_whole
             thawed: tuple[Sums, Contribution] | None = None
             if contribution.thaws or (sums is not None and sums.thaws):

@@ -71,6 +71,15 @@ class Synchroniser(Protocol):
     def forget_window(self) -> None:
         """Drop the gradients that were accumulated since the last round."""
 
+    def watch_gradients(self) -> None:
+        """From now on, `has_added` says whether a backward has added to gradients that are there.
+
+        To those that no later round has left, and that nobody has cleared or zeroed meanwhile.
+        """
+
+    @property
+    def has_added(self) -> bool: ...
+
     def take_shard(self, shard: int) -> None:
         """The backwards since the last call were those of `shard`; only under a shard order."""
 

@@ -47,7 +47,6 @@ class Contribution:
         is_delivered: the weight of its plain backwards was said beforehand.
         discards: its gradients are of borrowed rows: they count as if there were none.
         thaws: this rank unfroze a parameter that is not in any bucket yet.
-        resized: this rank's buffers have other shapes than the ranks agreed on.
         check: which model and round this is meant for.
     """
 
@@ -60,7 +59,6 @@ class Contribution:
     is_delivered: bool = False
     discards: bool = False
     thaws: bool = False
-    resized: bool = False
     check: int = 0
 
     @property
@@ -80,7 +78,6 @@ class Contribution:
             weighted=float(self.kind == WEIGHTED),
             faults=float(bool(self.faults)),
             thaws=float(self.thaws),
-            resized=float(self.resized),
             check=float(self.check),
             check_squared=float(self.check_squared),
             earlier=float(self.earlier),

@@ -48,7 +48,11 @@ class WindowedSync:
     Attributes:
         place: this rank among its peers, for errors.
         rounds: how many reductions there have been.
+        full_round: the last one that left every parameter a gradient.
+        has_added: see `watch_gradients`.
     """
+
+    full_round = 0
 
     def __init__(
         self,
@@ -63,7 +67,6 @@ class WindowedSync:
         self.rounds = 0
         self._group: Group | None = group
         self._buffers = SyncedBuffers(found.buffers.values())
-        self._are_resized = False  # buffers, on some rank, when the last round ended
         self._slots = [
             Slot(number, name, param, self)
             for number, (name, param) in enumerate(found.parameters.items())
@@ -85,6 +88,8 @@ class WindowedSync:
         self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
         self._captures = Captures(self._slots)
         self._late = LateParameters(modules, found.parameters.values())
+        self._watched_from = 0
+        self.has_added = False
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
 
     def expect_weight(self, total: float | None) -> None:
@@ -166,9 +171,9 @@ class WindowedSync:
         params = {slot.name: slot.param for slot in self._slots}
         agree_on_values(self.attached(), params, have_stepped=self._steps_taken > 0)
 
-    def _broadcast_buffers(self, cap_bytes: int) -> None:
-        are_resized, self._are_resized = self._are_resized, False
-        self._buffers.broadcast(self.attached(), cap_bytes=cap_bytes, are_resized=are_resized)
+    def watch_gradients(self) -> None:
+        """See `Synchroniser`."""
+        self._watched_from, self.has_added = self.rounds, False
 
     def may_go_back_to(self, step: int | None) -> None:
         """See `Synchroniser`; here each rank keeps what it needs for that itself."""
@@ -326,7 +331,10 @@ class WindowedSync:
         """What earlier rounds left is not reduced again, and passes no hook again."""
         self._look_for_hooks()
         window = self._window
-        window.aside, window.earlier, window.is_edited = set_aside(self._slots)
+        window.aside, window.earlier, window.is_edited, held = set_aside(self._slots)
+        since = self._watched_from
+        if any(max(slot.passed, self.full_round) <= since for slot in held):
+            self.has_added = True
 
     def _fail(self) -> None:
         """A backward raised midway. What it left is this rank's own, and part of a whole."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.metrics import AverageMeterCollection
 from lockstep.sync import copy_over, overwrite
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from lockstep.operator.registered import Registered
     from lockstep.sync import Synchroniser
     from lockstep.worker.cursor import Cursor, Tally
+
+
+_STEPS_TO_LEARN: Final = 3
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class OpenStep:
             changes before all is communicated.
         stepped_at: reductions that had happened when its first optimizer stepped; None: none has.
         everything: copies that were made then.
+        gradients: those that earlier steps left, where the loop adds to them.
     """
 
     mark: Mark
@@ -66,6 +70,7 @@ class OpenStep:
     settings: _Settings | None
     stepped_at: int | None = None
     everything: _Everything | None = None
+    gradients: Carried | None = None
 
 
 class Rollback:
@@ -90,6 +95,10 @@ class Rollback:
         self._call_began: int | None = None
         self._carried: Carried | None = None
         self._at_call: Carried | None = None
+        # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
+        # its first steps, for which they are copied in any case.
+        self._adds_up = False
+        self._steps_to_learn = _STEPS_TO_LEARN if operator._brings_own_loop() else 0
         self._written = Written(run.optimizers)
         self._handles = []
         if operator._brings_own_loop():
@@ -172,8 +181,17 @@ class Rollback:
         """Gradients that a window of the loop's own holds between two passes; None without one."""
         sync = self._sync
         if self._open is None or sync is None:
-            return self._carried
+            return self._left() or self._carried
         return Carried.of(self._run.parameters(), is_torn=sync.has_open_window)
+
+    def _left(self) -> Carried | None:
+        """Gradients of earlier steps, where the loop adds to them; None where it clears them."""
+        sync, may_add = self._sync, self._adds_up or self._steps_to_learn > 0
+        if sync is None or sync.has_open_window or not may_add:
+            return None
+        if all(parameter.grad is None for parameter in self._run.parameters()):
+            return None
+        return Carried.of(self._run.parameters(), is_torn=False)
 
     def carry(self, carried: Carried | None) -> bool:
         """Go on with these gradients; False if they are not to be had any more."""
@@ -206,7 +224,10 @@ class Rollback:
             rounds=self._rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
             settings=_Settings(self._run) if has_own_loop else None,
+            gradients=self._left(),
         )
+        if self._sync is not None:
+            self._sync.watch_gradients()
         copy_over(self._open.buffers, self._kept)
         self._written.keep(self._parameters)
 
@@ -220,8 +241,23 @@ class Rollback:
                 self._steps_early = True
             elif len(self._have_stepped) == len(self._run.optimizers):
                 self._steps_early = bool(self._steps_early)
+        if opened is not None:
+            self._learn(opened)
         self._open = self._carried = None
         self._tell(None)
+
+    def _learn(self, opened: OpenStep) -> None:
+        self._adds_up = self._adds_up or self._has_added(opened)
+        self._steps_to_learn = max(0, self._steps_to_learn - 1)
+
+    def _has_added(self, opened: OpenStep) -> bool:
+        """Gradients of earlier steps have been used in this one."""
+        sync = self._sync
+        if not self._handles or sync is None:
+            return False
+        # An optimizer that steps without a round before uses what is there.
+        stepped_on_old = sync.needs_guard and opened.stepped_at == opened.rounds
+        return sync.has_added or stepped_on_old
 
     def _gathers(self, opened: OpenStep) -> bool:
         """Gradients have come that no optimizer has consumed."""
@@ -256,12 +292,14 @@ class Rollback:
         overwrite(opened.buffers, self._kept)
         for parameter in self._run.parameters():
             parameter.grad = None
-        if not self.carry(self._carried):
+        if not self.carry(opened.gradients or self._carried):
             return False
         # Of an optimizer that has stepped weights and state would be those of after. Whether they
         # have changed cannot be asked: fused kernels raise no version counter.
         has_stepped = opened.stepped_at is not None and opened.everything is None
         is_lost = has_stepped or self._written.has_missed()
+        if opened.gradients is None and self._has_added(opened):
+            is_lost = self._adds_up = True
         if opened.everything is not None:
             opened.everything.put_back()
         # After it: a forward that writes comes before the step for which everything is copied.
