@@ -78,6 +78,10 @@ class DCGAN(TrainingOperator):
         return {"generator_loss": play(self.models, self.optimizers, [batch])}
 
 
+def backward_of_the_mean(losses):
+    (sum(losses) / len(losses)).backward()
+
+
 def one_process(num_parts):
     """The same game by plain autograd: the mean over the parts, each normalised by itself."""
     models = players()
