@@ -17,6 +17,7 @@ from lockstep.operator.registered import Registered
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Wanted
     from lockstep.operator.setting import Setting
 
@@ -141,6 +142,67 @@ def _checked_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
             fix='TorchTrainer(..., scheduler_step_freq="epoch")',
         )
     return items
+
+
+def take_scheduler(operator: TrainingOperator, registered: Registered) -> None:
+    """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
+
+    A loop of the user's own may step schedulers of any name. Nobody else would.
+
+    Raises:
+        ConfigurationError: nothing says when it steps, or the default loop was left a scheduler
+            of another name.
+    """
+    known = _with_parts(registered.schedulers)
+    found = {
+        name: scheduler
+        for name, value in vars(operator).items()
+        for scheduler in _schedulers_in(value, registered.optimizers)
+        if id(scheduler) not in known
+    }
+    step_freq = operator.scheduler_step_freq
+    own_loop = operator._brings_own_loop()
+    scheduler = found.get("scheduler")
+    if scheduler is not None and (own_loop or step_freq is not None):
+        registered.schedulers += (
+            [scheduler] if step_freq is None else _checked_schedulers(scheduler, step_freq)
+        )
+        known = _with_parts(registered.schedulers)
+    left = [name for name, scheduler in found.items() if id(scheduler) not in known]
+    if left and not own_loop:
+        raise ConfigurationError(
+            f"self.{left[0]} is a learning-rate scheduler that nothing steps",
+            where=type(operator).__name__,
+            got=f"{type(found[left[0]]).__name__}, not registered,"
+            f" and scheduler_step_freq={step_freq!r}",
+            fix="self.register(..., schedulers=...) in setup, and"
+            ' TorchTrainer(..., scheduler_step_freq="epoch"), "batch", or "manual" if code of your'
+            " own steps it",
+        )
+
+
+def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """The schedulers of `optimizers` in an attribute, which may be a list, tuple or dict."""
+    items = value.values() if isinstance(value, Mapping) else value
+    items = items if isinstance(value, list | tuple | Mapping) else [value]
+    return [
+        item
+        for item in items
+        if isinstance(item, LRScheduler)
+        # Other packages' schedulers derive from nothing of torch's.
+        or (
+            callable(getattr(item, "step", None))
+            and any(getattr(item, "optimizer", None) is each for each in optimizers)
+        )
+    ]
+
+
+def _with_parts(schedulers: Sequence[Any]) -> set[int]:
+    """The identities of schedulers, and of those that a chain of them steps."""
+    found = set(map(id, schedulers))
+    for scheduler in schedulers:
+        found |= _with_parts(getattr(scheduler, "_schedulers", ()))
+    return found
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:

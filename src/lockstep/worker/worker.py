@@ -17,10 +17,11 @@ from lockstep.errors import (
     PeerLostError,
 )
 from lockstep.group import Group
+from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.finite import watch_optimizers
 from lockstep.operator.loops import registered
 from lockstep.operator.precision import forget_unscaled
-from lockstep.operator.registration import update_schedulers
+from lockstep.operator.registration import take_scheduler, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
@@ -169,9 +170,11 @@ class Worker(HandsOver):
         with preserved(derive_seed(spec.seed, "setup")):
             operator.setup(operator.config)
         run = registered(operator)
+        take_scheduler(operator, run)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
-            # What `setup` did to the weights after `register` it may have done on some ranks only.
+            # What `setup` did after `register` it may have done on some ranks only.
             run.sync.agree_on_values()
+            agree_on_steps(setting.group, run)
         self._open_loaders(operator)
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)
