@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
@@ -46,6 +47,25 @@ def refuse_further(arguments: Mapping[str, Any]) -> None:
             f"register has no argument {name!r}",
             fix="self.register_data(train_loader=..., validation_loader=...)" if is_data else None,
         )
+
+
+def as_sequence(given: Any) -> Any:
+    """A view of a dict, a generator or a set as a list; all else as it is."""
+    is_plain = isinstance(given, Sequence | Mapping | nn.Module)
+    return list(given) if isinstance(given, Iterable) and not is_plain else given
+
+
+def checked_loader(purpose: str, given: Any) -> Any:
+    """Refuse several loaders in the place of one: they would be taken for its batches."""
+    items = list(given.values()) if isinstance(given, Mapping) else given
+    if isinstance(items, list | tuple) and any(isinstance(each, DataLoader) for each in items):
+        raise WrongTypeError(
+            f"register_data({purpose}_loader=...) takes one loader",
+            got=f"a {type(given).__name__} of {len(items)}",
+            fix="one DataLoader over torch.utils.data.ConcatDataset([...]) for the samples of one"
+            " after those of the other, over StackDataset(...) for pairs of them",
+        )
+    return given
 
 
 def as_list(given: Any, kind: type, argument: str) -> list[Any]:
