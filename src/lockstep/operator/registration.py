@@ -164,7 +164,20 @@ def _checked_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
     return items
 
 
-def take_scheduler(operator: TrainingOperator, registered: Registered) -> None:
+def conclude_setup(operator: TrainingOperator, registered: Registered, returned: Any) -> None:
+    """Refuse or take over what `setup` left elsewhere than in `register` and `register_data`."""
+    if returned is not None:
+        raise WrongTypeError(
+            "setup returned something, which nobody reads",
+            where=type(operator).__name__,
+            expected="None",
+            got=f"{type(returned).__name__}: {returned!r:.60}",
+            fix="self.register(models=..., optimizers=...) and self.register_data(...)",
+        )
+    _take_scheduler(operator, registered)
+
+
+def _take_scheduler(operator: TrainingOperator, registered: Registered) -> None:
     """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
 
     A loop of the user's own may step schedulers of any name. Nobody else would.

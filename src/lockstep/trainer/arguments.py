@@ -15,7 +15,7 @@ from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
-from lockstep.trainer.near_names import refuse_near_names
+from lockstep.trainer.unused import refuse_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,7 +65,7 @@ def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
 
 def checked_operator(given: Any) -> type[TrainingOperator]:
     if inspect.isclass(given) and issubclass(given, TrainingOperator):
-        refuse_near_names(given)
+        refuse_unused(given)
         return given
     if given is None:
         raise WrongTypeError(
@@ -201,7 +201,7 @@ def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
                 got=f"{callback!r:.80}",
                 fix="callbacks=[MyCallback()]" if inspect.isclass(callback) else None,
             )
-        refuse_near_names(type(callback))
+        refuse_unused(type(callback))
     return tuple(callbacks)
 
 

@@ -21,7 +21,7 @@ from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.finite import watch_optimizers
 from lockstep.operator.loops import registered
 from lockstep.operator.precision import forget_unscaled
-from lockstep.operator.registration import take_scheduler, update_schedulers
+from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
@@ -168,9 +168,9 @@ class Worker(HandsOver):
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
-            operator.setup(operator.config)
+            returned = operator.setup(operator.config)
         run = registered(operator)
-        take_scheduler(operator, run)
+        conclude_setup(operator, run, returned)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
             # What `setup` did after `register` it may have done on some ranks only.
             run.sync.agree_on_values()

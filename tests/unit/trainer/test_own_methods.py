@@ -86,9 +86,7 @@ def test_several_loaders_in_the_place_of_one(several):
         def data(self):
             return several
 
-    with pytest.raises(
-        WrongTypeError, match=r"train_loader=...\) takes one [^$]*Concat"
-    ):
+    with pytest.raises(WrongTypeError, match=r"train_loader=...\) takes one [^$]*Concat"):
         trainer(Several)
 
 

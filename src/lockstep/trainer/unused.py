@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that nobody would ever call: their names are nearly, or elsewhere, those of hooks."""
+"""What an operator or callback defines and nobody would ever use: found before anything starts."""
 
 from __future__ import annotations
 
@@ -48,16 +48,57 @@ _OTHERS: Final = {
 }
 """What other trainers call the methods of an operator."""
 
+_ARGUMENTS: Final = ("use_gpu", "use_fp16", "use_tqdm", "scheduler_step_freq", "config")
+"""Properties that are the trainer's arguments."""
+
+_NOT_FOR_THE_LOOP: Final = {
+    "backward": "override train_batch, and call it there; or leave it out",
+    "no_sync": "override train_batch, and enter it there; or leave it out",
+}
+"""What the default loop does by other means than the method that a step of one's own calls."""
+
 _HOOKS: Final = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
-def refuse_near_names(cls: type[Any]) -> None:
-    """Raise if a slip of its name alone keeps a method of an operator or callback unused.
-
-    A method that the class, or the file that it stands in, uses by name is a helper.
+def refuse_unused(cls: type[Any]) -> None:
+    """Raise if an operator or callback class has something that nobody would use.
 
     Raises:
-        ConfigurationError: names the method, and the one that was meant.
+        ConfigurationError: names it, and what was meant.
+    """
+    if issubclass(cls, TrainingOperator):
+        _refuse_shadows(cls)
+    _refuse_near_names(cls)
+
+
+def _refuse_shadows(cls: type[TrainingOperator]) -> None:
+    """What the trainer says, said by the class; and methods that are there to be called."""
+    said = [name for name, value in vars(TrainingOperator).items() if isinstance(value, property)]
+    for name in filter(cls._brings, said):
+        is_argument = name in _ARGUMENTS
+        raise ConfigurationError(
+            f"{cls.__name__}.{name} cannot be set by the class: the trainer says it",
+            fix=f"TorchTrainer(..., {name}=...)"
+            if is_argument
+            else f"read self.{name}, and call yours by another name",
+        )
+    for name, instead in _NOT_FOR_THE_LOOP.items():
+        if cls._brings(name) and not cls._brings_own_loop():
+            raise ConfigurationError(
+                f"{cls.__name__}.{name} would never be called: the default loop does not",
+                fix=instead,
+            )
+    if cls._brings("load_state_dict") and not cls._brings("state_dict"):
+        raise ConfigurationError(
+            f"{cls.__name__}.load_state_dict would never be called: nothing is saved for it",
+            fix="def state_dict(self): return ..., or leave both out",
+        )
+
+
+def _refuse_near_names(cls: type[Any]) -> None:
+    """Raise if a slip of its name alone keeps a method unused.
+
+    A method that the class, or the file that it stands in, uses by name is a helper.
     """
     base: type[Any] = Callback if issubclass(cls, Callback) else TrainingOperator
     for owner in cls.__mro__:
