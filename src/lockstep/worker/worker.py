@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -168,7 +168,7 @@ class Worker(HandsOver):
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
-            returned = operator.setup(operator.config)
+            returned = cast("Any", operator).setup(operator.config)
         run = registered(operator)
         conclude_setup(operator, run, returned)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
