@@ -295,7 +295,7 @@ def other_calls(table: Table) -> None:
         table.gone("max_replicas", "status()", lambda: one.max_replicas)
         table.same("config", lambda: one.config, {})
         one.shutdown()
-        table.refused("any method after shutdown(force)", one.train)
+        table.refused("shutdown(force), then any method", one.train)
     table.same(
         "as_trainable(...)",
         lambda: TorchTrainer.as_trainable(training_operator_cls=Points) is not None,
