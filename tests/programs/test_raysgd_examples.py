@@ -28,8 +28,9 @@ def test_every_example_is_here():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == FALLING.keys() == SAYS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("example", FALLING)
 def test_the_loss_goes_down(example, workers, tmp_path):
     done = subprocess.run(

@@ -175,8 +175,8 @@ class TrainingOperator:
             models: an `nn.Module`, or a list, tuple or ``dict.values()`` of them.
             optimizers: one optimizer, or several in the same ways.
             criterion: a loss, or any callable; a module may hold parameters.
-            schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
-                `scheduler_step_freq`.
+            schedulers: one learning-rate scheduler, or several; needs the trainer's
+                `scheduler_step_freq`. One that is only put into ``self.scheduler`` steps, too.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 

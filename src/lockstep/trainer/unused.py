@@ -75,11 +75,10 @@ def _refuse_shadows(cls: type[TrainingOperator]) -> None:
     """What the trainer says, said by the class; and methods that are there to be called."""
     said = [name for name, value in vars(TrainingOperator).items() if isinstance(value, property)]
     for name in filter(cls._brings, said):
-        is_argument = name in _ARGUMENTS
         raise ConfigurationError(
             f"{cls.__name__}.{name} cannot be set by the class: the trainer says it",
             fix=f"TorchTrainer(..., {name}=...)"
-            if is_argument
+            if name in _ARGUMENTS
             else f"read self.{name}, and call yours by another name",
         )
     for name, instead in _NOT_FOR_THE_LOOP.items():
@@ -146,7 +145,7 @@ def _is_used(name: str, cls: type[Any], base: type[Any], owner: type[Any]) -> bo
     if any(name in used for function in functions for used in _names_in(function.__code__)):
         return True
     try:
-        # Whoever calls it from outside, as `apply_all_operators(lambda op: op.name())` does.
+        # A program may call it: `apply_all_operators(lambda op: op.name())`.
         text = inspect.getsource(inspect.getmodule(owner) or owner)
     except (OSError, TypeError):
         return False
