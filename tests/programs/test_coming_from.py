@@ -18,6 +18,7 @@ FACTS = {
     "from_ray_data": ["epochs begun: 1\nrows, each once: True\n```"],
     "from_ray_train": ["weights of the two: equal\n```"],
     "from_raysgd": ["weights of the two: equal\n```"],
+    "raysgd_surface": ["names and keywords, each called\n```"],
 }
 """What the prose of each page rests on: a refreshed page that lost it needs other prose."""
 
@@ -52,3 +53,32 @@ def test_the_prose_rests_on_what_is_shown(page):
 def test_the_programs_print_what_the_pages_show(page):
     done = _refresh(page)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+RAYSGD = """
+    TorchTrainer TFTrainer PyTorchTrainer BaseTorchTrainable TrainingOperator CreatorOperator
+    data.Dataset BATCH_SIZE NUM_SAMPLES BATCH_COUNT TimerStat TimerCollection AverageMeter
+    AverageMeterCollection find_free_port check_for_failure override USE_FP16 NUM_STEPS
+    SCHEDULER_STEP SCHEDULER_STEP_BATCH SCHEDULER_STEP_EPOCH SCHEDULER_STEP_MANUAL
+    VALID_SCHEDULER_STEP NCCL_TIMEOUT_S RESIZE_COOLDOWN_S training_operator_cls
+    initialization_hook config num_workers num_cpus_per_worker use_gpu backend wrap_ddp
+    timeout_s use_fp16 use_tqdm add_dist_sampler scheduler_step_freq use_local num_replicas
+    batch_size model_creator optimizer_creator data_creator loss_creator scheduler_creator
+    data_loader_args apex_args serialize_data_creation train(num_steps) train(profile)
+    train(reduce_results train(max_retries) train(info) train(dataset) validate(num_steps)
+    validate(profile) validate(reduce_results validate(info) update_scheduler get_model
+    get_local_operator state_dict load_state_dict load_state_dict(blocking save load restore
+    shutdown apply_all_workers apply_all_operators as_trainable
+    as_trainable(override_tune_step worker_group max_replicas register(models
+    register(criterion register(schedulers register(ddp_args register(apex_args
+    register_data(train_loader register_data(validation_loader setup train_epoch train_batch
+    validate validate_batch device device_ids world_rank local_rank global_step timers
+    from_creators from_ptl(train_dataloader
+"""
+"""The public names of RaySGD 1.3, and the keywords of its calls."""
+
+
+def test_every_name_of_raysgd_has_a_row():
+    shown = (FOLDER / "raysgd_surface.md").read_text().splitlines()
+    assert [n for n in RAYSGD.split() if not any(row.startswith(f"  {n}") for row in shown)] == []
+    assert [row for row in shown if "WRONG" in row] == []

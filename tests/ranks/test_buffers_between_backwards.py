@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's buffers go over the others' after a round: a graph that still needs them keeps them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from harness import assert_same, gradients
+from harness import assert_same, gradients, run_ranks
 from kinds import KINDS, NESTED
+from lockstep.sync.ddp import DDPSync
 from ranks.programs import X, Y
 from ranks.test_replicate_exact import weights
 from ranks.ways import assert_exact, built, every_way, on_ranks, our_buckets
@@ -117,9 +120,12 @@ def two_optimizers(model):
     return [rate(model.judge), rate(model.maker)]
 
 
-def play(model, optimizers, parts, backward):
-    """Three rounds of the game; `backward(losses)` for the losses of all `parts`."""
-    seen = []
+def play(model, optimizers, parts, backward, plain=None):
+    """Three rounds of the game; `backward(losses)` for the losses of all `parts`.
+
+    `plain` holds the parameters of `model` under their own names, where wrappers rename them.
+    """
+    plain, seen = plain or model, []
     for_judge, for_maker = optimizers
     for _ in range(3):
         fakes = [model.maker(X[part]) for part in parts]
@@ -127,13 +133,20 @@ def play(model, optimizers, parts, backward):
         pairs = zip(parts, fakes, strict=True)
         judged = [(model.judge(Y[part]), model.judge(fake.detach())) for part, fake in pairs]
         backward([(real - 1).square().mean() + fake.square().mean() for real, fake in judged])
-        seen.append(gradients(model.judge))
+        seen.append(gradients(plain.judge))
         for_judge.step()
         for_maker.zero_grad()
         backward([(model.judge(fake) - 1).square().mean() for fake in fakes])
-        seen.append(gradients(model.maker))
+        seen.append(gradients(plain.maker))
         for_maker.step()
-    return [*seen, weights([model])]
+    return [*seen, weights([plain])]
+
+
+def played_by_one():
+    true = built(Players)
+    return play(
+        true, two_optimizers(true), PARTS, lambda found: (sum(found) / len(found)).backward()
+    )
 
 
 @our_buckets
@@ -142,11 +155,27 @@ def test_an_output_that_two_backwards_need(way):
         parts = [PARTS[rank.number]]
         return play(rank.plain, rank.optimizers, parts, lambda found: found[0].backward())
 
-    true = built(Players)
-    expected = play(
-        true, two_optimizers(true), PARTS, lambda found: (sum(found) / len(found)).backward()
-    )
-    assert_exact(on_ranks(way, body, build=Players, make=two_optimizers), expected)
+    results = on_ranks(way, body, build=Players, make=two_optimizers)
+    assert_exact(results, played_by_one())
+
+
+def test_an_output_that_two_backwards_need_under_ddp():
+    """Each of the two models in a wrapper of its own, as torch's DDP wants them."""
+
+    def one_rank(group):
+        model = built(Players)
+        sync = DDPSync([model.maker, model.judge], group, ddp_args={})
+        maker, judge = sync.models
+        wrapped = SimpleNamespace(maker=maker, judge=judge)
+        parts = [PARTS[group.rank]]
+        try:
+            return play(
+                wrapped, two_optimizers(model), parts, lambda found: found[0].backward(), model
+            )
+        finally:
+            sync.detach()
+
+    assert_exact(run_ranks(2, one_rank), played_by_one())
 
 
 class Holding(nn.Module):

@@ -26,14 +26,26 @@ class LoadsLate(DefaultLoop):
             nn.init.zeros_(self.model.second.bias)
 
 
+class OwnSchedule(DefaultLoop):
+    """Not registered: the trainer takes it over after `setup`."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1 + self.world_rank)
+
+
 def start(operator, **config):
     return TorchTrainer(
-        training_operator_cls=operator, num_workers=2, config={BATCH_SIZE: 12, **config}
+        training_operator_cls=operator,
+        num_workers=2,
+        config={BATCH_SIZE: 12, **config},
+        scheduler_step_freq="epoch",
     )
 
 
 @pytest.mark.parametrize(
-    ("operator", "named"), [(OwnRate, "'lr': '2'"), (LoadsLate, "second.bias")]
+    ("operator", "named"),
+    [(OwnRate, "'lr': '2'"), (LoadsLate, "second.bias"), (OwnSchedule, "'step_size': '2'")],
 )
 def test_what_setup_makes(operator, named):
     with pytest.raises(ReplicasDifferError, match="rank 1 against rank 0") as caught:

@@ -248,7 +248,8 @@ def _foreign(file: IO[bytes], path: str) -> CheckpointError:
             where=path,
             expected=expected,
             cause="it was written by `torch.save`, or its last bytes are damaged",
-            fix="read weights with `torch.load(path, weights_only=True)`, not with `load`",
+            fix="read weights with `torch.load(path, weights_only=True)`, not with `load`; a state"
+            " that RaySGD saved: `trainer.load_state_dict(torch.load(path, weights_only=True))`",
         )
     return _damage(path, "its end is missing")
 

@@ -40,9 +40,18 @@ def take_weight(
     Raises:
         WeightError: it is not a number, negative, NaN or infinite.
         MixedWeightsError: other shards had a weight and this one has none, or the reverse.
-        ConfigurationError: the loss is a sum, which has no weight.
+        ConfigurationError: the loss is a sum, which has no weight; or the metrics say how many
+            samples there are, which the loader does.
         NotAvailableError: the gradients are synchronised by somebody else.
     """
+    if NUM_SAMPLES in metrics:
+        raise ConfigurationError(
+            f"the metrics beside a loss hold {NUM_SAMPLES!r}, which the loader has counted",
+            where=f"{type(operator).__name__}.compute_loss",
+            got=f"{NUM_SAMPLES}={metrics[NUM_SAMPLES]!r:.60}",
+            fix="leave it out; what the loss counts for, instead of samples, is"
+            " metrics[lockstep.keys.WEIGHT]",
+        )
     is_own = WEIGHT in metrics
     given = metrics.pop(WEIGHT, None)
     weight = _checked(operator, given) if is_own else part.num_samples

@@ -5,26 +5,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import tempfile
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from filelock import FileLock
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.operator.turns import one_after_the_other
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lockstep.operator import TrainingOperator
-
-
-# Of this user: another one's could not be opened.
-DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getuid()}.lock")
 
 
 def from_creators(
@@ -45,7 +39,8 @@ def from_creators(
         loss_creator: a loss class such as `nn.MSELoss`, or ``config -> criterion``.
         scheduler_creator: ``(optimizer or optimizers, config) -> scheduler`` or several.
         serialize_data_creation: one worker of a machine after the other calls `data_creator`,
-            which may download.
+            which may download. The lock is a file in the folder for temporary files, there only
+            meanwhile.
 
     Returns:
         A subclass of `base` with `model(s)`, `optimizer(s)`, `criterion`, `scheduler(s)`.
@@ -69,7 +64,7 @@ def from_creators(
                 schedulers=schedulers,
             )
             if data_creator is not None:
-                with FileLock(DATA_LOCK) if serialize_data_creation else nullcontext():
+                with one_after_the_other() if serialize_data_creation else nullcontext():
                     loaders = data_creator(config)
                 _register_data(self, loaders)
 

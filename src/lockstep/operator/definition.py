@@ -11,7 +11,14 @@ from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.backstage import Backstage
 from lockstep.operator.registered import Wanted
-from lockstep.operator.registration import UNSAID_MEAN, assemble, in_shape, refuse_further
+from lockstep.operator.registration import (
+    UNSAID_MEAN,
+    as_sequence,
+    assemble,
+    checked_loader,
+    in_shape,
+    refuse_further,
+)
 from lockstep.operator.setting import Setting
 from lockstep.operator.staging import to_device
 
@@ -165,16 +172,17 @@ class TrainingOperator:
         their ``param_groups`` stay.
 
         Args:
-            models: an `nn.Module`, or a list or tuple of them.
-            optimizers: one optimizer, or a list or tuple.
+            models: an `nn.Module`, or a list, tuple or ``dict.values()`` of them.
+            optimizers: one optimizer, or several in the same ways.
             criterion: a loss, or any callable; a module may hold parameters.
-            schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
-                `scheduler_step_freq`.
+            schedulers: one learning-rate scheduler, or several; needs the trainer's
+                `scheduler_step_freq`. One that is only put into ``self.scheduler`` steps, too.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
-            ``(models, optimizers[, criterion][, schedulers])``, each in the shape given.
+            ``(models, optimizers[, criterion][, schedulers])``, each in the shape given: alone,
+            in a tuple, else in a list.
 
         Gradient:
             From now on the gradient of every parameter is that of the global batch.
@@ -195,6 +203,7 @@ class TrainingOperator:
                 fix="call it once, with lists: self.register(models=[a, b], optimizers=[...])",
             )
         refuse_further(further)
+        models, optimizers, schedulers = map(as_sequence, (models, optimizers, schedulers))
         if loss_reduction is not UNSAID_MEAN:
             self.loss_reduction = loss_reduction
         if self.loss_reduction not in ("mean", "sum"):
@@ -223,7 +232,10 @@ class TrainingOperator:
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
-        self._lockstep.loaders = {"train": train_loader, "validation": validation_loader}
+        self._lockstep.loaders = {
+            "train": checked_loader("train", train_loader),
+            "validation": checked_loader("validation", validation_loader),
+        }
 
     def register_metrics(self, *, train: Any = None, validation: Any = None) -> None:
         """Hand over torchmetrics objects; results hold ``train_<name>`` and ``val_<name>``.

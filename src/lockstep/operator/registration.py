@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
@@ -17,6 +18,7 @@ from lockstep.operator.registered import Registered
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Wanted
     from lockstep.operator.setting import Setting
 
@@ -45,6 +47,25 @@ def refuse_further(arguments: Mapping[str, Any]) -> None:
             f"register has no argument {name!r}",
             fix="self.register_data(train_loader=..., validation_loader=...)" if is_data else None,
         )
+
+
+def as_sequence(given: Any) -> Any:
+    """A view of a dict, a generator or a set as a list; all else as it is."""
+    is_plain = isinstance(given, Sequence | Mapping | nn.Module)
+    return list(given) if isinstance(given, Iterable) and not is_plain else given
+
+
+def checked_loader(purpose: str, given: Any) -> Any:
+    """Refuse several loaders in the place of one: they would be taken for its batches."""
+    items = list(given.values()) if isinstance(given, Mapping) else given
+    if isinstance(items, list | tuple) and any(isinstance(each, DataLoader) for each in items):
+        raise WrongTypeError(
+            f"register_data({purpose}_loader=...) takes one loader",
+            got=f"a {type(given).__name__} of {len(items)}",
+            fix="one DataLoader over torch.utils.data.ConcatDataset([...]) for the samples of one"
+            " after those of the other, over StackDataset(...) for pairs of them",
+        )
+    return given
 
 
 def as_list(given: Any, kind: type, argument: str) -> list[Any]:
@@ -141,6 +162,80 @@ def _checked_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
             fix='TorchTrainer(..., scheduler_step_freq="epoch")',
         )
     return items
+
+
+def conclude_setup(operator: TrainingOperator, registered: Registered, returned: Any) -> None:
+    """Refuse or take over what `setup` left elsewhere than in `register` and `register_data`."""
+    if returned is not None:
+        raise WrongTypeError(
+            "setup returned something, which nobody reads",
+            where=type(operator).__name__,
+            expected="None",
+            got=f"{type(returned).__name__}: {returned!r:.60}",
+            fix="self.register(models=..., optimizers=...) and self.register_data(...)",
+        )
+    _take_scheduler(operator, registered)
+
+
+def _take_scheduler(operator: TrainingOperator, registered: Registered) -> None:
+    """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
+
+    A loop of the user's own may step schedulers of any name. Nobody else would.
+
+    Raises:
+        ConfigurationError: nothing says when it steps, or the default loop was left a scheduler
+            of another name.
+    """
+    known = _with_parts(registered.schedulers)
+    found = {
+        name: scheduler
+        for name, value in vars(operator).items()
+        for scheduler in _schedulers_in(value, registered.optimizers)
+        if id(scheduler) not in known
+    }
+    step_freq = operator.scheduler_step_freq
+    own_loop = operator._brings_own_loop()
+    scheduler = found.get("scheduler")
+    if scheduler is not None and (own_loop or step_freq is not None):
+        registered.schedulers += (
+            [scheduler] if step_freq is None else _checked_schedulers(scheduler, step_freq)
+        )
+        known = _with_parts(registered.schedulers)
+    left = [name for name, scheduler in found.items() if id(scheduler) not in known]
+    if left and not own_loop:
+        raise ConfigurationError(
+            f"self.{left[0]} is a learning-rate scheduler that nothing steps",
+            where=type(operator).__name__,
+            got=f"{type(found[left[0]]).__name__}, not registered,"
+            f" and scheduler_step_freq={step_freq!r}",
+            fix="self.register(..., schedulers=...) in setup, and"
+            ' TorchTrainer(..., scheduler_step_freq="epoch"), "batch", or "manual" if code of your'
+            " own steps it",
+        )
+
+
+def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """The schedulers of `optimizers` in an attribute, which may be a list, tuple or dict."""
+    items = value.values() if isinstance(value, Mapping) else value
+    items = items if isinstance(value, list | tuple | Mapping) else [value]
+    return [
+        item
+        for item in items
+        if isinstance(item, LRScheduler)
+        # Other packages' schedulers derive from nothing of torch's.
+        or (
+            callable(getattr(item, "step", None))
+            and any(getattr(item, "optimizer", None) is each for each in optimizers)
+        )
+    ]
+
+
+def _with_parts(schedulers: Sequence[Any]) -> set[int]:
+    """The identities of schedulers, and of those that a chain of them steps."""
+    found = set(map(id, schedulers))
+    for scheduler in schedulers:
+        found |= _with_parts(getattr(scheduler, "_schedulers", ()))
+    return found
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:

@@ -15,6 +15,7 @@ from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
+from lockstep.trainer.unused import refuse_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +40,7 @@ _GONE: Final = {
     "loss_creator": _FROM_CREATORS,
     "scheduler_creator": _FROM_CREATORS,
     "data_loader_args": "make the DataLoader yourself, in setup",
-    "serialize_data_creation": "take a filelock.FileLock around a download in setup",
+    "serialize_data_creation": "TrainingOperator.from_creators(..., serialize_data_creation=True)",
 }
 
 
@@ -64,6 +65,7 @@ def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
 
 def checked_operator(given: Any) -> type[TrainingOperator]:
     if inspect.isclass(given) and issubclass(given, TrainingOperator):
+        refuse_unused(given)
         return given
     if given is None:
         raise WrongTypeError(
@@ -199,6 +201,7 @@ def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
                 got=f"{callback!r:.80}",
                 fix="callbacks=[MyCallback()]" if inspect.isclass(callback) else None,
             )
+        refuse_unused(type(callback))
     return tuple(callbacks)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need; every method runs in the driver's process.
+    """Override what you need; every method runs in the driver's process, and returns nothing.
 
     ``TorchTrainer(callbacks=[...])`` calls them in the order given. An exception in one
     reaches the caller of the trainer's method; the workers live on. The trainer's own methods

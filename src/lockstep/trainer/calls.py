@@ -7,7 +7,12 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from lockstep.trainer.refusals import has_ended, two_calls, was_shut_down
+from lockstep.trainer.refusals import (
+    has_ended,
+    returned_something,
+    two_calls,
+    was_shut_down,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +34,9 @@ class Calls:
     def _tell(self, event: str, *results: dict[str, Any]) -> None:
         for callback in self._callbacks:
             # A copy for each: what one takes out of it the next, and the caller, still get.
-            getattr(callback, event)(self, *map(dict, results))
+            returned = getattr(callback, event)(self, *map(dict, results))
+            if returned is not None:
+                raise returned_something(callback, event, returned)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         self._check_open()

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import ConfigurationError, TrainerClosedError, WrongUseError
+from lockstep.errors import (
+    ConfigurationError,
+    TrainerClosedError,
+    WrongTypeError,
+    WrongUseError,
+)
 from lockstep.worker import shown_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.operator import TrainingOperator
+    from lockstep.trainer.callbacks import Callback
 
 
 def check_loader(started: Sequence[dict[str, Any]], operator: str, purpose: str) -> None:
@@ -60,6 +66,15 @@ def two_calls(method: str) -> WrongUseError:
         cause="another thread, a signal handler, or the operator itself called it",
         fix="call it after the other has returned; from a callback or between calls of"
         " train(num_steps=...)",
+    )
+
+
+def returned_something(callback: Callback, event: str, returned: Any) -> WrongTypeError:
+    return WrongTypeError(
+        f"{type(callback).__name__}.{event} returned something, which nobody reads",
+        got=f"{returned!r:.60}",
+        expected="None",
+        fix="to end training: self.stop_reason = '...', and trainer.should_stop in the loop",
     )
 
 

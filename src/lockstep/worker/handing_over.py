@@ -143,7 +143,10 @@ class HandsOver(Inquiries):
         if placement != before:
             operator._lockstep.setting = replace(operator._lockstep.setting, placement=placement)
             self._open_loaders(operator)
-        for purpose, place in state.get("position", {}).items():
+        places = state.get("position", {})
+        if not places and "epoch" in state:
+            places = {"train": {"epoch": int(state["epoch"]), "step": 0}}  # a state of RaySGD's
+        for purpose, place in places.items():
             if purpose in self.cursors:
                 self.cursors[purpose].move_to(place["epoch"], place["step"])
             elif purpose == "train":

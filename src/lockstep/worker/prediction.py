@@ -16,7 +16,7 @@ import torch
 from lockstep.data import ShardedLoader
 from lockstep.data.structure import map_leaves
 from lockstep.operator.joint import computing
-from lockstep.operator.staging import Part, ShardedBatch, to_device
+from lockstep.operator.staging import Part, ShardedBatch
 from lockstep.randomness import derive_seed, preserved
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _predicted(
         operator._lockstep.precision.autocast(),
         computing(operator, ShardedBatch((part,)), part.num_samples),
     ):
-        batch = to_device(part.batch, operator.device)
+        batch = operator.to_device(part.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
     return Predicted(step, shard, indices, part.num_samples, map_leaves(output, _to_travel))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -17,10 +17,11 @@ from lockstep.errors import (
     PeerLostError,
 )
 from lockstep.group import Group
+from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.finite import watch_optimizers
 from lockstep.operator.loops import registered
 from lockstep.operator.precision import forget_unscaled
-from lockstep.operator.registration import update_schedulers
+from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.operator.setting import Setting
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
@@ -167,11 +168,13 @@ class Worker(HandsOver):
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
         with preserved(derive_seed(spec.seed, "setup")):
-            operator.setup(operator.config)
+            returned = cast("Any", operator).setup(operator.config)
         run = registered(operator)
+        conclude_setup(operator, run, returned)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
-            # What `setup` did to the weights after `register` it may have done on some ranks only.
+            # What `setup` did after `register` it may have done on some ranks only.
             run.sync.agree_on_values()
+            agree_on_steps(setting.group, run)
         self._open_loaders(operator)
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)

@@ -155,7 +155,7 @@ def test_the_operator_knows_how_it_was_asked_to_train():
         ({"apex_args": {}}, "precision='bf16'"),
         ({"num_replicas": 2}, "num_workers=..."),
         ({"model_creator": linear}, "from_creators"),
-        ({"serialize_data_creation": True}, "FileLock"),
+        ({"serialize_data_creation": True}, "from_creators(..., serialize_data_creation=True)"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_to_type(arguments, needed):

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators from functions, and around objects that already exist."""
 
-import filelock
+import fcntl
+import hashlib
+import os
+import threading
+
 import pytest
 import torch
 from tests.unit.trainer.programs import (
@@ -18,7 +22,7 @@ from torch import nn
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.creators import DATA_LOCK
+from lockstep.operator.turns import DATA_LOCK, one_after_the_other
 
 
 def make_model(config):
@@ -129,10 +133,10 @@ def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize):
     def download(config):
         try:
             # Another handle, as another process has one.
-            with filelock.FileLock(DATA_LOCK, timeout=0):
-                pass
+            with open(DATA_LOCK, "a") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             was_alone.append(False)
-        except filelock.Timeout:
+        except BlockingIOError:
             was_alone.append(True)
         return loader()
 
@@ -143,6 +147,30 @@ def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize):
     with trainer(operator, config={"lr": 0.1}) as one:
         assert one.train()["batch_count"] == 4
     assert was_alone == [serialize]
+    assert not serialize or not os.path.exists(DATA_LOCK)
+
+
+def test_turns_do_not_overlap_and_leave_no_file(tmp_path):
+    path = str(tmp_path / "turns")
+    inside, overlaps, work = [], [], bytes(10**6)
+
+    def takes_turns(name):
+        for _ in range(25):
+            with one_after_the_other(path):
+                overlaps.extend(inside)
+                inside.append(name)
+                hashlib.sha256(work)  # long enough for another thread to come
+                inside.remove(name)
+
+    threads = [threading.Thread(target=takes_turns, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == []
+    with pytest.raises(LookupError), one_after_the_other(path):
+        raise LookupError
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_around_a_model_of_ones_own_that_then_holds_the_trained_state():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.unit.trainer.programs import linear, loader, sgd, trainer
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
 
 from lockstep import TrainingOperator
 from lockstep.errors import ConfigurationError
@@ -73,3 +73,101 @@ def test_update_scheduler_without_a_scheduler_says_what_to_register():
         with pytest.raises(ConfigurationError, match=r"schedulers=..."):
             one.update_scheduler(1.0)
         assert one.train()["batch_count"] == 4
+
+
+def keeps(make, own_loop=False, name="scheduler"):
+    """An operator whose scheduler is an attribute alone, as RaySGD's default loops wanted it."""
+
+    class Keeps(TrainingOperator):
+        def setup(self, config):
+            self.model, self.optimizer, self.criterion = self.register(
+                models=(model := linear()), optimizers=sgd(model), criterion=nn.MSELoss()
+            )
+            setattr(self, name, make(self.optimizer))
+            self.register_data(train_loader=loader())
+
+    class OwnStep(Keeps):
+        def train_batch(self, batch, batch_info):
+            metrics = super().train_batch(batch, batch_info)
+            getattr(self, name).step()
+            return metrics
+
+    return OwnStep if own_loop else Keeps
+
+
+@pytest.mark.parametrize(("freq", "epochs"), [("epoch", 2), ("batch", 8), ("manual", 0)])
+def test_self_scheduler_steps_and_is_saved_without_being_registered(freq, epochs, tmp_path):
+    expected = 0.1 * 0.5**epochs
+    with trainer(keeps(halves), scheduler_step_freq=freq) as one:
+        one.train()
+        one.train()
+        assert learning_rate(one) == pytest.approx(expected, rel=1e-12)
+        path = one.save(tmp_path / "state")
+        one.update_scheduler(1.0)
+        assert learning_rate(one) == pytest.approx(expected * 0.5, rel=1e-12)
+    with trainer(keeps(halves), scheduler_step_freq=freq) as one:
+        one.load(path)
+        assert one.get_local_operator().scheduler.last_epoch == epochs
+
+
+class Foreign:
+    """A scheduler of another package."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_a_scheduler_of_another_package_steps_too():
+    with trainer(keeps(Foreign), scheduler_step_freq="epoch") as one:
+        one.train()
+        assert one.get_local_operator().scheduler.steps == 1
+
+
+def test_a_loop_of_ones_own_steps_what_it_has_and_self_scheduler_is_saved():
+    with trainer(keeps(halves, own_loop=True)) as one:
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**4, rel=1e-12)
+        assert one.state_dict()["schedulers"][0]["last_epoch"] == 4
+    with trainer(keeps(halves, own_loop=True, name="decay")) as one:
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**4, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "freq"),
+    [
+        (halves, "scheduler", None),
+        (halves, "decay", "epoch"),
+        (lambda optimizer: [halves(optimizer)], "schedulers", "epoch"),
+        (lambda optimizer: {"main": halves(optimizer)}, "rates", "manual"),
+    ],
+)
+def test_a_scheduler_that_nothing_would_step_is_named(make, name, freq):
+    with pytest.raises(ConfigurationError, match=rf"self\.{name} is a .*that nothing steps"):
+        trainer(keeps(make, name=name), scheduler_step_freq=freq)
+
+
+def test_parts_of_a_registered_chain_are_not_schedulers_of_their_own():
+    class Chained(TrainingOperator):
+        def setup(self, config):
+            model = linear()
+            optimizer = sgd(model)
+            self.warmup, self.decay = halves(optimizer), halves(optimizer)
+            chain = SequentialLR(optimizer, [self.warmup, self.decay], milestones=[1])
+            self.register(
+                models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=chain
+            )
+            self.register_data(train_loader=loader())
+
+    with trainer(Chained, scheduler_step_freq="epoch") as one:
+        one.train()
+        assert len(one.state_dict()["schedulers"]) == 1

@@ -281,3 +281,25 @@ def test_a_state_without_schedulers_is_loaded_where_none_is_registered():
     refused = pytest.raises(CheckpointError, match="0 schedulers, the operator registered 1")
     with trainer(Everything, scheduler_step_freq="manual") as one, refused:
         one.load_state_dict({k: v for k, v in one.state_dict().items() if k != "schedulers"})
+
+
+def test_a_state_that_raysgd_saved_goes_on(tmp_path):
+    """Its keys, and the file as RaySGD's `save` wrote it."""
+    model = linear(seed=3)
+    optimizer = sgd(model)
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    state = {
+        "epoch": 3,
+        "operator": None,
+        "models": [model.state_dict()],
+        "optimizers": [optimizer.state_dict()],
+    }
+    torch.save(state, tmp_path / "raysgd.pt")
+    with trainer() as one:
+        with pytest.raises(CheckpointError, match=r"RaySGD saved: `trainer\.load_state_dict\("):
+            one.load(tmp_path / "raysgd.pt")
+        one.load_state_dict(torch.load(tmp_path / "raysgd.pt", weights_only=True))
+        assert weights(one.get_model()).equal(weights(model))
+        assert len(one.state_dict()["optimizers"][0]["state"]) == 2
+        assert one.train()["epoch"] == 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`on_save_checkpoint` and `on_load_checkpoint`: what a module adds to a checkpoint comes back."""
+"""What a module and a datamodule add to a checkpoint, by their hooks and states, comes back."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def added_by_hook(operator: LightningOperator) -> dict[str, Any]:
     offered = offered_to_hook(operator)
     names = list(offered["state_dict"])
     checkpoint = {**offered}
-    for owner in reversed(operator._owners):
-        owner.on_save_checkpoint(checkpoint)
+    _call_on_owners(operator, "on_save_checkpoint", checkpoint)
     state = checkpoint.get("state_dict")
     if state is not offered["state_dict"] or list(state) != names:
         raise NotAvailableError(
@@ -45,3 +44,15 @@ def added_by_hook(operator: LightningOperator) -> dict[str, Any]:
             fix="leave checkpoint['state_dict'] as it is; choose when you load it elsewhere",
         )
     return {key: value for key, value in checkpoint.items() if key not in offered}
+
+
+def give_back(operator: LightningOperator, added: dict[str, Any]) -> None:
+    """Hand the owners what `added_by_hook` returned, beside what a checkpoint always holds."""
+    _call_on_owners(operator, "on_load_checkpoint", {**offered_to_hook(operator), **added})
+
+
+def _call_on_owners(operator: LightningOperator, hook: str, checkpoint: dict[str, Any]) -> None:
+    # Lightning's own datamodule has neither hook, and calls a user's.
+    for owner in reversed(operator._owners):
+        if hasattr(owner, hook):
+            getattr(owner, hook)(checkpoint)

@@ -18,8 +18,9 @@ from lockstep import reduction
 from lockstep.data.layout import describe
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import refusals
-from lockstep.integrations.lightning.checkpoints import added_by_hook, offered_to_hook
+from lockstep.integrations.lightning.checkpoints import added_by_hook, give_back
 from lockstep.integrations.lightning.hooks import HookedActs, call_data_hook
+from lockstep.integrations.lightning.returned import detached, loss_and_metrics
 from lockstep.integrations.lightning.schedules import Schedules, configured
 from lockstep.integrations.lightning.sources import Source, check_given, is_lightning
 from lockstep.integrations.lightning.speech import Speech
@@ -97,6 +98,10 @@ class LightningOperator(TrainingOperator):
     def _brings(cls, method: str) -> bool:
         # Its loops are the default ones with hooks: they go shard by shard as those do.
         return getattr(cls, method) is not getattr(LightningOperator, method)
+
+    def get_model(self) -> Any:
+        """The LightningModule, as RaySGD's operator named it."""
+        return self.module
 
     # ------------------------------------------------------------------------------- setup
 
@@ -248,7 +253,7 @@ class LightningOperator(TrainingOperator):
                     fix="trainer.train(num_steps=...) trains on a part of the data",
                 )
             output = module.training_step(*_arguments(module.training_step, batch, index))
-        loss = output.get("loss") if isinstance(output, dict) else output
+        loss, metrics = loss_and_metrics(module, "training_step", output)
         if loss is None:
             raise NotAvailableError(
                 "training_step returned no loss: a batch cannot be left out",
@@ -256,9 +261,9 @@ class LightningOperator(TrainingOperator):
                 cause="the workers reduce their gradients together",
                 fix="return the loss times zero, as in (prediction * 0).sum()",
             )
-        self._computed.append((_detached(output), batch, num_samples))
+        self._computed.append((detached(output), batch, num_samples))
         self._acts.clear_once()
-        return loss
+        return loss, metrics
 
     def _index(self, batch_info: Mapping[str, Any]) -> int:
         """The batch's number in its epoch, of which an earlier call may have begun."""
@@ -308,10 +313,15 @@ class LightningOperator(TrainingOperator):
         module.on_validation_batch_start(batch, index)
         output = module.validation_step(*_arguments(module.validation_step, batch, index))
         module.on_validation_batch_end(output, batch, index)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            return {"val_loss": loss.detach()}
-        return {}
+        return {} if output is None else loss_and_metrics(module, "validation_step", output)[1]
+
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """The module's `predict_step`; without one, its `forward` of the features."""
+        module = self.module
+        refusals.check_prediction(module)
+        if not refusals.overrides(module, "predict_step"):
+            return super().predict_batch(batch, batch_info)
+        return module.predict_step(*_arguments(module.predict_step, batch, batch_info["batch_idx"]))
 
     # ------------------------------------------------------------------------------- state
 
@@ -321,6 +331,7 @@ class LightningOperator(TrainingOperator):
             "epoch": self._view.current_epoch,
             "plateaus": self._schedules.state(),
             "checkpoint": added_by_hook(self),
+            "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -328,7 +339,9 @@ class LightningOperator(TrainingOperator):
         self._view._tell(current_epoch=state["epoch"], global_step=state["steps"])
         self._schedules.go_to(state["plateaus"])
         self._open_epoch = -1
-        self.module.on_load_checkpoint({**offered_to_hook(self), **state["checkpoint"]})
+        if state.get("datamodule"):
+            self.datamodule.load_state_dict(state["datamodule"])
+        give_back(self, state["checkpoint"])
 
     def _end(self) -> None:
         """The trainer shuts down: what Lightning calls after the last epoch."""
@@ -373,11 +386,3 @@ def _arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
     positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
     return (batch, index) if several or len(positional) > 1 else (batch,)
-
-
-def _detached(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.detach()
-    if isinstance(output, dict):
-        return {key: _detached(value) for key, value in output.items()}
-    return output

@@ -27,6 +27,16 @@ _HOOKS: Final = {
 }
 """Hooks that would never be called, or could not mean the same, and what to write instead."""
 
+_PREDICTION_HOOKS: Final = (
+    "on_predict_start",
+    "on_predict_end",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+    "on_predict_model_eval",
+)
+
 _TRAINER_ARGUMENTS: Final = {
     "accelerator": "TorchTrainer(use_gpu=True or False)",
     "devices": "TorchTrainer(num_workers=...)",
@@ -116,6 +126,17 @@ def check_module(module: Any, options: Options) -> None:
             cause="whether a step is taken is decided by the loss scaling",
             fix='precision="bf16", or write on_before_optimizer_step instead',
         )
+
+
+def check_prediction(module: Any) -> None:
+    """Refuse hooks of Lightning's own prediction loop, which `trainer.predict` has not."""
+    for hook in _PREDICTION_HOOKS:
+        if overrides(module, hook):
+            raise NotAvailableError(
+                f"the hook {hook} is not supported by trainer.predict",
+                where=f"{type(module).__name__}.{hook}",
+                fix="do it in predict_step, or in the program around trainer.predict(loader)",
+            )
 
 
 def overrides(module: Any, method: str) -> bool:

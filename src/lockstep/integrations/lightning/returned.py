@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module's `training_step` and `validation_step` return: a loss, and metrics by name."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lockstep.errors import NotAvailableError
+from lockstep.integrations.lightning.refusals import overrides
+
+_READERS = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+}
+"""The hooks that Lightning hands the output to, as it is."""
+
+
+def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss in what `step` returned, or None, and each number beside it under its own name.
+
+    Args:
+        step: "training_step" or "validation_step".
+
+    Raises:
+        NotAvailableError: something else than a number was returned, and the module has no hook
+            that would read it.
+    """
+    entries = dict(output) if isinstance(output, Mapping) else {"loss": output}
+    loss = entries.pop("loss", None)
+    if step == "validation_step" and loss is not None:
+        # Without a name of its own a loss has RaySGD's.
+        entries.setdefault("val_loss", loss)
+    metrics = {name: detached(value) for name, value in entries.items() if _is_number(value)}
+    others = [name for name in entries if name not in metrics]
+    if others and not overrides(module, _READERS[step]):
+        name, value = others[0], entries[others[0]]
+        raise NotAvailableError(
+            f"{step} returned {name!r}, which is no number: nobody would read it",
+            where=f"{type(module).__name__}.{step}",
+            expected="a loss; or a dict of numbers, which train() and validate() return as means"
+            " over all samples",
+            got=_described(value),
+            fix=f"leave {name!r} out, or read it in a hook: def {_READERS[step]}"
+            "(self, outputs, batch, batch_idx)",
+        )
+    return loss, metrics
+
+
+def detached(output: Any) -> Any:
+    """`output` without its graph."""
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, dict):
+        return {key: detached(value) for key, value in output.items()}
+    return output
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator or callback defines and nobody would ever use: found before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigurationError
+from lockstep.operator import TrainingOperator
+from lockstep.trainer.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SIMILAR: Final = 0.86
+"""`validation_batch` and `train_bach` are above it, `train_one_batch` and `log_loss` below."""
+
+_METHODS: Final = (
+    "setup",
+    "compute_loss",
+    "train_epoch",
+    "train_batch",
+    "validate",
+    "validate_batch",
+    "predict_batch",
+    "state_dict",
+    "load_state_dict",
+)
+_SETTINGS: Final = ("joint_loss", "loss_reduction")
+"""What an operator may define, as a method and as a plain attribute."""
+
+_OTHERS: Final = {
+    "training_step": "compute_loss, or train_batch for a step of your own",
+    "train_step": "compute_loss, or train_batch for a step of your own",
+    "validation_step": "validate_batch",
+    "val_step": "validate_batch",
+    "val_batch": "validate_batch",
+    "eval_batch": "validate_batch",
+    "predict_step": "predict_batch",
+    "configure_optimizers": "setup, which calls self.register(...)",
+    "train_dataloader": "setup, which calls self.register_data(...)",
+    "val_dataloader": "setup, which calls self.register_data(...)",
+    "on_epoch_end": "train_epoch; or write a lockstep.Callback",
+    "on_train_epoch_end": "train_epoch; or write a lockstep.Callback",
+}
+"""What other trainers call the methods of an operator."""
+
+_ARGUMENTS: Final = ("use_gpu", "use_fp16", "use_tqdm", "scheduler_step_freq", "config")
+"""Properties that are the trainer's arguments."""
+
+_NOT_FOR_THE_LOOP: Final = {
+    "backward": "override train_batch, and call it there; or leave it out",
+    "no_sync": "override train_batch, and enter it there; or leave it out",
+}
+"""What the default loop does by other means than the method that a step of one's own calls."""
+
+_HOOKS: Final = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def refuse_unused(cls: type[Any]) -> None:
+    """Raise if an operator or callback class has something that nobody would use.
+
+    Raises:
+        ConfigurationError: names it, and what was meant.
+    """
+    if issubclass(cls, TrainingOperator):
+        _refuse_shadows(cls)
+    _refuse_near_names(cls)
+
+
+def _refuse_shadows(cls: type[TrainingOperator]) -> None:
+    """What the trainer says, said by the class; and methods that are there to be called."""
+    said = [name for name, value in vars(TrainingOperator).items() if isinstance(value, property)]
+    for name in filter(cls._brings, said):
+        raise ConfigurationError(
+            f"{cls.__name__}.{name} cannot be set by the class: the trainer says it",
+            fix=f"TorchTrainer(..., {name}=...)"
+            if name in _ARGUMENTS
+            else f"read self.{name}, and call yours by another name",
+        )
+    for name, instead in _NOT_FOR_THE_LOOP.items():
+        if cls._brings(name) and not cls._brings_own_loop():
+            raise ConfigurationError(
+                f"{cls.__name__}.{name} would never be called: the default loop does not",
+                fix=instead,
+            )
+    if cls._brings("load_state_dict") and not cls._brings("state_dict"):
+        raise ConfigurationError(
+            f"{cls.__name__}.load_state_dict would never be called: nothing is saved for it",
+            fix="def state_dict(self): return ..., or leave both out",
+        )
+
+
+def _refuse_near_names(cls: type[Any]) -> None:
+    """Raise if a slip of its name alone keeps a method unused.
+
+    A method that the class, or the file that it stands in, uses by name is a helper.
+    """
+    base: type[Any] = Callback if issubclass(cls, Callback) else TrainingOperator
+    for owner in cls.__mro__:
+        # What a mixin of another package defines is for that package.
+        if not issubclass(owner, base) or owner is base or owner.__module__.startswith("lockstep."):
+            continue
+        for name, value in vars(owner).items():
+            is_known = hasattr(base, name) or name.startswith("_")
+            meant = None if is_known else _meant(name, value, base)
+            if meant is None or _is_used(name, cls, base, owner):
+                continue
+            raise ConfigurationError(
+                f"{cls.__name__}.{name} would never be used",
+                where=f"{owner.__module__}.{owner.__qualname__}",
+                expected=", ".join(_HOOKS if base is Callback else (*_METHODS, *_SETTINGS)),
+                fix=f"call it {meant}; or rename it, if it is for code of your own",
+            )
+
+
+def _meant(name: str, value: Any, base: type[Any]) -> str | None:
+    is_method = isinstance(value, FunctionType)
+    if base is Callback:
+        # By its prefix alone it is a hook: any likeness will do as advice.
+        is_hook = is_method and name.startswith("on_")
+        return difflib.get_close_matches(name, _HOOKS, n=1, cutoff=0)[0] if is_hook else None
+    if is_method and name in _OTHERS:
+        return _OTHERS[name]
+    near = difflib.get_close_matches(
+        name, _METHODS if is_method else _SETTINGS, n=1, cutoff=_SIMILAR
+    )
+    return near[0] if near else None
+
+
+def _is_used(name: str, cls: type[Any], base: type[Any], owner: type[Any]) -> bool:
+    others = [each for each in cls.__mro__ if not issubclass(each, base)]
+    if any(hasattr(each, name) for each in others):
+        return True  # a hook of another base, which calls it
+    functions = [
+        value
+        for each in cls.__mro__
+        if issubclass(each, base) and not each.__module__.startswith("lockstep.")
+        for value in vars(each).values()
+        if isinstance(value, FunctionType)
+    ]
+    if any(name in used for function in functions for used in _names_in(function.__code__)):
+        return True
+    try:
+        # A program may call it: `apply_all_operators(lambda op: op.name())`.
+        text = inspect.getsource(inspect.getmodule(owner) or owner)
+    except (OSError, TypeError):
+        return False
+    return f".{name}" in text
+
+
+def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
+    yield code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `register` and `register_data` take, as users of RaySGD give it; and its decorator."""
+
+import pytest
+from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
+
+from lockstep import TrainingOperator
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.operator import override
+
+
+def test_models_and_optimizers_in_a_dict_of_ones_own():
+    class Named(TrainingOperator):
+        def setup(self, config):
+            self.named = {"one": linear(1), "other": linear(2)}
+            self.back, _ = self.register(
+                models=self.named.values(), optimizers=map(sgd, self.named.values())
+            )
+
+    with trainer(Named) as one:
+        operator = one.get_local_operator()
+        assert operator.back == list(operator.named.values())
+        assert len(one.state_dict()["optimizers"]) == 2
+
+
+def test_override_is_held_to_the_class():
+    class Overrides(Regression):
+        @override(TrainingOperator)
+        def train_batch(self, batch, batch_info):
+            return super().train_batch(batch, batch_info)
+
+    with trainer(Overrides) as one:
+        assert one.train()["batch_count"] == 4
+    with pytest.raises(ConfigurationError, match="train_bach overrides nothing: TrainingOperator"):
+
+        @override(TrainingOperator)
+        def train_bach(self, batch, batch_info):
+            pass
+
+
+@pytest.mark.parametrize("several", [[loader(), loader()], (loader(),), {"a": loader()}])
+def test_several_loaders_in_the_place_of_one(several):
+    class Several(Regression):
+        def data(self):
+            return several
+
+    with pytest.raises(WrongTypeError, match=r"train_loader=...\) takes one [^$]*Concat"):
+        trainer(Several)
