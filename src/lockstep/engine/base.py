@@ -106,6 +106,7 @@ METHODS_APART = frozenset(
     {
         "apply_state",
         "check_state",
+        "averaged_models",
         "models",
         "operator_state",
         "position",

@@ -110,6 +110,15 @@ class TrainingOperator:
         """
         return loops.train_batch(self, batch, batch_info)
 
+    def after_step(self) -> None:
+        """Called after each step that a registered optimizer took, in any loop; does nothing.
+
+        For what belongs to a step: clamped or normalised weights, a momentum encoder. It runs
+        without gradients, and draws the same random numbers on every worker; `global_step` counts
+        this step only when its batch is over. It is not called for steps that a GradScaler
+        left out.
+        """
+
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate every batch without gradients; returns metrics, weighted by samples."""
         return loops.validate(self, val_iterator, info)
@@ -150,6 +159,7 @@ class TrainingOperator:
         optimizers: Any,
         criterion: Any = None,
         schedulers: Any = None,
+        ema: Any = None,
         ddp_args: dict[str, Any] | None = None,
         loss_reduction: str = UNSAID_MEAN,
         **further: Any,
@@ -170,11 +180,16 @@ class TrainingOperator:
             criterion: a loss, or any callable; a module may hold parameters.
             schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
                 `scheduler_step_freq`.
+            ema: an average of each model's weights: a decay as in ``ema=0.999``, or an
+                `AveragedModel` of torch (or a list, one for each model). It is updated once after
+                each global batch in which an optimizer of the model stepped, stays in eval mode,
+                and is saved with the run; ``trainer.get_averaged_model()`` is a copy.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
-            ``(models, optimizers[, criterion][, schedulers])``, each in the shape given.
+            ``(models, optimizers[, criterion][, schedulers][, averages])``, each in the shape
+            given, the averages in that of the models.
 
         Gradient:
             From now on the gradient of every parameter is that of the global batch.
@@ -207,6 +222,7 @@ class TrainingOperator:
             optimizers=optimizers,
             criterion=criterion,
             schedulers=schedulers,
+            ema=ema,
             wanted=Wanted(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
@@ -219,6 +235,7 @@ class TrainingOperator:
         parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
         parts += [registered.criterion] if criterion is not None else []
         parts += [schedulers] if schedulers is not None else []
+        parts += [in_shape(models, registered.averages)] if ema is not None else []
         return tuple(parts)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:

@@ -174,9 +174,19 @@ def train_batch(
             operator.timers.record("apply"),
             explained(operator, parts, loss_of),
         ):
-            operator._lockstep.acts.step(operator, run, optimizer)
+            _step(operator, run, optimizer)
+    operator._lockstep.num_computed += 1
     operator._lockstep.partial = partial_weights(results)
     return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
+
+
+def _step(operator: TrainingOperator, run: Registered, optimizer: torch.optim.Optimizer) -> None:
+    stage = operator._lockstep
+    stage.is_default_step = True
+    try:
+        stage.acts.step(operator, run, optimizer)
+    finally:
+        stage.is_default_step = False
 
 
 def _open_window(

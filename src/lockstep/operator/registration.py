@@ -14,6 +14,7 @@ from lockstep.errors import ConfigurationError, UnknownParameterError, WrongType
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.attachment import tie
 from lockstep.operator.registered import Registered
+from lockstep.operator.stepping import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def assemble(
     optimizers: Any,
     criterion: Any,
     schedulers: Any,
+    ema: Any,
     wanted: Wanted,
 ) -> Registered:
     """Check, move to the device, and attach gradient synchronisation.
@@ -104,6 +106,8 @@ def assemble(
         module.to(setting.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
+    # Copied before hooks are attached to what they are copies of.
+    registered.averages = averages_of(ema, registered.plain_models(), setting.device)
     if setting.options.wrap_ddp:
         _refuse_strangers(registered)
         if not setting.is_spare:

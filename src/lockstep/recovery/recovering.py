@@ -38,6 +38,7 @@ REPEATED: Final = frozenset(
         "whole",
         "state_dict",
         "state_to_write",
+        "averaged_models",
         "models",
         "operator_state",
         "check_state",

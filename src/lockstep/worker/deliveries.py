@@ -14,6 +14,7 @@ from lockstep import reduction
 from lockstep.operator.joint import refuse_borrowed
 from lockstep.operator.read_ahead import ReadAhead
 from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
+from lockstep.operator.stepping import refuse_left_out, update_averages
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -99,8 +100,14 @@ class Deliveries:
 
     def commit(self) -> None:
         """The step in hand has happened."""
+        if self._purpose == "train":
+            # A loop may step once more after its last batch.
+            update_averages(self._stage)
         if self._open is None:
             return
+        if self._purpose == "train":
+            refuse_left_out(self._operator)
+            self._stage.num_computed = 0
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:

@@ -131,6 +131,7 @@ class HandsOver(Inquiries):
         """Take over, for good, what a worker of the same run returned from `state_dict`."""
         operator = self.operator
         self.owed = 0
+        operator._lockstep.forget_step()
         if self._rollback is not None:
             self._rollback.forget()
         states.apply(operator, self.run, self._own_part(state))
@@ -161,4 +162,7 @@ class HandsOver(Inquiries):
         return answer if self.rank == 0 else None
 
     def models(self) -> nn.Module | list[nn.Module]:
-        return states.model_copies(self.run)
+        return states.model_copies(self.run, self.run.plain_models())
+
+    def averaged_models(self) -> nn.Module | list[nn.Module]:
+        return states.model_copies(self.run, states.averages(self.run))

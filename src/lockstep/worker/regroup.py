@@ -19,6 +19,8 @@ from lockstep.worker.passes import Progress
 from lockstep.worker.sources import open_source
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
@@ -170,7 +172,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": [buffer for module in run.modules() for buffer in module.buffers()],
+        "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
@@ -183,11 +185,16 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     run: Registered = worker.run
     for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    own = [buffer for module in run.modules() for buffer in module.buffers()]
-    for mine, theirs in zip(own, given["buffers"], strict=True):
+    for mine, theirs in zip(_buffers(run), given["buffers"], strict=True):
         mine.data = theirs.to(mine.device)
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
     if given["carried"] is not None:
         worker.carried = Carried(given["carried"])
     worker.owed = given["owed"]
     worker.expect_written(given["written"])
+
+
+def _buffers(run: Registered) -> list[torch.Tensor]:
+    """Those of a state, and those that no state holds."""
+    modules = [*run.modules(), *run.averages]
+    return [buffer for module in modules for buffer in module.buffers()]

@@ -92,7 +92,8 @@ class Rollback:
         self._at_call: Carried | None = None
         self._written = Written(run.optimizers)
         self._handles = []
-        if operator._brings_own_loop():
+        # What a user does after a step may communicate, and may fail, as a loop of the user's own.
+        if operator._brings_own_loop() or operator._brings("after_step"):
             self._handles = [
                 optimizer.register_step_pre_hook(lambda each, *_: self._about_to_step(each))
                 for optimizer in run.optimizers
@@ -225,8 +226,8 @@ class Rollback:
 
     def _gathers(self, opened: OpenStep) -> bool:
         """Gradients have come that no optimizer has consumed."""
-        if not self._handles or self._sync is None:
-            return False
+        if not self._operator._brings_own_loop() or self._sync is None:
+            return False  # the default loop's windows are the cursor's
         waits = opened.stepped_at is None and self._rounds > opened.rounds
         return waits or self._sync.has_open_window
 
@@ -320,7 +321,7 @@ class _Settings:
 
 
 class _Everything:
-    """Weights, and the states of optimizers and schedulers, before the first of them steps.
+    """Weights, their averages, and the states of optimizers and schedulers, before the first steps.
 
     Args:
         optimizers: those whose state is here.
@@ -328,6 +329,8 @@ class _Everything:
 
     def __init__(self, run: Registered, optimizers: list[torch.optim.Optimizer]) -> None:
         self._live = [parameter.detach() for parameter in run.parameters()]
+        for average in run.averages:
+            self._live += [each.detach() for each in (*average.parameters(), *average.buffers())]
         self._weights: list[torch.Tensor] = []
         copy_over(self._live, self._weights)
         self._steppers: list[Any] = [*optimizers, *run.schedulers]

@@ -22,6 +22,7 @@ from lockstep.operator.loops import registered
 from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.registration import update_schedulers
 from lockstep.operator.setting import Setting
+from lockstep.operator.stepping import follow_steps
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
 from lockstep.worker.connections import Connections
@@ -93,7 +94,7 @@ class Worker(HandsOver):
         self._is_dismissed = False
         self._is_warm = False
         self._closing: threading.Thread | None = None
-        self._finite_checks: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = []
         self._threads_before: int | None = None
         self.has_state = False
         self.underway = None
@@ -176,7 +177,9 @@ class Worker(HandsOver):
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-        self._finite_checks = [] if is_trial else watch_optimizers(operator)
+        # In this order: only a step that is not refused is followed.
+        self._handles = [] if is_trial else watch_optimizers(operator)
+        self._handles += follow_steps(operator)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
@@ -219,7 +222,7 @@ class Worker(HandsOver):
             self._operator._lockstep.sync.detach()
         # With a local rank the optimizer is the user's own, and outlives the trainer.
         self.snapshots.close()
-        for handle in self._finite_checks:
+        for handle in self._handles:
             handle.remove()
         if self._rollback is not None:
             self._rollback.close()
@@ -264,6 +267,7 @@ class Worker(HandsOver):
         if call.request.purpose == "validation":
             call.rewind()
             return "all"
+        self.operator._lockstep.forget_step()
         self.operator._lockstep.precision.forget_unscaled()
         for held in vars(self.operator).values():
             if isinstance(held, torch.amp.GradScaler):
