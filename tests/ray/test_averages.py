@@ -23,14 +23,15 @@ STEPS = 6
 
 class AveragedLoop(DefaultLoop):
     def setup(self, config):
+        self.plain = model = net()  # what register returns may be a wrapper
         self.model, self.optimizer, self.criterion, self.ema = self.register(
-            models=(model := net()), optimizers=sgd(model), criterion=nn.MSELoss(), ema=0.8
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss(), ema=0.8
         )
         self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
 
     def after_step(self):
-        self.model.first.bias.add_(torch.randn_like(self.model.first.bias), alpha=0.01)
-        self.model.second.weight.clamp_(-0.3, 0.3)
+        self.plain.first.bias.add_(torch.randn_like(self.plain.first.bias), alpha=0.01)
+        self.plain.second.weight.clamp_(-0.3, 0.3)
 
 
 def one_process():
@@ -40,9 +41,9 @@ def one_process():
 
     class Noisy(AveragedLoop):
         def after_step(self):
-            before = self.model.first.bias.detach().clone()
+            before = self.plain.first.bias.detach().clone()
             super().after_step()
-            noise.append(self.model.first.bias.detach() - before)
+            noise.append(self.plain.first.bias.detach() - before)
 
     config = {BATCH_SIZE: GLOBAL_BATCH}
     with TorchTrainer(training_operator_cls=Noisy, config=config, num_shards=2) as one:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lockstep.metrics.steps import StepLog
     from lockstep.operator.committed import BuffersBefore
     from lockstep.operator.read_ahead import ReadAhead
     from lockstep.operator.registered import Registered
@@ -46,6 +47,7 @@ class Backstage:
         num_computed: how often the batch in hand went through the default `train_batch`.
         stepped: the optimizers that stepped since a global batch was over, one entry a step.
         buffers_before: the buffers before the window that is open; None with windows of one batch.
+        step_log: metrics of single steps; None where nobody wants them.
         joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
@@ -66,6 +68,7 @@ class Backstage:
         self.is_default_step = False
         self.num_computed = 0
         self.stepped: list[torch.optim.Optimizer] = []
+        self.step_log: StepLog | None = None
         self.buffers_before: BuffersBefore | None = None
         self.begin_call("train")
 

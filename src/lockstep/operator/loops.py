@@ -89,6 +89,9 @@ class _Recorder:
     def add(self, metrics: Mapping[str, Any]) -> None:
         samples = counted(self._operator, metrics)
         partial, self._operator._lockstep.partial = self._operator._lockstep.partial, {}
+        log = self._operator._lockstep.step_log
+        if log is not None and self._operator._lockstep.purpose == "train":
+            log.add(metrics, samples, partial)
         self._pass.update(metrics, n=samples, partial=partial)
         if self._call is not self._pass:
             self._call.update(metrics, n=samples, partial=partial)

@@ -37,9 +37,10 @@ from lockstep.trainer.arguments import (
 )
 from lockstep.trainer.beside import BesideTraining
 from lockstep.trainer.durable import Durability
-from lockstep.trainer.onlookers import all_of, announced
+from lockstep.trainer.onlookers import all_of, announcer_for
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
+from lockstep.trainer.steps import StepMetrics
 from lockstep.trainer.tracing import Profile, traced
 from lockstep.trainer.watched import Comparison
 from lockstep.trainer.workers import recovering, refuse_spares
@@ -162,6 +163,7 @@ class TorchTrainer(BesideTraining):
         checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         checked_spares(num_workers, spare_workers, min_workers)
         self._callbacks = checked_functions(initialization_hook, callbacks)
+        self._steps = StepMetrics(self._callbacks)
         processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
         options = Options(
             precision=pick_precision(precision, use_fp16),
@@ -190,6 +192,7 @@ class TorchTrainer(BesideTraining):
             use_gpu=gpu,
             options=options,
             audit=pick_audit(audit),
+            log_every=self._steps.every,
         )
         durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
         self._spec = self._as_found(spec, durability)
@@ -313,10 +316,12 @@ class TorchTrainer(BesideTraining):
         with (
             traced(self, profile, method),
             self._bar(purpose, num_steps) as bar,
-            announced(self, self._callbacks, purpose) as announcer,
         ):
-            watch = all_of(bar, announcer)
+            announcer = announcer_for(self, self._callbacks, purpose, self._steps)
+            watch = all_of(bar, announcer.watch if announcer is not None else None)
             reports = self._call(method, *arguments, watch=watch, retries=retries)
+            if announcer is not None:
+                announcer.finish(reports)
         if not any(report.steps for report in reports):
             raise no_batch(self._operator_cls, purpose, self._engine.started)
         return reports
@@ -334,7 +339,7 @@ class TorchTrainer(BesideTraining):
     @contextlib.contextmanager
     def _bar(
         self, purpose: str, num_steps: int | None
-    ) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+    ) -> Iterator[Callable[[dict[str, Any]], int] | None]:
         if not wants_bar(self._spec.options.use_tqdm):
             yield None
             return

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
+    from lockstep.trainer.steps import StepMetrics
 
 
 class KeepsState(Calls):
@@ -25,6 +26,7 @@ class KeepsState(Calls):
 
     _operator_cls: type[TrainingOperator]
     _explicit: dict[str, Any]
+    _steps: StepMetrics
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +102,7 @@ class KeepsState(Calls):
         num_shards = int(state.get("num_shards", self._spec.num_shards))
         self._spec = replace(self._spec, num_shards=num_shards)
         self._engine.cut_anew(num_shards)
+        self._steps.go_to(int(state.get("global_step", 0)))
         self._give_back()
 
     def _refuse_another_run(self, state: Mapping[str, Any]) -> None:

@@ -122,6 +122,10 @@ class Deliveries:
             self._note_window()
             if self._rollback is not None:
                 self._rollback.settle(self._cursor)
+            if self._stage.step_log is not None:
+                is_settled = self._rollback is None or self._rollback.is_settled
+                epoch = self._cursor.epochs_entered
+                self._stage.step_log.commit(self._stage.committed, epoch, is_settled=is_settled)
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()

@@ -242,6 +242,11 @@ class Rollback:
         if self._steps_early is not False or len(here) < len(optimizers):
             opened.everything = _Everything(self._run, here)
 
+    @property
+    def is_settled(self) -> bool:
+        """What has happened is not taken back any more."""
+        return self._open is None
+
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
         """Go back; False if the weights have moved and there is no copy of them.
 
@@ -288,6 +293,8 @@ class Rollback:
         cursor.move_to(mark.epoch, mark.step)
         stage = self._operator._lockstep
         stage.committed = self._operator.global_step = mark.committed
+        if stage.step_log is not None:
+            stage.step_log.back_to(mark.committed)
         tally.steps, tally.samples = mark.tally_steps, mark.tally_samples
         if mark.meters is not None:
             stage.meters = mark.meters

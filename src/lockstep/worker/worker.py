@@ -17,6 +17,7 @@ from lockstep.errors import (
     PeerLostError,
 )
 from lockstep.group import Group
+from lockstep.metrics.steps import StepLog
 from lockstep.operator.finite import watch_optimizers
 from lockstep.operator.loops import registered
 from lockstep.operator.precision import forget_unscaled
@@ -167,6 +168,7 @@ class Worker(HandsOver):
         operator = spec.operator_cls(config, setting)
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
+        operator._lockstep.step_log = StepLog(spec.log_every) if spec.log_every else None
         with preserved(derive_seed(spec.seed, "setup")):
             operator.setup(operator.config)
         run = registered(operator)
@@ -448,6 +450,8 @@ class Worker(HandsOver):
         if training:
             self.owed = 0
             self.snapshots.begin()
+            if self.operator._lockstep.step_log is not None:
+                self.operator._lockstep.step_log.begin_call()
         if training or self._rollback is not None:
             call.tally.at_boundary = self._look_up
         return call
