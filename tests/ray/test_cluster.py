@@ -75,6 +75,12 @@ import lockstep
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
 from tests.ray.operators import GLOBAL_BATCH, DefaultLoop
+# What these set when they are imported is theirs: torch's compiler comes with an optimizer.
+import aiohttp.web, torch._dynamo
+
+def mine(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, mine)
 
 def found():
     folders = pathlib.Path.home(), pathlib.Path(os.environ["TMPDIR"])
@@ -83,7 +89,7 @@ def found():
         "signals": {each.name: repr(signal.getsignal(each)) for each in signal.valid_signals()
                     if isinstance(each, signal.Signals)},
         "warnings": [repr(each) for each in warnings.filters],
-        "hooks": [repr(each) for each in (sys.excepthook, threading.excepthook, sys.breakpointhook)],
+        "hooks": [repr(sys.excepthook), repr(threading.excepthook), repr(sys.breakpointhook)],
         "path": list(sys.path),
         "files": sorted(str(path) for folder in folders for path in folder.rglob("*")),
         "folder": os.getcwd(),
@@ -105,7 +111,8 @@ for kind in ({"num_workers": 2}, {"reproducible": True, "num_shards": 2}):
     with TorchTrainer(**arguments, **kind, checkpoint_dir=folder, checkpoint_every=2) as trainer:
         trainer.train(), trainer.validate(), trainer.verify()
 after = found()
-print(json.dumps({name: [before[name], after[name]] for name in before if before[name] != after[name]}))
+changed = [name for name in before if before[name] != after[name]]
+print(json.dumps({name: [before[name], after[name]] for name in changed}))
 """
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lockstep.operator.setting import Options
+
 
 class TrainingOperator:
     """The user's definition of a training run; one instance lives in every worker.
@@ -68,10 +70,7 @@ class TrainingOperator:
             config: the trainer's `config`. `config[BATCH_SIZE]`, if it is there, is this
                 shard's share of the global batch: an `int` that remembers the whole.
         """
-        raise NotOverriddenError(
-            f"{type(self).__name__} must override setup(self, config)",
-            fix="call self.register(models=..., optimizers=...) in it",
-        )
+        raise _no_setup(type(self))
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         """The loss of one batch, which is already on the device.
@@ -354,6 +353,12 @@ class TrainingOperator:
         """Whether something else than the default loop decides when a step begins and ends."""
         return cls._brings("train_batch") or cls._brings("train_epoch")
 
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        """Raise for what can be told from the class: on the driver, before any worker starts."""
+        if cls.setup is TrainingOperator.setup:
+            raise _no_setup(cls)
+
     # ---------------------------------------------------------------- other ways to make one
 
     @classmethod
@@ -406,3 +411,10 @@ class TrainingOperator:
         return creators.from_model(
             cls, model, optimizer, criterion, train_loader, validation_loader
         )
+
+
+def _no_setup(operator_cls: type[TrainingOperator]) -> NotOverriddenError:
+    return NotOverriddenError(
+        f"{operator_cls.__name__} must override setup(self, config)",
+        fix="call self.register(models=..., optimizers=...) in it",
+    )

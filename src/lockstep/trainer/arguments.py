@@ -261,6 +261,7 @@ def check_options(
     clip = options.clip_grad_norm
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
+    operator_cls._check(options)
     _refuse_with_own_loop(options, operator_cls)
     _check_sync(options, use_local)
     if options.reproducible and operator_cls.joint_loss:

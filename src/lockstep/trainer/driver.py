@@ -181,6 +181,7 @@ class TorchTrainer(BesideTraining):
         )
         check_options(options, self._operator_cls, use_local=use_local)
         self._policy, (gpu, gpu_here) = Policy(min_workers, hang_timeout_s), pick_gpu(use_gpu)
+        pick_backend(backend, gpu or use_gpu == "auto")
         spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
@@ -196,6 +197,7 @@ class TorchTrainer(BesideTraining):
         )
         durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
         self._spec = self._as_found(spec, durability)
+        refuse_spares(self._spec, spare_workers)
         self._look_for_gpus(use_gpu, 0 if use_local else processes + spare_workers)
         room = self._room(num_cpus_per_worker, resources_per_worker, backend, timeout_s)
         self._open(room, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
@@ -219,7 +221,6 @@ class TorchTrainer(BesideTraining):
         if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
             self._engine = InlineEngine(self._spec)
         else:
-            refuse_spares(self._spec, num_spares)
             engine = open_remote(self._spec, resources, use_local=use_local, num_spares=num_spares)
             self._engine = recovering(engine, self._policy)
         try:

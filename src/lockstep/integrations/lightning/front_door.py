@@ -33,6 +33,8 @@ from lockstep.operator.joint import computing
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from lockstep.operator import Options
+
 
 def from_lightning(
     base: type[TrainingOperator],
@@ -98,11 +100,15 @@ class LightningOperator(TrainingOperator):
         # Its loops are the default ones with hooks: they go shard by shard as those do.
         return getattr(cls, method) is not getattr(LightningOperator, method)
 
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        super()._check(options)
+        refusals.check_settings(options, cls._source.gradient_clip_val is not None)
+
     # ------------------------------------------------------------------------------- setup
 
     def setup(self, config: Any) -> None:
         setting, source = self._lockstep.setting, self._source
-        refusals.check_settings(setting.options, source.gradient_clip_val is not None)
         module, datamodule = source.make(config, copied=setting.is_trial)
         refusals.check_module(module, setting.options)
         self.module, self.datamodule = module, datamodule
