@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ray.util.placement_group import (
     PlacementGroup,
@@ -22,7 +22,9 @@ from lockstep.engine.member import this_node
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+Item = TypeVar("Item")
 
 _log = logging.getLogger("lockstep")
 
@@ -104,20 +106,24 @@ def _room_around_us(bundle: Mapping[str, float], count: int) -> PlacementGroup |
 
 
 def places_in(group: PlacementGroup, count: int, num_spares: int) -> list[tuple[int, str]]:
-    """A bundle and its node id for each of `count` workers, by rank; spares come last.
-
-    Ranks of one node are neighbours, so that a ring of all ranks crosses the network once for
-    each node; those of the driver's node come first: what is asked of rank 0 is asked of a process
-    that is there as long as the driver is.
-    """
+    """A bundle and its node id for each of `count` workers, by rank; spares come last."""
     first = _lent.get(group.id.hex(), 0)  # the bundle of the program itself comes before
     nodes = placement_group_table(group)["bundles_to_node_id"]
     places = [(seat, nodes[seat]) for seat in range(first, first + count)]
     workers, spares = places[: count - num_spares], places[count - num_spares :]
-    by_node: dict[str, list[tuple[int, str]]] = {this_node(): []}
-    for seat, node in workers:
-        by_node.setdefault(node, []).append((seat, node))
-    return [place for neighbours in by_node.values() for place in neighbours] + spares
+    return neighbours(workers, lambda place: place[1]) + spares
+
+
+def neighbours(items: Sequence[Item], node_of: Callable[[Item], str]) -> list[Item]:
+    """`items` by rank: those of one node side by side, and otherwise in the order given.
+
+    A ring of all ranks then crosses the network once for each node. Those of the driver's node come
+    first: what is asked of rank 0 is asked of a process that is there as long as the driver is.
+    """
+    by_node: dict[str, list[Item]] = {this_node(): []}
+    for item in items:
+        by_node.setdefault(node_of(item), []).append(item)
+    return [item for group in by_node.values() for item in group]
 
 
 def local_ranks(nodes: Sequence[str]) -> list[int]:

@@ -55,12 +55,14 @@ class Formation:
     Attributes:
         source: the rank whose state counts.
         stale: ranks that take it over.
+        local_ranks: each rank's place among the ranks of its host; empty if they stay.
     """
 
     rendezvous: Rendezvous
     size: int
     source: int
     stale: tuple[int, ...]
+    local_ranks: tuple[int, ...] = ()
 
 
 def stand_down(worker: Worker, interrupted: str | None) -> Standing:
@@ -141,6 +143,7 @@ def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
         before,
         world_rank=rank,
         world_size=formation.size,
+        local_rank=formation.local_ranks[rank] if formation.local_ranks else before.local_rank,
         group=group,
         placement=placement,
         is_spare=False,
