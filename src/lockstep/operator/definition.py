@@ -11,7 +11,7 @@ from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
 from lockstep.operator.backstage import Backstage
 from lockstep.operator.registered import Wanted
-from lockstep.operator.registration import UNSAID_MEAN, assemble, in_shape, refuse_further
+from lockstep.operator.registration import UNSAID_MEAN, assemble, given_back, refuse_further
 from lockstep.operator.setting import Setting
 from lockstep.operator.staging import to_device
 
@@ -230,12 +230,7 @@ class TrainingOperator:
                 ddp_args=dict(ddp_args or {}),
             ),
         )
-        registered = self._lockstep.registered
-        parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
-        parts += [registered.criterion] if criterion is not None else []
-        parts += [schedulers] if schedulers is not None else []
-        parts += [in_shape(models, registered.averages)] if ema is not None else []
-        return tuple(parts)
+        return given_back(self._lockstep.registered, models, optimizers, schedulers)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""

@@ -74,6 +74,17 @@ def in_shape(given: Any, items: list[Any]) -> Any:
     return tuple(items) if isinstance(given, tuple) else items
 
 
+def given_back(
+    registered: Registered, models: Any, optimizers: Any, schedulers: Any
+) -> tuple[Any, ...]:
+    """What `register` returns: each in the shape given, and what was not given left out."""
+    parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
+    parts += [registered.criterion] if registered.criterion is not None else []
+    parts += [schedulers] if schedulers is not None else []
+    parts += [in_shape(models, registered.averages)] if registered.averages else []
+    return tuple(parts)
+
+
 def assemble(
     setting: Setting,
     *,

@@ -203,11 +203,16 @@ def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
-def pick_gpu(use_gpu: Any) -> tuple[bool, bool]:
-    """Whether workers use a GPU each, and whether CUDA is available in this process."""
+def pick_gpu(use_gpu: Any, backend: str = "auto") -> tuple[bool, bool]:
+    """Whether workers use a GPU each, and whether CUDA is available in this process.
+
+    With "auto" other machines may have GPUs, and `backend` may still be what they need.
+    """
     require(use_gpu in (True, False, "auto"), "use_gpu", use_gpu, 'True, False or "auto"')
     here = torch.cuda.is_available()
-    return (here if use_gpu == "auto" else bool(use_gpu)), here
+    gpu = here if use_gpu == "auto" else bool(use_gpu)
+    pick_backend(backend, gpu or use_gpu == "auto")
+    return gpu, here
 
 
 def pick_backend(backend: str, gpu: bool) -> str:

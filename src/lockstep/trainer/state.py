@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
-    from lockstep.trainer.steps import StepMetrics
 
 
 class KeepsState(Calls):
@@ -26,7 +25,6 @@ class KeepsState(Calls):
 
     _operator_cls: type[TrainingOperator]
     _explicit: dict[str, Any]
-    _steps: StepMetrics
 
     def __init__(self) -> None:
         super().__init__()

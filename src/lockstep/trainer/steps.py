@@ -30,11 +30,13 @@ class StepMetrics:
         callbacks: those with an `every` are told.
 
     Attributes:
+        callbacks: all of them.
         every: steps to a row, for the workers; 0 if no callback asks.
         written: the latest step of the run that callbacks have been told of.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
         self._listeners = [each for each in callbacks if each.every and _listens(each)]
         for each in self._listeners:
             require(is_positive_int(each.every), "every", each.every, "an int, 1 or more")
