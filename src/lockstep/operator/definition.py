@@ -179,10 +179,10 @@ class TrainingOperator:
             criterion: a loss, or any callable; a module may hold parameters.
             schedulers: one learning-rate scheduler, or a list or tuple; needs the trainer's
                 `scheduler_step_freq`.
-            ema: an average of each model's weights: a decay as in ``ema=0.999``, or an
-                `AveragedModel` of torch (or a list, one for each model). It is updated once after
-                each global batch in which an optimizer of the model stepped, stays in eval mode,
-                and is saved with the run; ``trainer.get_averaged_model()`` is a copy.
+            ema: an average of each model's weights: a decay (True: 0.999), torch `AveragedModel`s,
+                or a function from a model to one. It is updated once after each global batch in
+                which an optimizer of the model stepped, stays in eval mode, and is saved with the
+                run; ``trainer.get_averaged_model()`` is a copy.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 

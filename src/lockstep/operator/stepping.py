@@ -7,7 +7,7 @@ user's own and Lightning's; and a step that a GradScaler leaves out is followed 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.backstage import Backstage
     from lockstep.operator.setting import Options
+
+
+_USUAL_DECAY: Final = 0.999
 
 
 def follow_steps(operator: TrainingOperator) -> list[RemovableHandle]:
@@ -67,7 +70,7 @@ def _follow(operator: TrainingOperator, optimizer: torch.optim.Optimizer) -> Non
 # ------------------------------------------------------- what only the default loop can do
 
 
-OWN_LOOP_LINES = {
+OWN_LOOP_LINES: Final = {
     'precision="fp16"': "override compute_loss, or call super().train_batch(); or in your loop"
     " write: with torch.autocast(self.device.type, torch.float16): ..., and"
     " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
@@ -130,27 +133,35 @@ def averages_of(
     """What ``register(ema=...)`` asks for: an average of each model, in eval mode.
 
     Args:
-        given: a decay between 0 and 1; `AveragedModel`s, one for each model; or None.
+        given: True, or a decay between 0 and 1; a function from a model to an `AveragedModel`;
+            `AveragedModel`s, one for each model; or None.
         models: without wrappers, on `device`.
     """
     if given is None:
         return []
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        if not 0 < given < 1:
-            raise _no_average(given, "a decay between 0 and 1, as in ema=0.999")
-        decay = get_ema_multi_avg_fn(given)
-        averages = [AveragedModel(each, multi_avg_fn=decay, use_buffers=True) for each in models]
+    if callable(given) and not isinstance(given, nn.Module):
+        averages = [given(model) for model in models]
+    elif isinstance(given, list | tuple | nn.Module):
+        averages = [given] if isinstance(given, nn.Module) else list(given)
     else:
-        averages = list(given) if isinstance(given, list | tuple) else [given]
-        if not all(isinstance(each, AveragedModel) for each in averages):
-            raise _no_average(given, "a decay as in ema=0.999, or a torch AveragedModel")
-        shapes, expected = ([_shapes(each) for each in part] for part in (averages, models))
-        if shapes != expected:
-            raise _no_average(given, "one AveragedModel(model, ...) for each registered model")
+        averages = [_exponential(given, model) for model in models]
+    if not all(isinstance(each, AveragedModel) for each in averages):
+        raise _no_average(given, "a decay as in ema=0.999, or a torch AveragedModel")
+    if [_shapes(each) for each in averages] != [_shapes(each) for each in models]:
+        raise _no_average(given, "one AveragedModel(model, ...) for each registered model")
     for average in averages:
         average.module.to(device)
         average.eval()
     return averages
+
+
+def _exponential(decay: Any, model: nn.Module) -> AveragedModel:
+    if decay is True:
+        decay = _USUAL_DECAY
+    is_decay = isinstance(decay, float) and 0 < decay < 1
+    if not is_decay:
+        raise _no_average(decay, "a decay between 0 and 1, as in ema=0.999, or an AveragedModel")
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
 def _shapes(model: nn.Module) -> list[torch.Size]:

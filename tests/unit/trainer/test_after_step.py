@@ -149,10 +149,24 @@ def test_validation_of_the_average_leaves_it_as_it_is():
         assert equal(one.get_averaged_model(), average)
 
 
-@pytest.mark.parametrize("given", [1.5, 0, True, "0.9", nn.Linear(1, 1)])
+@pytest.mark.parametrize("given", [1.5, 0, False, "0.9", nn.Linear(1, 1), lambda model: model])
 def test_something_else_than_an_average_is_refused(given):
     with pytest.raises(ConfigurationError, match=r"ema="):
         trainer(Averaged, config={"ema": given})
+
+
+def test_true_is_the_usual_decay_and_a_function_makes_any_average():
+    for ema in (True, lambda model: AveragedModel(model), AveragedModel(by_hand(0))):
+        with trainer(Averaged, config={"ema": ema}) as one:
+            first = one.get_model()[0].weight
+            weights = []
+            for _ in range(2):
+                one.train(num_steps=1)
+                weights.append(one.get_model()[0].weight)
+            decay = 0.999 if ema is True else 0.5
+            expected = decay * weights[0] + (1 - decay) * weights[1]
+            assert same(one.get_averaged_model()[0].weight, expected)
+            assert not same(first, expected)
 
 
 def test_an_average_of_another_model_is_refused():
