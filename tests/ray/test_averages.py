@@ -84,6 +84,35 @@ def test_two_workers_average_what_one_process_averages(sync, truth, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*(d.values() for d in drawn), strict=True))
 
 
+class CallsSuper(DefaultLoop):
+    """The default step, which an override calls."""
+
+    def train_batch(self, batch, batch_info):
+        return super().train_batch(batch, batch_info)
+
+
+def test_the_default_step_is_exact_where_an_override_calls_it():
+    features, targets = problem()
+    model = net()
+    optimizer = sgd(model)
+    windows = [range(24), range(24, 37)] * 2  # two batches of 12 each, the last of one row
+    for rows in windows:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(features[rows]), targets[rows]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+    with TorchTrainer(
+        training_operator_cls=CallsSuper,
+        num_workers=2,
+        config={BATCH_SIZE: GLOBAL_BATCH},
+        accumulate=2,
+        clip_grad_norm=0.2,
+    ) as two:
+        two.train()
+        two.train()
+        assert farthest(two.get_model(), model) < 1e-12
+
+
 def digest(models):
     models = models if isinstance(models, list) else [models]
     tensors = [tensor for model in models for tensor in model.state_dict().values()]
