@@ -178,9 +178,9 @@ def update_averages(stage: Backstage) -> None:
     """A global batch is over: average the models whose optimizers stepped in it, once each."""
     stepped, stage.stepped = stage.stepped, []
     run = stage.registered
-    if not stepped or run is None:
+    if not stepped or run is None or not run.averages:
         return
-    for model, average in zip(run.plain_models(), run.averages, strict=bool(run.averages)):
+    for model, average in zip(run.plain_models(), run.averages, strict=True):
         if len(run.averages) == 1 or _holds_any(stepped, model):
             average.update_parameters(model)
 
