@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of single steps from several workers, and through a death and a new program."""
 
+import os
+import time
+
 import pytest
 import torch
 from tests.ray.operators import GLOBAL_BATCH, DefaultLoop, net, problem, sgd
@@ -63,6 +66,36 @@ def test_rows_hold_the_samples_of_all_workers():
             mean = sum(loss * n for loss, n in part) / samples
             assert metrics["num_samples"] == samples
             assert metrics["train_loss"] == pytest.approx(mean, rel=1e-12)
+
+
+class Waits(DefaultLoop):
+    """Its third step begins when the driver has told of the first."""
+
+    def compute_loss(self, batch, batch_info):
+        deadline = time.monotonic() + 60
+        while batch_info["global_step"] == 2 and not os.path.exists(self.config["heard"]):
+            assert time.monotonic() < deadline, "nobody heard of the first step"
+        return super().compute_loss(batch, batch_info)
+
+
+def test_steps_are_told_of_while_the_call_runs(tmp_path):
+    heard = tmp_path / "heard"
+
+    class Hears(Steps):
+        def on_step(self, trainer, step, metrics):
+            super().on_step(trainer, step, metrics)
+            heard.touch()
+
+    steps = Hears(1)
+    with TorchTrainer(
+        training_operator_cls=Waits,
+        num_workers=2,
+        config={BATCH_SIZE: GLOBAL_BATCH, "heard": str(heard)},
+        callbacks=[steps],
+    ) as two:
+        two.train()
+    assert steps.steps == [1, 2, 3, 4]
+    assert [metrics["num_samples"] for _, metrics in steps.told] == [12, 12, 12, 1]
 
 
 def test_a_death_changes_no_step_and_doubles_none():
