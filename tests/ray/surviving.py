@@ -135,3 +135,33 @@ def run(trainer, epochs=3):
 def undisturbed(operator_cls, epochs=3, **arguments):
     with trainer_of(operator_cls, **arguments) as trainer:
         return run(trainer, epochs)
+
+
+class Averaged(Classifier):
+    """An average of the weights, and a step that is not over with the optimizer's."""
+
+    def setup(self, config):
+        model = _network()
+        self.model, self.optimizer, self.criterion, self.ema = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
+            criterion=nn.CrossEntropyLoss(),
+            ema=0.9,
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+    def after_step(self):
+        for parameter in self.model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class AveragedPlayers(TwoPlayers):
+    """The first model's optimizer steps before the second one's gradients are reduced."""
+
+    def setup(self, config):
+        one, other = _network(), nn.Linear(5, 5)
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (one, other)]
+        self.models, self.optimizers, self.averages = self.register(
+            models=[one, other], optimizers=optimizers, ema=0.9
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))

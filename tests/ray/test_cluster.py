@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which Ray a trainer joins, and which it leaves alone."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -65,6 +66,116 @@ def test_a_ray_of_its_own_leaves_no_token_in_the_home_directory(tmp_path):
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.stdout.splitlines() == ["a task ran", "and another", "[]"], done.stderr
+
+
+CHANGES_NOTHING = """
+import json, os, pathlib, random, signal, sys, threading, warnings
+import numpy, ray, torch
+import lockstep
+from lockstep import TorchTrainer
+from lockstep.keys import BATCH_SIZE
+from tests.ray.operators import GLOBAL_BATCH, DefaultLoop
+# What these set when they are imported is theirs: torch's compiler comes with an optimizer.
+import aiohttp.web, torch._dynamo
+
+def mine(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, mine)
+
+def found():
+    folders = pathlib.Path.home(), pathlib.Path(os.environ["TMPDIR"])
+    return {
+        "environment": dict(os.environ),
+        "signals": {each.name: repr(signal.getsignal(each)) for each in signal.valid_signals()
+                    if isinstance(each, signal.Signals)},
+        "warnings": [repr(each) for each in warnings.filters],
+        "hooks": [repr(sys.excepthook), repr(threading.excepthook), repr(sys.breakpointhook)],
+        "path": list(sys.path),
+        "files": sorted(str(path) for folder in folders for path in folder.rglob("*")),
+        "folder": os.getcwd(),
+        "torch": [
+            torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(),
+            torch.get_default_dtype().__str__(), torch.is_grad_enabled(),
+            torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled,
+            torch.distributed.is_initialized(), torch.initial_seed(),
+        ],
+        "drawn": [torch.get_rng_state().sum().item(), hash(random.getstate()),
+                  int(numpy.random.get_state()[1].sum())],
+    }
+
+arguments = {"training_operator_cls": DefaultLoop, "config": {BATCH_SIZE: GLOBAL_BATCH}}
+before = found()
+for kind in ({"num_workers": 2}, {"reproducible": True, "num_shards": 2}):
+    folder = sys.argv[1] + "/" + str(len(kind))
+    with TorchTrainer(**arguments, **kind, checkpoint_dir=folder, checkpoint_every=2) as trainer:
+        trainer.train(), trainer.validate(), trainer.verify()
+after = found()
+changed = [name for name in before if before[name] != after[name]]
+print(json.dumps({name: [before[name], after[name]] for name in changed}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_trainers_life_leaves_the_process_and_the_folders_as_they_were(tmp_path):
+    folder = tempfile.mkdtemp(prefix="ls")
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir(), temporary.mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    path = os.pathsep.join([os.getcwd(), *sys.path])
+    environment = kept | {"RAY_TMPDIR": folder, "PYTHONPATH": path}
+    environment |= {"HOME": str(home), "TMPDIR": str(temporary)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", CHANGES_NOTHING, str(tmp_path / "run")],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+JOINS = "import ray; ray.init('auto'); print(ray.get(ray.remote(lambda: 'a task ran').remote()))"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_other_peoples_ray_is_as_it_was_after_an_example(tmp_path):
+    """Nothing that other programs read; `ray start --head`, and a plain program that joins."""
+    folder = tempfile.mkdtemp(prefix="ls")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = kept | {
+        "RAY_TMPDIR": folder,
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    ray_command = os.path.join(os.path.dirname(sys.executable), "ray")
+    asked = {"env": environment, "capture_output": True, "text": True}
+    try:
+        trained = subprocess.run([sys.executable, "examples/digits.py"], **asked)
+        assert trained.returncode == 0, trained.stderr
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        start = [ray_command, "start", "--head", "--port=0", "--num-cpus=1", "--block"]
+        head = subprocess.Popen(
+            [*start, "--include-dashboard=false"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        with head:
+            try:
+                assert any("block" in line for line in head.stdout)
+                joined = subprocess.run([sys.executable, "-c", JOINS], **asked)
+            finally:
+                head.terminate()  # and not `ray stop`, which ends everybody's
+        assert joined.stdout.splitlines() == ["a task ran"], joined.stderr
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 THROUGH_A_CLIENT = """

@@ -2,6 +2,7 @@
 """Trials of Ray Tune around a trainer: resources, results, checkpoints, going on."""
 
 import json
+import logging
 import os
 
 import pytest
@@ -78,14 +79,27 @@ def bundles(config=None, **arguments):
 
 def test_what_a_trial_asks_for():
     assert bundles() == [{"CPU": 1}]
-    assert bundles(num_workers=2) == [{"CPU": 1}] * 3
+    assert bundles(num_workers=2) == [{"CPU": 1}] * 2
     assert bundles(num_workers=2, use_gpu="auto", use_local=True) == [{"CPU": 1}] * 2
-    assert bundles({"num_workers": 3}, num_cpus_per_worker=2) == [{"CPU": 1}] + [{"CPU": 2}] * 3
+    assert bundles({"num_workers": 3}, num_cpus_per_worker=2) == [{"CPU": 2}] * 3
     gpus = {"use_gpu": True, "resources_per_worker": {"lane": 1}}
-    assert bundles(**gpus) == [{"CPU": 1}, {"CPU": 1, "GPU": 1, "lane": 1}]
+    assert bundles(**gpus) == [{"CPU": 1, "GPU": 1, "lane": 1}]
     replicas = bundles(use_gpu=True, num_workers=4, sync="data_parallel")
-    assert replicas == [{"CPU": 1}, {"CPU": 1, "GPU": 4}]
-    assert resources(2, num_gpus_per_worker=1).bundles == [{"CPU": 1}] + [{"CPU": 1, "GPU": 1}] * 2
+    assert replicas == [{"CPU": 1, "GPU": 4}]
+    assert resources(2, num_gpus_per_worker=1).bundles == [{"CPU": 1, "GPU": 1}] * 2
+
+
+def test_a_trial_that_can_not_be_placed_is_told_of(caplog):
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        bundles(num_workers=4)
+        resources(2, num_cpus_per_worker=2)
+        assert caplog.text == ""
+        bundles({"num_workers": 3}, num_cpus_per_worker=2)
+        assert "it asks for 3 x (2 CPU), and there is room for 2 of them on 1 nodes" in caplog.text
+        assert "ray.init(num_cpus=6" in caplog.text
+        caplog.clear()
+        resources(5)
+        assert "it asks for 5 x (1 CPU), and there is room for 4" in caplog.text
 
 
 def test_what_is_wrong_is_said_before_tune_starts():
@@ -135,6 +149,24 @@ def test_two_workers_live_in_the_room_of_their_trial(tmp_path):
     # Nothing of it is left: the next trainer of this process finds its room.
     with TorchTrainer(**ARGUMENTS, num_workers=3) as three:
         assert three.train()["num_samples"] == 37
+
+
+@pytest.mark.slow
+@needs_room
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_trial_may_take_all_of_a_cluster(is_function, tmp_path):
+    """Four workers on four CPUs: the process that drives them holds none."""
+
+    def function(config):
+        with TorchTrainer(**ARGUMENTS, num_workers=4) as trainer:
+            report(trainer, described(trainer, {"iteration": 1}))
+
+    trainable = TorchTrainer.as_trainable(**ARGUMENTS, num_workers=4, override_tune_step=described)
+    asked = tune.with_resources(function, resources(4)) if is_function else trainable
+    found = fit(asked, {"lr": 0.04}, tmp_path, iterations=1)
+    assert found[0].error is None
+    assert found[0].metrics["rooms"] == 1
+    assert len(found[0].metrics["rates"]) == 4
 
 
 class Stumbles(Tuned):

@@ -23,6 +23,11 @@ TRAINER: Final = (
     "scheduler_step_freq",
     "seed",
     "reproducible",
+    "check_finite",
+    "spare_workers",
+    "min_workers",
+    "hang_timeout_s",
+    "audit",
     "checkpoint_dir",
     "checkpoint_every",
     "keep_checkpoints",
@@ -43,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="default 1")
     _add_config(parser.add_argument_group("the operator's config"))
     _add_trainer(parser.add_argument_group("how to train (see TorchTrainer)"))
+    _add_safety(parser.add_argument_group("what may go wrong (see TorchTrainer)"))
     _add_output(parser.add_argument_group("what to keep"))
     parser.add_argument(
         "--dry-run",
@@ -82,6 +88,20 @@ def _add_trainer(group: argparse._ArgumentGroup) -> None:
     _option(group, "--reproducible", action="store_true", help="the same bits with any workers")
 
 
+def _add_safety(group: argparse._ArgumentGroup) -> None:
+    _option(group, "--spare-workers", type=int, metavar="N", help="ready for a lost one's place")
+    _option(group, "--min-workers", type=positive, metavar="N", help="with fewer the run ends")
+    _option(group, "--hang-timeout-s", type=float, metavar="SECONDS")
+    _option(group, "--audit", choices=["watch", "full", "off"])
+    _option(
+        group,
+        "--no-check-finite",
+        action="store_false",
+        dest="check_finite",
+        help="take steps whose gradients hold NaN or infinity",
+    )
+
+
 def _add_output(group: argparse._ArgumentGroup) -> None:
     _option(group, "--checkpoint-dir", metavar="DIR", help="save the run there as it goes")
     _option(group, "--checkpoint-every", type=positive, metavar="STEPS")
@@ -95,6 +115,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="results of every epoch: FILE.csv, FILE.jsonl, or a folder for TensorBoard; several"
         " times",
+    )
+    group.add_argument(
+        "--log-every",
+        type=positive,
+        metavar="STEPS",
+        help="also the metrics of every so many steps, to each --log",
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.cli.operators import find_operator
 from lockstep.cli.options import SAVING, TRAINER
 from lockstep.cli.settings import config_of
+from lockstep.cli.words import shown
 from lockstep.errors import ConfigurationError, LockstepError, NotAvailableError
 from lockstep.trainer import TorchTrainer
 
@@ -33,16 +34,16 @@ def run(read: argparse.Namespace) -> int:
     try:
         operator = find_operator(read.operator)
         config = config_of(read.config, read.settings, read.batch_size)
-        callbacks = [_logger(path) for path in read.log]
+        callbacks = [_logger(path, read.log_every) for path in read.log]
         if read.save is not None:
             _check_target(Path(read.save), in_directory=getattr(read, "sync", None) == "fsdp")
     except (ConfigurationError, NotAvailableError) as error:
-        print(error, file=sys.stderr)
+        print(shown(error), file=sys.stderr)
         return USAGE
     try:
         return (_try_out if read.dry_run else _train)(read, operator, config, callbacks)
     except LockstepError as error:
-        print(error, file=sys.stderr)
+        print(shown(error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -72,14 +73,14 @@ def _problem_with(path: Path, *, in_directory: bool) -> str | None:
     return None if os.access(found, os.W_OK) else f"{found} is not writable"
 
 
-def _logger(path: str) -> Callback:
+def _logger(path: str, every: int | None) -> Callback:
     from lockstep.integrations import loggers
 
     if path.endswith(".csv"):
-        return loggers.CSVLogger(path)
+        return loggers.CSVLogger(path, every=every)
     if path.endswith(".jsonl"):
-        return loggers.JSONLinesLogger(path)
-    return loggers.TensorBoardLogger(path)
+        return loggers.JSONLinesLogger(path, every=every)
+    return loggers.TensorBoardLogger(path, every=every)
 
 
 def _opened(
@@ -132,14 +133,14 @@ def _print_epoch(trainer: TorchTrainer) -> None:
     trained = trainer.train()
     validated = trainer.validate() if trainer._has_loader("validation") else {}
     metrics = {**trained, **{key: validated[key] for key in validated if key not in _COUNTS}}
-    shown = [
+    numbers = [
         f"{name} {value:.4g}"
         for name, value in metrics.items()
         if name not in _COUNTS and not name.startswith("last_") and isinstance(value, int | float)
     ]
     print(
         f"epoch {trained['epoch']:3}  {trained['num_samples']} samples"
-        f" in {trained['batch_count']} steps  {'  '.join(shown)}",
+        f" in {trained['batch_count']} steps  {'  '.join(numbers)}",
         flush=True,
     )
 

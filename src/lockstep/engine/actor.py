@@ -86,6 +86,10 @@ class WorkerActor:
         return {} if self._worker is None else self._worker.progress()
 
     @ray.method(concurrency_group="control")
+    def step_rows(self, since: int) -> tuple[int, list[Any]]:
+        return (0, []) if self._worker is None else self._worker.step_rows(since)
+
+    @ray.method(concurrency_group="control")
     def where(self) -> Whereabouts | None:
         return None if self._worker is None else self._worker.where(self._thread)
 

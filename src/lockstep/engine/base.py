@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.worker import Snapshot
 
+    Watch = Callable[[dict[str, Any]], int]
+
 
 @dataclass(frozen=True)
 class Roster:
@@ -70,13 +72,15 @@ class Engine(Protocol):
         self,
         method: str,
         *args: Any,
-        watch: Callable[[dict[str, Any]], None] | None = None,
+        watch: Watch | None = None,
         retries: int = 3,
     ) -> list[Any]:
         """Call `method` of every `Worker`, concurrently; results by rank.
 
         Args:
-            watch: called now and then in the driver with rank 0's `progress()`.
+            watch: called now and then in the driver with rank 0's `progress()`; where metrics of
+                single steps are asked for, with all workers' ``rows`` since the step of the run
+                that it returned the last time.
             retries: failures of the group that are recovered from, where that can be done.
         """
 
@@ -106,6 +110,7 @@ METHODS_APART = frozenset(
     {
         "apply_state",
         "check_state",
+        "averaged_models",
         "models",
         "operator_state",
         "position",

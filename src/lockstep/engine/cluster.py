@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+import random
 import secrets
+import signal
+import threading
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ray.util import client
 
 import ray
 from lockstep.errors import NotAvailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
 _TOKEN_VARIABLES: Final = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -44,22 +52,44 @@ def connect() -> bool:
         if os.environ.get(_ADDRESS_VARIABLE):
             _join_named()
         elif not _joined_this_machines():
-            _keep_token_private()
-            ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
+            with _as_it_was():
+                ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
             _own_address = _address()
     return _address() == _own_address
 
 
-def _keep_token_private() -> None:
-    """Give the cluster that starts a token which only it knows.
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Give the cluster that starts inside a token which only it, and this process, know.
 
     Where there is none yet, Ray would leave one in the home directory. From then on every other
     cluster of this user would ask for it, and programs that joined one before would fail. A
-    token in the environment is inherited by the cluster's processes, and ends with them.
+    token in the environment is inherited by the cluster's processes, and ends with them; this
+    process needs it there no longer than until it is connected. Afterwards the environment is as
+    it was, also for what Ray sets in it, so that programs which this one starts, and clusters that
+    it joins later, know of nothing; and so are `random`'s numbers, and a handler for SIGTERM.
     """
-    is_given = any(name in os.environ for name in _TOKEN_VARIABLES)
+    before, drawn, handler = dict(os.environ), random.getstate(), signal.getsignal(signal.SIGTERM)
+    is_given = any(name in before for name in _TOKEN_VARIABLES)
     if not is_given and not Path.home().joinpath(".ray", "auth_token").exists():
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # Always the same one: this process keeps the first that it has read.
+        os.environ["RAY_AUTH_TOKEN"] = _own_token()
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        random.setstate(drawn)
+        # By default the signal would end this process, and Ray's handler also ends the cluster.
+        is_in_main_thread = threading.current_thread() is threading.main_thread()
+        if is_in_main_thread and handler not in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, handler)
+
+
+@functools.cache
+def _own_token() -> str:
+    return secrets.token_hex(32)
 
 
 def _join_named() -> None:

@@ -12,7 +12,7 @@ from lockstep.worker import Worker, add_rank
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.base import Courier, Keeper
+    from lockstep.engine.base import Courier, Keeper, Watch
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
 
@@ -29,7 +29,7 @@ class InlineEngine:
         self,
         method: str,
         *args: Any,
-        watch: Callable[[dict[str, Any]], None] | None = None,
+        watch: Watch | None = None,
         retries: int = 0,
     ) -> list[Any]:
         self._worker.on_commit = every(0.1, watch, self._worker)
@@ -68,19 +68,19 @@ class InlineEngine:
         self._worker.stop()
 
 
-def every(
-    seconds: float, watch: Callable[[dict[str, Any]], None] | None, worker: Worker
-) -> Callable[[], None] | None:
+def every(seconds: float, watch: Watch | None, worker: Worker) -> Callable[[], None] | None:
     """`watch(worker.progress())`, at most once in `seconds`."""
     if watch is None:
         return None
-    latest = time.monotonic()
+    latest, since = time.monotonic(), 0
 
     def look() -> None:
-        nonlocal latest
+        nonlocal latest, since
         now = time.monotonic()
         if now - latest >= seconds:
             latest = now
-            watch(worker.progress())
+            # Of a worker with peers elsewhere the rows are a part.
+            rows = {"rows": [worker.step_rows(since)]} if worker.spec.num_workers == 1 else {}
+            since = watch({**worker.progress(), **rows})
 
     return look

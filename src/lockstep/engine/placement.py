@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ray.util.placement_group import (
     PlacementGroup,
@@ -21,13 +22,18 @@ from lockstep.engine.member import this_node
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+Item = TypeVar("Item")
+
+_log = logging.getLogger("lockstep")
 
 # What a trainer held is free some milliseconds after its shutdown.
 _GIVING_BACK_S = 5.0
 
-_lent: set[str] = set()
-"""Placement groups of somebody else (a Tune trial) in which workers of this process live now."""
+_lent: dict[str, int] = {}
+"""Placement groups of somebody else (a Tune trial) in which workers of this process live now, and
+the first bundle that is theirs."""
 
 START_TIMEOUT_VARIABLE = "LOCKSTEP_START_TIMEOUT_S"
 
@@ -55,8 +61,8 @@ def bundle_for(
 def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> PlacementGroup:
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
-    A program that itself runs in the first bundle of a placement group, as a trial of Tune does,
-    has room reserved in the further ones, if they are large enough.
+    A program that itself runs in a placement group, as a trial of Tune does, has room reserved in
+    its bundles, but for the first one where that is the program's own, if they are large enough.
 
     Args:
         own_cluster: Ray was started by this process for itself: nothing can join it, and
@@ -90,28 +96,34 @@ def _room_around_us(bundle: Mapping[str, float], count: int) -> PlacementGroup |
     group: PlacementGroup | None = ray.util.get_current_placement_group()
     if group is None or group.id.hex() in _lent:
         return None
-    offered = group.bundle_specs[1 : 1 + count]
+    # A trial that only drives its workers holds nothing: all bundles are for them.
+    first = int(bool(ray.get_runtime_context().get_assigned_resources()))
+    offered = group.bundle_specs[first : first + count]
     if len(offered) < count or any(_lacking(bundle, each) for each in offered):
         return None
-    _lent.add(group.id.hex())
+    _lent[group.id.hex()] = first
     return group
 
 
 def places_in(group: PlacementGroup, count: int, num_spares: int) -> list[tuple[int, str]]:
-    """A bundle and its node id for each of `count` workers, by rank; spares come last.
-
-    Ranks of one node are neighbours, so that a ring of all ranks crosses the network once for
-    each node; those of the driver's node come first: what is asked of rank 0 is asked of a process
-    that is there as long as the driver is.
-    """
-    first = int(group.id.hex() in _lent)  # the bundle of the program itself comes before
+    """A bundle and its node id for each of `count` workers, by rank; spares come last."""
+    first = _lent.get(group.id.hex(), 0)  # the bundle of the program itself comes before
     nodes = placement_group_table(group)["bundles_to_node_id"]
     places = [(seat, nodes[seat]) for seat in range(first, first + count)]
     workers, spares = places[: count - num_spares], places[count - num_spares :]
-    by_node: dict[str, list[tuple[int, str]]] = {this_node(): []}
-    for seat, node in workers:
-        by_node.setdefault(node, []).append((seat, node))
-    return [place for neighbours in by_node.values() for place in neighbours] + spares
+    return neighbours(workers, lambda place: place[1]) + spares
+
+
+def neighbours(items: Sequence[Item], node_of: Callable[[Item], str]) -> list[Item]:
+    """`items` by rank: those of one node side by side, and otherwise in the order given.
+
+    A ring of all ranks then crosses the network once for each node. Those of the driver's node come
+    first: what is asked of rank 0 is asked of a process that is there as long as the driver is.
+    """
+    by_node: dict[str, list[Item]] = {this_node(): []}
+    for item in items:
+        by_node.setdefault(node_of(item), []).append(item)
+    return [item for group in by_node.values() for item in group]
 
 
 def local_ranks(nodes: Sequence[str]) -> list[int]:
@@ -126,6 +138,36 @@ def local_ranks(nodes: Sequence[str]) -> list[int]:
 
 def _lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
     return any(there.get(name, 0) < amount for name, amount in asked.items())
+
+
+def warn_of_no_room(bundle: Mapping[str, float], count: int, what: str) -> None:
+    """Say that `what`, which waits for room without end, waits in vain unless nodes join.
+
+    Nothing is raised: a cluster that grows may have no node yet.
+    """
+    if not ray.is_initialized():
+        return
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    places = sum(
+        int(min(node.get(name, 0) / amount for name, amount in bundle.items())) for node in nodes
+    )
+    if places >= count:
+        return
+    asked = {name: amount * count for name, amount in bundle.items()}
+    total = ray.cluster_resources()
+    each = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    there = ", ".join(f"{total.get(name, 0):g} {name}" for name in bundle)
+    _log.warning(
+        "%s can not start on this cluster, and will wait: it asks for %d x (%s), and there is room"
+        " for %d of them on %d nodes with %s; %s; or let nodes join",
+        what,
+        count,
+        each,
+        places,
+        len(nodes),
+        there,
+        _way_out(asked, total, too_small=True),
+    )
 
 
 def _no_room(bundle: Mapping[str, float], count: int, waited_s: float) -> NotEnoughResourcesError:
@@ -163,8 +205,7 @@ def _way_out(asked: Mapping[str, float], total: Mapping[str, float], too_small: 
 
 def release(group: PlacementGroup) -> None:
     """Give the room back; harmless when Ray is already gone."""
-    if group.id.hex() in _lent:
-        _lent.discard(group.id.hex())
+    if _lent.pop(group.id.hex(), None) is not None:
         return
     if ray.is_initialized():
         remove_placement_group(group)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lockstep.engine import Resources
-    from lockstep.engine.base import Courier, Keeper
+    from lockstep.engine.base import Courier, Keeper, Watch
     from lockstep.engine.crew import Crew
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
@@ -208,7 +208,7 @@ class RayEngine:
         self,
         method: str,
         *args: Any,
-        watch: Callable[[dict[str, Any]], None] | None = None,
+        watch: Watch | None = None,
         retries: int = 0,
     ) -> list[Any]:
         hearing = self.hear(method, args, range(len(self.members)), watch=watch)
@@ -248,7 +248,7 @@ class RayEngine:
         args: tuple[Any, ...],
         ranks: Sequence[int],
         *,
-        watch: Callable[[dict[str, Any]], None] | None = None,
+        watch: Watch | None = None,
         guard: Callable[[Hearing], None] | None = None,
         args_of: Callable[[int], tuple[Any, ...]] | None = None,
     ) -> Hearing:
@@ -323,7 +323,7 @@ class RayEngine:
     def _looker(
         self,
         hearing: Hearing,
-        watch: Callable[[dict[str, Any]], None] | None,
+        watch: Watch | None,
         guard: Callable[[Hearing], None] | None,
     ) -> Callable[[], None] | None:
         actors = [member.actor for member in self.members if member.actor is not None]
@@ -331,9 +331,13 @@ class RayEngine:
         if guard is None and courier is None and (watch is None or not actors):
             return None
 
+        is_logged = bool(self.spec.log_every) and len(actors) == len(self.members)
+        since = 0 if is_logged else None
+
         def look() -> None:
+            nonlocal since
             if watch is not None and actors:
-                _tell_progress(actors[0], watch)
+                since = _tell_progress(actors, watch, since)
             if guard is not None:
                 guard(hearing)
             if courier is not None:
@@ -425,7 +429,7 @@ def _perform_here(
     worker: Worker,
     hearing: Hearing,
     args: tuple[Any, ...],
-    watch: Callable[[dict[str, Any]], None] | None,
+    watch: Watch | None,
 ) -> None:
     worker.on_commit = every(WATCH_S, watch, worker)
     try:
@@ -440,15 +444,20 @@ def _perform_here(
         worker.on_commit = None
 
 
-def _tell_progress(actor: Any, watch: Callable[[dict[str, Any]], None]) -> None:
-    ref = actor.progress.remote()
-    ready, _ = ray.wait([ref], timeout=WATCH_S)
+def _tell_progress(actors: Sequence[Any], watch: Watch, since: int | None) -> int | None:
+    """Tell `watch` of rank 0's progress, and of all ranks' rows after step `since`."""
+    refs = [actors[0].progress.remote()]
+    refs += [] if since is None else [actor.step_rows.remote(since) for actor in actors]
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=WATCH_S)
     # A dead actor's progress is of no interest: its call says why.
-    if ready:
-        try:
-            watch(ray.get(ref))
-        except RayActorError:
-            return
+    try:
+        if len(ready) == len(refs):
+            progress, *rows = ray.get(refs)
+            written = watch({**progress, "rows": rows} if rows else progress)
+            return None if since is None else written
+    except RayActorError:
+        pass
+    return since
 
 
 @ctrl_c_as_itself()

@@ -14,6 +14,9 @@ from lockstep.operator.staging import Part, PlaceInWindow
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
+    from lockstep.metrics.steps import StepLog
     from lockstep.operator.committed import BuffersBefore
     from lockstep.operator.read_ahead import ReadAhead
     from lockstep.operator.registered import Registered
@@ -40,7 +43,11 @@ class Backstage:
         summary: what the default loop returned for this pass; None if it did not run.
         partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
+        is_default_step: the default loop lets an optimizer step, with all that belongs to it.
+        num_computed: how often the batch in hand went through the default `train_batch`.
+        stepped: the optimizers that stepped since a global batch was over, one entry a step.
         buffers_before: the buffers before the window that is open; None with windows of one batch.
+        step_log: metrics of single steps; None where nobody wants them.
         joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
@@ -58,18 +65,27 @@ class Backstage:
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False
+        self.is_default_step = False
+        self.num_computed = 0
+        self.stepped: list[torch.optim.Optimizer] = []
+        self.step_log: StepLog | None = None
         self.buffers_before: BuffersBefore | None = None
         self.begin_call("train")
 
     def begin_call(self, purpose: str) -> None:
         """A new `train` or `validate`: its metrics start from nothing."""
         self.purpose = purpose
+        self.forget_step()
         self.measures.reset()
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
         self.partial: dict[str, float] = {}
         self.latest: dict[str, Any] = {}
         self.joint_norms: list[str] | None = None
+
+    def forget_step(self) -> None:
+        """What was noted of a step that did not come to its end."""
+        self.stepped, self.num_computed = [], 0
 
     def forget_counts(self) -> None:
         """What the call has counted so far is not its own."""

@@ -16,7 +16,7 @@ from lockstep.operator.registration import (
     as_sequence,
     assemble,
     checked_loader,
-    in_shape,
+    given_back,
     refuse_further,
 )
 from lockstep.operator.setting import Setting
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+    from lockstep.operator.setting import Options
 
 
 class TrainingOperator:
@@ -75,10 +77,7 @@ class TrainingOperator:
             config: the trainer's `config`. `config[BATCH_SIZE]`, if it is there, is this
                 shard's share of the global batch: an `int` that remembers the whole.
         """
-        raise NotOverriddenError(
-            f"{type(self).__name__} must override setup(self, config)",
-            fix="call self.register(models=..., optimizers=...) in it",
-        )
+        raise _no_setup(type(self))
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         """The loss of one batch, which is already on the device.
@@ -116,6 +115,15 @@ class TrainingOperator:
             batch_info: `info` with ``"batch_idx"`` and ``"global_step"``.
         """
         return loops.train_batch(self, batch, batch_info)
+
+    def after_step(self) -> None:
+        """Called after each step that a registered optimizer took, in any loop; does nothing.
+
+        For what belongs to a step: clamped or normalised weights, a momentum encoder. It runs
+        without gradients, and draws the same random numbers on every worker; `global_step` counts
+        this step only when its batch is over. It is not called for steps that a GradScaler
+        left out.
+        """
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate every batch without gradients; returns metrics, weighted by samples."""
@@ -157,6 +165,7 @@ class TrainingOperator:
         optimizers: Any,
         criterion: Any = None,
         schedulers: Any = None,
+        ema: Any = None,
         ddp_args: dict[str, Any] | None = None,
         loss_reduction: str = UNSAID_MEAN,
         **further: Any,
@@ -177,12 +186,16 @@ class TrainingOperator:
             criterion: a loss, or any callable; a module may hold parameters.
             schedulers: one learning-rate scheduler, or several; needs the trainer's
                 `scheduler_step_freq`. One that is only put into ``self.scheduler`` steps, too.
+            ema: an average of each model's weights: a decay (True: 0.999), torch `AveragedModel`s,
+                or a function from a model to one. It is updated once after each global batch in
+                which an optimizer of the model stepped, stays in eval mode, and is saved with the
+                run; ``trainer.get_averaged_model()`` is a copy.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
-            ``(models, optimizers[, criterion][, schedulers])``, each in the shape given: alone,
-            in a tuple, else in a list.
+            ``(models, optimizers[, criterion][, schedulers][, averages])``, each in the shape
+            given (alone, in a tuple, else in a list), the averages in that of the models.
 
         Gradient:
             From now on the gradient of every parameter is that of the global batch.
@@ -216,6 +229,7 @@ class TrainingOperator:
             optimizers=optimizers,
             criterion=criterion,
             schedulers=schedulers,
+            ema=ema,
             wanted=Wanted(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
@@ -224,11 +238,7 @@ class TrainingOperator:
                 ddp_args=dict(ddp_args or {}),
             ),
         )
-        registered = self._lockstep.registered
-        parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
-        parts += [registered.criterion] if criterion is not None else []
-        parts += [schedulers] if schedulers is not None else []
-        return tuple(parts)
+        return given_back(self._lockstep.registered, models, optimizers, schedulers)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
@@ -349,6 +359,12 @@ class TrainingOperator:
         """Whether something else than the default loop decides when a step begins and ends."""
         return cls._brings("train_batch") or cls._brings("train_epoch")
 
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        """Raise for what can be told from the class: on the driver, before any worker starts."""
+        if cls.setup is TrainingOperator.setup:
+            raise _no_setup(cls)
+
     # ---------------------------------------------------------------- other ways to make one
 
     @classmethod
@@ -401,3 +417,10 @@ class TrainingOperator:
         return creators.from_model(
             cls, model, optimizer, criterion, train_loader, validation_loader
         )
+
+
+def _no_setup(operator_cls: type[TrainingOperator]) -> NotOverriddenError:
+    return NotOverriddenError(
+        f"{operator_cls.__name__} must override setup(self, config)",
+        fix="call self.register(models=..., optimizers=...) in it",
+    )

@@ -89,6 +89,9 @@ class _Recorder:
     def add(self, metrics: Mapping[str, Any]) -> None:
         samples = counted(self._operator, metrics)
         partial, self._operator._lockstep.partial = self._operator._lockstep.partial, {}
+        log = self._operator._lockstep.step_log
+        if log is not None and self._operator._lockstep.purpose == "train":
+            log.add(metrics, samples, partial)
         self._pass.update(metrics, n=samples, partial=partial)
         if self._call is not self._pass:
             self._call.update(metrics, n=samples, partial=partial)
@@ -174,9 +177,19 @@ def train_batch(
             operator.timers.record("apply"),
             explained(operator, parts, loss_of),
         ):
-            operator._lockstep.acts.step(operator, run, optimizer)
+            _step(operator, run, optimizer)
+    operator._lockstep.num_computed += 1
     operator._lockstep.partial = partial_weights(results)
     return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
+
+
+def _step(operator: TrainingOperator, run: Registered, optimizer: torch.optim.Optimizer) -> None:
+    stage = operator._lockstep
+    stage.is_default_step = True
+    try:
+        stage.acts.step(operator, run, optimizer)
+    finally:
+        stage.is_default_step = False
 
 
 def _open_window(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
+    from torch.optim.swa_utils import AveragedModel
 
     from lockstep.sync import Synchroniser
 
@@ -41,7 +42,11 @@ class Wanted:
 
 @dataclass
 class Registered:
-    """The parts of a training run, each as a list, and what keeps their gradients one."""
+    """The parts of a training run, each as a list, and what keeps their gradients one.
+
+    Attributes:
+        averages: of the models' weights, one for each model; empty without ``ema``.
+    """
 
     models: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
@@ -52,6 +57,7 @@ class Registered:
     wanted: Wanted
     attached: tuple[nn.Parameter, ...] = ()
     may_join: bool = False
+    averages: list[AveragedModel] = field(default_factory=list)
 
     def part(self) -> None:
         """Leave a group that has broken, for another one."""

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigurationError, UnknownParameterError, WrongType
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.attachment import tie
 from lockstep.operator.registered import Registered
+from lockstep.operator.stepping import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
@@ -94,6 +95,17 @@ def in_shape(given: Any, items: list[Any]) -> Any:
     return tuple(items) if isinstance(given, tuple) else items
 
 
+def given_back(
+    registered: Registered, models: Any, optimizers: Any, schedulers: Any
+) -> tuple[Any, ...]:
+    """What `register` returns: each in the shape given, and what was not given left out."""
+    parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
+    parts += [registered.criterion] if registered.criterion is not None else []
+    parts += [schedulers] if schedulers is not None else []
+    parts += [in_shape(models, registered.averages)] if registered.averages else []
+    return tuple(parts)
+
+
 def assemble(
     setting: Setting,
     *,
@@ -101,6 +113,7 @@ def assemble(
     optimizers: Any,
     criterion: Any,
     schedulers: Any,
+    ema: Any,
     wanted: Wanted,
 ) -> Registered:
     """Check, move to the device, and attach gradient synchronisation.
@@ -125,6 +138,8 @@ def assemble(
         module.to(setting.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
+    # Copied before hooks are attached to what they are copies of.
+    registered.averages = averages_of(ema, registered.plain_models(), setting.device)
     if setting.options.wrap_ddp:
         _refuse_strangers(registered)
         if not setting.is_spare:

@@ -18,10 +18,10 @@ from lockstep.recovery.regrouping import Loss, Regrouping
 from lockstep.recovery.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from lockstep.engine import Roster
-    from lockstep.engine.base import Courier, Keeper
+    from lockstep.engine.base import Courier, Keeper, Watch
     from lockstep.engine.hearing import Hearing
     from lockstep.engine.ray import RayEngine
     from lockstep.operator import TrainingOperator
@@ -38,6 +38,7 @@ REPEATED: Final = frozenset(
         "whole",
         "state_dict",
         "state_to_write",
+        "averaged_models",
         "models",
         "operator_state",
         "check_state",
@@ -105,7 +106,7 @@ class RecoveringEngine:
         self,
         method: str,
         *args: Any,
-        watch: Callable[[dict[str, Any]], None] | None = None,
+        watch: Watch | None = None,
         retries: int = 3,
     ) -> list[Any]:
         return self._call(method, args, None, watch, retries)
@@ -118,7 +119,7 @@ class RecoveringEngine:
         method: str,
         args: tuple[Any, ...],
         rank: int | None,
-        watch: Callable[[dict[str, Any]], None] | None,
+        watch: Watch | None,
         retries: int,
     ) -> list[Any]:
         self._deaths, given = Deaths(), retries
@@ -152,16 +153,16 @@ class RecoveringEngine:
         method: str,
         args: tuple[Any, ...],
         ranks: Sequence[int],
-        watch: Callable[[dict[str, Any]], None] | None,
+        watch: Watch | None,
     ) -> Hearing:
         self._watchdog.begin()
         self._has_dismissed = False
         told = None if watch is None else partial(self._tell, watch)
         return self._engine.hear(method, args, ranks, watch=told, guard=self._guard)
 
-    def _tell(self, watch: Callable[[dict[str, Any]], None], progress: dict[str, Any]) -> None:
+    def _tell(self, watch: Watch, progress: dict[str, Any]) -> int:
         there = {"workers": len(self._engine.members), "recoveries": len(self._incidents)}
-        watch({**progress, **there} if progress else progress)
+        return watch({**progress, **there} if progress else progress)
 
     def _guard(self, hearing: Hearing) -> None:
         self._replace_the_lost()

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lockstep.engine.placement import start_timeout_s
+from lockstep.engine.placement import local_ranks, neighbours, start_timeout_s
 from lockstep.engine.spares import Readiness, look_at
 from lockstep.errors import NotEnoughResourcesError, WorkerDiedError
 from lockstep.worker import Formation, Progress
@@ -216,7 +216,7 @@ class Regrouping:
             self._engine.bury(member)
 
     def _fill(self, places: list[Member | None], losses: Sequence[Loss]) -> list[Member]:
-        """Spares in the free places, in order; the members of the next generation, by rank."""
+        """Spares in the free places; the members of the next generation, by rank."""
         engine = self._engine
         ready = self._within_reach()
         if sum(place is not None for place in places) + len(ready) < self._min_workers:
@@ -226,7 +226,10 @@ class Regrouping:
         for index, place in enumerate(places):
             if place is None and ready:
                 places[index] = ready.pop(0)
-        engine.line_up([place for place in places if place is not None])
+        taken = [place for place in places if place is not None]
+        # A spare of another host belongs to the ranks of that host. Which process computes a
+        # rank's shards changes no bit, and rank 0 in the driver's process stays the first one.
+        engine.line_up(neighbours(taken, lambda member: member.node))
         return engine.members
 
     def _wait_for_more(
@@ -265,6 +268,7 @@ class Regrouping:
             size=len(roster),
             source=points.index(best.point),
             stale=tuple(rank for rank, point in enumerate(points) if point != best.point),
+            local_ranks=tuple(local_ranks([member.node for member in roster])),
         )
 
     def _form(self, formation: Formation, lost: list[Loss], places: list[Member | None]) -> bool:

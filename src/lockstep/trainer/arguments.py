@@ -14,6 +14,7 @@ from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
 from lockstep.operator.precision import PrecisionName
+from lockstep.operator.stepping import OWN_LOOP_LINES, of_default_loop
 from lockstep.trainer.callbacks import Callback
 from lockstep.trainer.unused import refuse_unused
 
@@ -205,11 +206,16 @@ def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
-def pick_gpu(use_gpu: Any) -> tuple[bool, bool]:
-    """Whether workers use a GPU each, and whether CUDA is available in this process."""
+def pick_gpu(use_gpu: Any, backend: str = "auto") -> tuple[bool, bool]:
+    """Whether workers use a GPU each, and whether CUDA is available in this process.
+
+    With "auto" other machines may have GPUs, and `backend` may still be what they need.
+    """
     require(use_gpu in (True, False, "auto"), "use_gpu", use_gpu, 'True, False or "auto"')
     here = torch.cuda.is_available()
-    return (here if use_gpu == "auto" else bool(use_gpu)), here
+    gpu = here if use_gpu == "auto" else bool(use_gpu)
+    pick_backend(backend, gpu or use_gpu == "auto")
+    return gpu, here
 
 
 def pick_backend(backend: str, gpu: bool) -> str:
@@ -263,6 +269,7 @@ def check_options(
     clip = options.clip_grad_norm
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
+    operator_cls._check(options)
     _refuse_with_own_loop(options, operator_cls)
     _check_sync(options, use_local)
     if options.reproducible and operator_cls.joint_loss:
@@ -295,31 +302,30 @@ def _check_sync(options: Options, use_local: bool) -> None:
     )
 
 
-_OWN_LOOP_LINES: Final = {
-    'precision="fp16"': "override compute_loss instead; or in your loop write: with"
-    " torch.autocast(self.device.type, torch.float16): ..., and"
-    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
-    "reproducible": "override compute_loss instead: only shards that are computed one by one can"
-    " be added up in a fixed order",
-    "accumulate": "in your loop write: with self.no_sync(): self.backward(loss) for every batch"
-    " but the last of a window, and step the optimizer after that one",
-    "clip_grad_norm": "in your loop write, before optimizer.step():"
-    " torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
-}
-
-
 def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]) -> None:
-    """What belongs to the default loop cannot act on a loop of the user's own."""
-    wanted = {
-        'precision="fp16"': options.precision == "fp16",
-        "reproducible": options.reproducible,
-        "accumulate": options.accumulate > 1,
-        "clip_grad_norm": options.clip_grad_norm is not None,
-    }
+    """What belongs to the default loop cannot act on a loop that plainly is the user's own.
+
+    One that may call the default loop's methods is looked at when an optimizer steps: see
+    `lockstep.operator.stepping`. Shards come one by one only to a loop without any override.
+    """
     for method in ("train_batch", "train_epoch"):
-        own = operator_cls._brings(method)
-        for name in [name for name, is_wanted in wanted.items() if is_wanted and own]:
+        if not operator_cls._brings(method):
+            continue
+        is_apart = not _may_call_default(getattr(operator_cls, method))
+        refused = ["reproducible"] if options.reproducible else []
+        for name in [*refused, *(of_default_loop(options) if is_apart else [])]:
             raise ConfigurationError(
                 f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",
-                fix=_OWN_LOOP_LINES[name],
+                fix=OWN_LOOP_LINES[name],
             )
+
+
+def _may_call_default(method: Any) -> bool:
+    """Whether a method of the user's names a method of the default loop anywhere in its code."""
+    codes = [getattr(inspect.unwrap(method), "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if code is None or {"train_batch", "train_epoch"} & set(code.co_names):
+            return True
+        codes += [each for each in code.co_consts if inspect.iscode(each)]
+    return False

@@ -15,13 +15,16 @@ class Callback:
 
     ``TorchTrainer(callbacks=[...])`` calls them in the order given. An exception in one
     reaches the caller of the trainer's method; the workers live on. The trainer's own methods
-    may be called from all of them but `on_progress` and `on_failure`.
+    may be called from all of them but `on_progress`,
+    `on_step` and `on_failure`.
 
     Attributes:
+        every: `on_step` is called each so many steps; None: never.
         stop_reason: why training should end, or None. Set it, and ``trainer.should_stop`` is
             True, which the loop around `train` and `validate` asks.
     """
 
+    every: int | None = None
     stop_reason: str | None = None
 
     def on_start(self, trainer: TorchTrainer) -> None:
@@ -37,6 +40,19 @@ class Callback:
                 workers are processes of their own and it can go on without one.
 
         What it raises ends the call only when the workers are through with it.
+        """
+
+    def on_step(self, trainer: TorchTrainer, step: int, metrics: dict[str, Any]) -> None:
+        """`every` further optimizer steps (global batches) have happened in a `train` call.
+
+        Called while the call runs, some tenths of a second late, and at its end for those that are
+        left; once for each step, also where a recovery computes steps again. As in `on_progress`,
+        the trainer's methods cannot be called, and an error ends the call when it is through.
+
+        Args:
+            step: steps since the run began; `every` divides it.
+            metrics: means over all samples of these steps, on all workers; their ``num_samples``,
+                ``batch_count`` and ``epoch``. A worker that was lost may be missing in them.
         """
 
     def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:

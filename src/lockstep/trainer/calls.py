@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.trainer.callbacks import Callback
+    from lockstep.trainer.steps import StepMetrics
     from lockstep.worker import WorkerSpec
 
 
@@ -25,11 +26,15 @@ class Calls:
     """What every part of a trainer needs: its workers, and who listens."""
 
     _spec: WorkerSpec
-    _callbacks: Sequence[Callback]
+    _steps: StepMetrics
 
     def __init__(self) -> None:
         self._engine: Any = None
         self._calling = threading.Lock()
+
+    @property
+    def _callbacks(self) -> Sequence[Callback]:
+        return self._steps.callbacks
 
     def _tell(self, event: str, *results: dict[str, Any]) -> None:
         for callback in self._callbacks:

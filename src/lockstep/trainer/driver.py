@@ -12,7 +12,6 @@ from lockstep.engine import Resources, has_gpus_elsewhere, open_remote, stays_he
 from lockstep.engine.inline import InlineEngine
 from lockstep.errors import WrongTypeError
 from lockstep.operator import Options, TrainingOperator
-from lockstep.recovery import Policy
 from lockstep.trainer import results, verification
 from lockstep.trainer.arguments import (
     UNSAID_SEED,
@@ -21,7 +20,6 @@ from lockstep.trainer.arguments import (
     checked_functions,
     checked_numbers,
     checked_operator,
-    checked_spares,
     checked_workers,
     explicit_identity,
     is_int,
@@ -36,13 +34,13 @@ from lockstep.trainer.arguments import (
     require,
 )
 from lockstep.trainer.beside import BesideTraining
-from lockstep.trainer.durable import Durability
-from lockstep.trainer.onlookers import all_of, announced
+from lockstep.trainer.onlookers import all_of, announcer_for
 from lockstep.trainer.progress import ProgressBar, wants_bar
 from lockstep.trainer.refusals import check_loader, no_batch
+from lockstep.trainer.steps import StepMetrics
 from lockstep.trainer.tracing import Profile, traced
 from lockstep.trainer.watched import Comparison
-from lockstep.trainer.workers import recovering, refuse_spares
+from lockstep.trainer.workers import policy_of, recovering, refuse_spares
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
@@ -160,8 +158,8 @@ class TorchTrainer(BesideTraining):
         self.config, self._explicit = checked_config(config), explicit_identity(num_shards, seed)
         checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
         checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
-        checked_spares(num_workers, spare_workers, min_workers)
-        self._callbacks = checked_functions(initialization_hook, callbacks)
+        self._policy = policy_of(num_workers, spare_workers, min_workers, hang_timeout_s)
+        self._steps = StepMetrics(checked_functions(initialization_hook, callbacks))
         processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
         options = Options(
             precision=pick_precision(precision, use_fp16),
@@ -178,7 +176,7 @@ class TorchTrainer(BesideTraining):
             check_finite=check_finite,
         )
         check_options(options, self._operator_cls, use_local=use_local)
-        self._policy, (gpu, gpu_here) = Policy(min_workers, hang_timeout_s), pick_gpu(use_gpu)
+        gpu, gpu_here = pick_gpu(use_gpu, backend)
         spec = WorkerSpec(
             operator_cls=self._operator_cls,
             config=self.config,
@@ -190,15 +188,17 @@ class TorchTrainer(BesideTraining):
             use_gpu=gpu,
             options=options,
             audit=pick_audit(audit),
+            log_every=self._steps.every,
         )
-        durability = Durability(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        self._spec = self._as_found(spec, durability)
-        self._look_for_gpus(use_gpu, 0 if use_local else processes + spare_workers)
+        self._spec = self._fitted(spec, checkpoint_dir, checkpoint_every, keep_checkpoints, resume)
+        self._look_for_gpus(use_gpu, use_local, spare_workers)
         room = self._room(num_cpus_per_worker, resources_per_worker, backend, timeout_s)
         self._open(room, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
 
-    def _look_for_gpus(self, use_gpu: bool | str, num_bundles: int) -> None:
+    def _look_for_gpus(self, use_gpu: bool | str, use_local: bool, num_spares: int) -> None:
         """A driver often runs on a head node without any: "auto" asks the other machines too."""
+        refuse_spares(self._spec, num_spares)  # before a Ray is started that would tell
+        num_bundles = 0 if use_local else self._spec.num_workers + num_spares
         if use_gpu == "auto" and not self._spec.use_gpu and num_bundles > 1:
             self._spec = replace(self._spec, use_gpu=has_gpus_elsewhere(num_bundles))
 
@@ -216,7 +216,6 @@ class TorchTrainer(BesideTraining):
         if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
             self._engine = InlineEngine(self._spec)
         else:
-            refuse_spares(self._spec, num_spares)
             engine = open_remote(self._spec, resources, use_local=use_local, num_spares=num_spares)
             self._engine = recovering(engine, self._policy)
         try:
@@ -313,10 +312,12 @@ class TorchTrainer(BesideTraining):
         with (
             traced(self, profile, method),
             self._bar(purpose, num_steps) as bar,
-            announced(self, self._callbacks, purpose) as announcer,
         ):
-            watch = all_of(bar, announcer)
+            announcer = announcer_for(self, self._callbacks, purpose, self._steps)
+            watch = all_of(bar, announcer.watch if announcer is not None else None)
             reports = self._call(method, *arguments, watch=watch, retries=retries)
+            if announcer is not None:
+                announcer.finish(reports)
         if not any(report.steps for report in reports):
             raise no_batch(self._operator_cls, purpose, self._engine.started)
         return reports
@@ -334,7 +335,7 @@ class TorchTrainer(BesideTraining):
     @contextlib.contextmanager
     def _bar(
         self, purpose: str, num_steps: int | None
-    ) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+    ) -> Iterator[Callable[[dict[str, Any]], int] | None]:
         if not wants_bar(self._spec.options.use_tqdm):
             yield None
             return

@@ -226,8 +226,11 @@ class SavesMeanwhile(KeepsState):
         self._saving: Saving | None = None
         self._courier: Any = None
 
-    def _as_found(self, spec: WorkerSpec, durability: Durability) -> WorkerSpec:
-        """`spec`, as the state that was found wants it."""
+    def _fitted(
+        self, spec: WorkerSpec, folder: Any, every: Any, keep: Any, resume: Any
+    ) -> WorkerSpec:
+        """`spec`, as the state that was found wants it; see `Durability`."""
+        durability = Durability(folder, every, keep, resume, spec.options.sync)
         self._durability = durability
         if durability.found is not None:
             self._refuse_another_run(durability.found)

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from lockstep.trainer import TorchTrainer
+    from lockstep.trainer.steps import StepMetrics
+    from lockstep.worker import Report
 
 _TELL_EVERY_S: Final = 1.0
 
@@ -24,20 +25,37 @@ class Announcer:
     step ends them. The first error is kept for the end of the call.
     """
 
-    def __init__(self, trainer: TorchTrainer, listeners: Sequence[Callback], phase: str) -> None:
+    def __init__(
+        self,
+        trainer: TorchTrainer,
+        listeners: Sequence[Callback],
+        phase: str,
+        steps: StepMetrics,
+    ) -> None:
         self._trainer = trainer
         self._listeners = listeners
+        self._steps = steps
         self._phase = phase
         self._began = self._told_at = time.monotonic()
         self._error: Exception | None = None
         self._tell({"steps": 0, "samples": 0, "loss": None})
 
-    def watch(self, progress: dict[str, Any]) -> None:
-        """Rank 0 says how far it is."""
+    def watch(self, progress: dict[str, Any]) -> int:
+        """Rank 0 says how far it is; returns up to which step callbacks know all rows."""
+        rows = progress.pop("rows", None)
+        if rows is not None and self._error is None:
+            try:
+                self._steps.live(rows, self._tell_of_step)
+            except Exception as error:
+                self._error = error
         now = time.monotonic()
         if progress.get("steps") and now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
             self._tell(progress)
+        return self._steps.written
+
+    def _tell_of_step(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
+        callback.on_step(self._trainer, step, metrics)
 
     def _tell(self, progress: dict[str, Any]) -> None:
         if self._error is not None:
@@ -49,24 +67,21 @@ class Announcer:
         except Exception as error:
             self._error = error
 
-    def finish(self) -> None:
-        """Raise what a callback raised meanwhile."""
+    def finish(self, reports: Sequence[Report]) -> None:
+        """Tell of the steps that are left, and raise what a callback raised meanwhile."""
+        if self._error is None and self._phase == "train":
+            self._steps.finish(reports, self._tell_of_step)
         if self._error is not None:
             raise self._error
 
 
-@contextlib.contextmanager
-def announced(
-    trainer: TorchTrainer, callbacks: Sequence[Callback], phase: str
-) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-    """What to call with rank 0's progress inside; None if no callback wants to know."""
+def announcer_for(
+    trainer: TorchTrainer, callbacks: Sequence[Callback], phase: str, steps: StepMetrics
+) -> Announcer | None:
+    """Who tells callbacks of a call; None if no callback wants to know."""
     listeners = [each for each in callbacks if _listens(each)]
-    if not listeners:
-        yield None
-        return
-    announcer = Announcer(trainer, listeners, phase)
-    yield announcer.watch
-    announcer.finish()
+    wants_steps = phase == "train" and steps.every
+    return Announcer(trainer, listeners, phase, steps) if listeners or wants_steps else None
 
 
 def _listens(callback: Callback) -> bool:
@@ -74,13 +89,12 @@ def _listens(callback: Callback) -> bool:
 
 
 def all_of(
-    *watches: Callable[[dict[str, Any]], None] | None,
-) -> Callable[[dict[str, Any]], None] | None:
+    *watches: Callable[[dict[str, Any]], int] | None,
+) -> Callable[[dict[str, Any]], int] | None:
     """One function for those that are there; None if there are none."""
     there = [watch for watch in watches if watch is not None]
 
-    def every(progress: dict[str, Any]) -> None:
-        for watch in there:
-            watch(progress)
+    def every(progress: dict[str, Any]) -> int:
+        return max(watch(dict(progress)) for watch in there)
 
     return every if there else None

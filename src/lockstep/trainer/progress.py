@@ -41,17 +41,18 @@ class ProgressBar:
         self._bar = _bar_class()(desc=description, total=total, unit="step", leave=False)
         self._since = time.monotonic()
 
-    def watch(self, progress: dict[str, Any]) -> None:
+    def watch(self, progress: dict[str, Any]) -> int:
         """Take over what rank 0 reports; the other ranks are in the same step."""
         steps = progress.get("steps", 0)
         if not steps:
-            return
+            return 0
         seconds = max(time.monotonic() - self._since, 1e-9)
         shown = {"samples/s": f"{progress['samples'] / seconds:.0f}"}
         if progress.get("loss") is not None:
             shown["loss"] = f"{float(progress['loss']):.4f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(steps - self._bar.n)
+        return 0
 
     def __enter__(self) -> ProgressBar:
         return self

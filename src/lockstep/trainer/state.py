@@ -38,6 +38,15 @@ class KeepsState(Calls):
         model: nn.Module | list[nn.Module] = self._call_rank(0, "models")
         return model
 
+    def get_averaged_model(self) -> nn.Module | list[nn.Module]:
+        """As `get_model`, with the averages that ``register(ema=...)`` keeps of the weights.
+
+        Raises:
+            ConfigurationError: the operator registered without `ema`.
+        """
+        model: nn.Module | list[nn.Module] = self._call_rank(0, "averaged_models")
+        return model
+
     def get_local_operator(self) -> TrainingOperator:
         """The operator in this process: with one worker, or with ``use_local=True``."""
         self._check_open()
@@ -91,6 +100,7 @@ class KeepsState(Calls):
         num_shards = int(state.get("num_shards", self._spec.num_shards))
         self._spec = replace(self._spec, num_shards=num_shards)
         self._engine.cut_anew(num_shards)
+        self._steps.go_to(int(state.get("global_step", 0)))
         self._give_back()
 
     def _refuse_another_run(self, state: Mapping[str, Any]) -> None:

@@ -6,12 +6,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.errors import NotAvailableError
+from lockstep.recovery import Policy
+from lockstep.trainer.arguments import checked_spares
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine
     from lockstep.engine.ray import RayEngine
-    from lockstep.recovery import Policy
     from lockstep.worker import WorkerSpec
+
+
+def policy_of(
+    num_workers: int, spare_workers: int, min_workers: int, hang_timeout_s: float
+) -> Policy:
+    """How much may be lost, from arguments that can be right."""
+    checked_spares(num_workers, spare_workers, min_workers)
+    return Policy(min_workers, hang_timeout_s)
 
 
 def recovering(engine: RayEngine, policy: Policy) -> Engine:

@@ -14,6 +14,7 @@ from lockstep import reduction
 from lockstep.operator.joint import refuse_borrowed
 from lockstep.operator.read_ahead import ReadAhead
 from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
+from lockstep.operator.stepping import refuse_left_out, update_averages
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -99,8 +100,14 @@ class Deliveries:
 
     def commit(self) -> None:
         """The step in hand has happened."""
+        if self._purpose == "train":
+            # A loop may step once more after its last batch.
+            update_averages(self._stage)
         if self._open is None:
             return
+        if self._purpose == "train":
+            refuse_left_out(self._operator)
+            self._stage.num_computed = 0
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:
@@ -115,6 +122,10 @@ class Deliveries:
             self._note_window()
             if self._rollback is not None:
                 self._rollback.settle(self._cursor)
+            if self._stage.step_log is not None:
+                is_settled = self._rollback is None or self._rollback.is_settled
+                epoch = self._cursor.epochs_entered
+                self._stage.step_log.commit(self._stage.committed, epoch, is_settled=is_settled)
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()

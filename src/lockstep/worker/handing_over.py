@@ -118,6 +118,8 @@ class HandsOver(Inquiries):
         # That state begins with the window that is open, whose batches have been counted.
         owed = self.owed + self.operator._lockstep.committed - before["global_step"]
         self._before_load = before, owed
+        if self.operator._lockstep.step_log is not None:
+            self.operator._lockstep.step_log.back_to(0)
         self.go_to(state)
 
     def settle_state(self, keep: bool) -> None:
@@ -131,9 +133,12 @@ class HandsOver(Inquiries):
         """Take over, for good, what a worker of the same run returned from `state_dict`."""
         operator = self.operator
         self.owed = 0
+        operator._lockstep.forget_step()
         if self._rollback is not None:
             self._rollback.forget()
         states.apply(operator, self.run, self._own_part(state))
+        if operator._lockstep.step_log is not None:
+            operator._lockstep.step_log.back_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
         before = operator._lockstep.setting.placement
@@ -164,4 +169,7 @@ class HandsOver(Inquiries):
         return answer if self.rank == 0 else None
 
     def models(self) -> nn.Module | list[nn.Module]:
-        return states.model_copies(self.run)
+        return states.model_copies(self.run, self.run.plain_models())
+
+    def averaged_models(self) -> nn.Module | list[nn.Module]:
+        return states.model_copies(self.run, states.averages(self.run))

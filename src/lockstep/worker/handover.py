@@ -164,6 +164,9 @@ class _Unpickler(pickle.Unpickler):
 def _shared_tensors(run: Registered, with_optimizers: bool) -> Iterator[torch.Tensor]:
     shared = [parameter for parameter in run.parameters() if not is_local(parameter)]
     yield from shared
+    for model, average in zip(run.plain_models(), run.averages, strict=False):
+        pairs = zip(model.parameters(), average.module.parameters(), strict=False)
+        yield from (averaged for parameter, averaged in pairs if not is_local(parameter))
     if not with_optimizers:
         return
     for optimizer in run.optimizers:

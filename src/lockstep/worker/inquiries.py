@@ -9,6 +9,7 @@ from lockstep.metrics.numeric import as_number
 from lockstep.worker.where import whereabouts
 
 if TYPE_CHECKING:
+    from lockstep.metrics.steps import StepRow
     from lockstep.operator import TrainingOperator
     from lockstep.worker.cursor import Cursor
     from lockstep.worker.passes import Underway
@@ -36,6 +37,14 @@ class Inquiries:
         # A number: a driver without CUDA could not even receive a tensor that lives there.
         loss = None if loss is None else float(loss)
         return {"steps": tally.steps, "samples": samples, "loss": loss}
+
+    def step_rows(self, since: int) -> tuple[int, list[StepRow]]:
+        """Steps of the run so far, and the rows of metrics after step `since`."""
+        operator = self._operator
+        if operator is None or operator._lockstep.step_log is None:
+            return 0, []
+        committed = operator._lockstep.committed  # first: rows of steps up to it are there
+        return committed, operator._lockstep.step_log.newer_than(since)
 
     def items_ahead(self, purpose: str, shards: list[int]) -> list[Any]:
         """What the next step reads for `shards`: indices into the dataset, where there are any."""

@@ -235,6 +235,7 @@ class Underway:
 
     def report(self) -> Report:
         operator, training = self._operator, self.request.purpose == "train"
+        log = operator._lockstep.step_log
         return Report(
             metrics=self._metrics,
             summaries=self._summaries,
@@ -246,4 +247,5 @@ class Underway:
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=operator._lockstep.weighed_by.get(self.request.purpose),
             measured=operator._lockstep.measures.collected(self.request.purpose),
+            rows=log.newer_than(0) if training and log is not None else [],
         )

@@ -19,6 +19,8 @@ from lockstep.worker.passes import Progress
 from lockstep.worker.sources import open_source
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
@@ -53,12 +55,14 @@ class Formation:
     Attributes:
         source: the rank whose state counts.
         stale: ranks that take it over.
+        local_ranks: each rank's place among the ranks of its host; empty if they stay.
     """
 
     rendezvous: Rendezvous
     size: int
     source: int
     stale: tuple[int, ...]
+    local_ranks: tuple[int, ...] = ()
 
 
 def stand_down(worker: Worker, interrupted: str | None) -> Standing:
@@ -139,6 +143,7 @@ def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
         before,
         world_rank=rank,
         world_size=formation.size,
+        local_rank=formation.local_ranks[rank] if formation.local_ranks else before.local_rank,
         group=group,
         placement=placement,
         is_spare=False,
@@ -170,7 +175,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": [buffer for module in run.modules() for buffer in module.buffers()],
+        "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
@@ -183,11 +188,16 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     run: Registered = worker.run
     for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    own = [buffer for module in run.modules() for buffer in module.buffers()]
-    for mine, theirs in zip(own, given["buffers"], strict=True):
+    for mine, theirs in zip(_buffers(run), given["buffers"], strict=True):
         mine.data = theirs.to(mine.device)
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
     if given["carried"] is not None:
         worker.carried = Carried(given["carried"])
     worker.owed = given["owed"]
     worker.expect_written(given["written"])
+
+
+def _buffers(run: Registered) -> list[torch.Tensor]:
+    """Those of a state, and those that no state holds."""
+    modules = [*run.modules(), *run.averages]
+    return [buffer for module in modules for buffer in module.buffers()]

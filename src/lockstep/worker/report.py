@@ -11,6 +11,7 @@ from lockstep.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:
     from lockstep.audit.ledger import Ledger
+    from lockstep.metrics.steps import StepRow
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Report:
         weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
         measured: the registered torchmetrics objects, by the key of their result.
         seen: by the watch (see `lockstep.worker.watching`); None if nothing watches.
+        rows: metrics of single steps that nobody has heard of yet.
         is_of_a_lost_worker: it is what was known of a worker that did not live to report.
     """
 
@@ -43,6 +45,7 @@ class Report:
     weighed_by: str | None = None
     measured: dict[str, Any] = field(default_factory=dict)
     seen: Ledger | None = None
+    rows: list[StepRow] = field(default_factory=list)
     is_of_a_lost_worker: bool = False
 
 

@@ -101,7 +101,8 @@ class Rollback:
         self._steps_to_learn = _STEPS_TO_LEARN if operator._brings_own_loop() else 0
         self._written = Written(run.optimizers)
         self._handles = []
-        if operator._brings_own_loop():
+        # What a user does after a step may communicate, and may fail, as a loop of the user's own.
+        if operator._brings_own_loop() or operator._brings("after_step"):
             self._handles = [
                 optimizer.register_step_pre_hook(lambda each, *_: self._about_to_step(each))
                 for optimizer in run.optimizers
@@ -261,8 +262,8 @@ class Rollback:
 
     def _gathers(self, opened: OpenStep) -> bool:
         """Gradients have come that no optimizer has consumed."""
-        if not self._handles or self._sync is None:
-            return False
+        if not self._operator._brings_own_loop() or self._sync is None:
+            return False  # the default loop's windows are the cursor's
         waits = opened.stepped_at is None and self._rounds > opened.rounds
         return waits or self._sync.has_open_window
 
@@ -276,6 +277,11 @@ class Rollback:
         here = [each for each in optimizers if sync is None or not sync.has_state_of(each)]
         if self._steps_early is not False or len(here) < len(optimizers):
             opened.everything = _Everything(self._run, here)
+
+    @property
+    def is_settled(self) -> bool:
+        """What has happened is not taken back any more."""
+        return self._open is None
 
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
         """Go back; False if the weights have moved and there is no copy of them.
@@ -325,6 +331,8 @@ class Rollback:
         cursor.move_to(mark.epoch, mark.step)
         stage = self._operator._lockstep
         stage.committed = self._operator.global_step = mark.committed
+        if stage.step_log is not None:
+            stage.step_log.back_to(mark.committed)
         tally.steps, tally.samples = mark.tally_steps, mark.tally_samples
         if mark.meters is not None:
             stage.meters = mark.meters
@@ -358,7 +366,7 @@ class _Settings:
 
 
 class _Everything:
-    """Weights, and the states of optimizers and schedulers, before the first of them steps.
+    """Weights, their averages, and the states of optimizers and schedulers, before the first steps.
 
     Args:
         optimizers: those whose state is here.
@@ -366,6 +374,8 @@ class _Everything:
 
     def __init__(self, run: Registered, optimizers: list[torch.optim.Optimizer]) -> None:
         self._live = [parameter.detach() for parameter in run.parameters()]
+        for average in run.averages:
+            self._live += [each.detach() for each in (*average.parameters(), *average.buffers())]
         self._weights: list[torch.Tensor] = []
         copy_over(self._live, self._weights)
         self._steppers: list[Any] = [*optimizers, *run.schedulers]

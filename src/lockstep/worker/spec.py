@@ -20,7 +20,11 @@ _RECOVERABLE: Final = frozenset({"replicate", "ddp", "parameter_server"})
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """The trainer's arguments as far as a worker needs them; the same for every rank."""
+    """The trainer's arguments as far as a worker needs them; the same for every rank.
+
+    Attributes:
+        log_every: steps to a row of metrics; 0 where nobody wants them.
+    """
 
     operator_cls: type[TrainingOperator]
     config: Mapping[str, Any]
@@ -33,6 +37,7 @@ class WorkerSpec:
     options: Options = field(default_factory=Options)
     checkpoint_every: int | None = None
     audit: str = "off"
+    log_every: int = 0
 
     @property
     def is_recoverable(self) -> bool:

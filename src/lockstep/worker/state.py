@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.sync import is_block, is_expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
@@ -46,6 +46,8 @@ def collect(
         "operator": take(operator.state_dict()),
         "global_step": operator._lockstep.committed,
     }
+    if run.averages:
+        state["ema"] = [take(average.state_dict()) for average in run.averages]
     return state
 
 
@@ -116,6 +118,7 @@ def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
         found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
+    found += _average_problems(run, state)
     for index, (optimizer, saved) in enumerate(
         zip(run.optimizers, state["optimizers"], strict=True)
     ):
@@ -127,6 +130,20 @@ def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
                 f" {mine_sizes} here"
             )
     return found
+
+
+def _average_problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
+    """A state without averages fits, for they begin at its weights; those of a state are kept."""
+    theirs = state.get("ema") or []
+    if not theirs:
+        return []
+    if len(theirs) != len(run.averages):
+        return [
+            f"it holds averages (ema) of {len(theirs)} models, the operator registered"
+            f" {len(run.averages)}"
+        ]
+    pairs = enumerate(zip(run.averages, theirs, strict=True))
+    return [line for n, pair in pairs for line in _module_problems(f"average {n}", *pair)]
 
 
 def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
@@ -162,6 +179,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         _load(model, saved)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
         _load(run.plain_criterion(), state["criterion"])
+    _load_averages(run, state.get("ema"))
     for optimizer, saved in zip(run.optimizers, state.get("optimizers") or [], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
         optimizer.load_state_dict(copied(saved))
@@ -171,6 +189,17 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
     if state.get("operator") is not None:
         operator.load_state_dict(copy.deepcopy(state["operator"]))
+
+
+def _load_averages(run: Registered, saved: Sequence[Mapping[str, Any]] | None) -> None:
+    for number, (model, average) in enumerate(zip(run.plain_models(), run.averages, strict=False)):
+        if saved:
+            _load(average, saved[number])
+        else:
+            # An average that has averaged nothing takes the weights as they are.
+            average.n_averaged.zero_()
+            average.update_parameters(model)
+            average.n_averaged.zero_()
 
 
 def _load(module: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -198,13 +227,24 @@ def _takes(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     return buffer.layout == value.layout and buffer.layout in (torch.strided, torch.sparse_coo)
 
 
-def model_copies(run: Registered) -> nn.Module | list[nn.Module]:
-    """Copies of the models on the CPU, without gradients, hooks or any trace of lockstep.
+def averages(run: Registered) -> list[nn.Module]:
+    """The models with the averages of their weights."""
+    if run.averages:
+        return [average.module for average in run.averages]
+    raise ConfigurationError(
+        "there is no average of the weights",
+        got="register() without ema",
+        fix="self.register(..., ema=0.999) in setup",
+    )
+
+
+def model_copies(run: Registered, models: list[nn.Module]) -> nn.Module | list[nn.Module]:
+    """Copies of `models` on the CPU, without gradients, hooks or any trace of lockstep.
 
     Parameters and buffers are moved before the modules are copied, so that a device that is
     nearly full need not hold a second model.
     """
-    copies = _copied_models(run.plain_models())
+    copies = _copied_models(models)
     return copies[0] if run.models_given_alone else copies
 
 

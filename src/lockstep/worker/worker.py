@@ -17,12 +17,14 @@ from lockstep.errors import (
     PeerLostError,
 )
 from lockstep.group import Group
+from lockstep.metrics.steps import StepLog
 from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.finite import watch_optimizers
 from lockstep.operator.loops import registered
 from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.operator.setting import Setting
+from lockstep.operator.stepping import follow_steps
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
 from lockstep.worker.connections import Connections
@@ -94,7 +96,7 @@ class Worker(HandsOver):
         self._is_dismissed = False
         self._is_warm = False
         self._closing: threading.Thread | None = None
-        self._finite_checks: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = []
         self._threads_before: int | None = None
         self.has_state = False
         self.underway = None
@@ -167,6 +169,7 @@ class Worker(HandsOver):
         operator = spec.operator_cls(config, setting)
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
+        operator._lockstep.step_log = StepLog(spec.log_every) if spec.log_every else None
         with preserved(derive_seed(spec.seed, "setup")):
             returned = cast("Any", operator).setup(operator.config)
         run = registered(operator)
@@ -179,7 +182,9 @@ class Worker(HandsOver):
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-        self._finite_checks = [] if is_trial else watch_optimizers(operator)
+        # In this order: only a step that is not refused is followed.
+        self._handles = [] if is_trial else watch_optimizers(operator)
+        self._handles += follow_steps(operator)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
@@ -222,7 +227,7 @@ class Worker(HandsOver):
             self._operator._lockstep.sync.detach()
         # With a local rank the optimizer is the user's own, and outlives the trainer.
         self.snapshots.close()
-        for handle in self._finite_checks:
+        for handle in self._handles:
             handle.remove()
         if self._rollback is not None:
             self._rollback.close()
@@ -267,6 +272,7 @@ class Worker(HandsOver):
         if call.request.purpose == "validation":
             call.rewind()
             return "all"
+        self.operator._lockstep.forget_step()
         self.operator._lockstep.precision.forget_unscaled()
         for held in vars(self.operator).values():
             if isinstance(held, torch.amp.GradScaler):
@@ -447,6 +453,8 @@ class Worker(HandsOver):
         if training:
             self.owed = 0
             self.snapshots.begin()
+            if self.operator._lockstep.step_log is not None:
+                self.operator._lockstep.step_log.begin_call()
         if training or self._rollback is not None:
             call.tally.at_boundary = self._look_up
         return call

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lockstep train`` with one worker: config, errors, output, the dry run."""
 
+import argparse
 import csv
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from lockstep import TorchTrainer
 from lockstep.cli import main
+from lockstep.cli.options import TRAINER, add_arguments
 from lockstep.cli.settings import config_of, value_of
+from lockstep.cli.words import shown
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_SIZE
 
@@ -225,3 +231,62 @@ def test_two_workers_import_the_operator_from_its_file(here, tmp_path):
     assert "shard 0 of 2" in done.stdout
     assert "shard 1 of 2" in done.stdout
     assert "2 workers against one process: equal" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "typed"),
+    [
+        (
+            ConfigurationError("no", fix='TorchTrainer(..., checkpoint_dir="checkpoints")'),
+            "--checkpoint-dir checkpoints",
+        ),
+        (ConfigurationError("no", fix='TorchTrainer(..., scheduler_step_freq="epoch")'), None),
+        (ConfigurationError("no", fix="num_workers=1, or num_shards=2"), "--num-workers 1, or"),
+        (ConfigurationError("no", fix="use_gpu=False, fewer workers"), "--use-gpu no, fewer"),
+        (ConfigurationError("no", fix="TorchTrainer(check_finite=False) steps"), None),
+        (ConfigurationError("no", fix="a smaller min_workers, spare_workers"), "--min-workers"),
+        (ConfigurationError("no", fix="leave out sync, or reproducible=True"), "--reproducible"),
+        (ConfigurationError("no", fix="build a new trainer and load the last checkpoint"), None),
+        (ConfigurationError("no", fix="config={BATCH_SIZE: 64}"), "--batch-size 64"),
+        (ConfigurationError("no", fix="resume=None"), "no --resume"),
+    ],
+)
+def test_what_an_error_tells_to_type_is_an_option(error, typed):
+    said = shown(error)
+    assert typed is None or typed in said
+    assert "TorchTrainer" not in said
+    for name in TRAINER:
+        assert f"{name}=" not in said
+    # What is told to be typed can be parsed.
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    known = parser._option_string_actions
+    for option in re.findall(r"--[a-z][a-z-]*", said):
+        assert option in known
+
+
+def test_every_argument_of_the_trainer_has_its_option():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    destinations = {action.dest for action in parser._actions}
+    assert set(TRAINER) <= destinations
+    assert set(TRAINER) <= set(inspect.signature(TorchTrainer).parameters)
+    read = parser.parse_args(["m:O", "--no-check-finite", "--spare-workers=1", "--audit=off"])
+    assert (read.check_finite, read.spare_workers, read.audit) == (False, 1, "off")
+    assert not hasattr(parser.parse_args(["m:O"]), "check_finite")
+
+
+def test_an_error_of_the_trainer_names_options(here, capsys):
+    arguments = ("straight:Line", "--set=lr=0.1", "--num-workers=2", "--num-shards=1")
+    assert lockstep(*arguments) == 1
+    said = capsys.readouterr().err
+    assert "--num-shards 2" in said or "--num-workers 1" in said
+    assert "num_shards=" not in said.partition("fix")[2]
+
+
+def test_steps_are_logged(here):
+    code = lockstep("straight:Line", "--set=lr=0.1", "--log=log.csv", "--log-every=2")
+    assert code == 0
+    with (here / "log.csv").open(newline="") as file:
+        rows = [(row["phase"], row["step"]) for row in csv.DictReader(file)]
+    assert rows == [("step", "2"), ("train", "3"), ("validation", "3")]

@@ -186,3 +186,19 @@ def test_what_a_module_adds_to_a_checkpoint_comes_back(tmp_path):
         trainer.load(path)
         trainer.train()
         assert trainer.get_local_operator().module.count == 2 * SAMPLES
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_after_step_of_a_subclass_follows_each_step(accumulate):
+    class Follows(TrainingOperator.from_lightning(Witness, loader())):
+        seen = ()
+
+        def after_step(self):
+            self.seen = (*self.seen, self.module.layers[0].weight.detach().clone())
+
+    with TorchTrainer(training_operator_cls=Follows, accumulate=accumulate) as trainer:
+        trainer.train()
+        operator = trainer.get_local_operator()
+        steps, last = trainer.status()["step"], operator.module.layers[0].weight
+        assert len(operator.seen) == -(-steps // accumulate)
+        assert torch.equal(operator.seen[-1], last)

@@ -175,6 +175,25 @@ def test_settings_that_are_refused(arguments, trainer_arguments, says):
     assert says in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "trainer_arguments"),
+    [
+        ({}, {"sync": "ddp"}),
+        ({}, {"scheduler_step_freq": "epoch"}),
+        ({"gradient_clip_val": 1.0}, {"clip_grad_norm": 1.0}),
+    ],
+)
+def test_settings_are_refused_before_any_worker_starts(arguments, trainer_arguments, monkeypatch):
+    def starts(*_, **__):
+        raise AssertionError("something was started")
+
+    for name in ("open_remote", "has_gpus_elsewhere"):
+        monkeypatch.setattr(f"lockstep.trainer.driver.{name}", starts)
+    operator = TrainingOperator.from_lightning(Classifier, loader(), **arguments)
+    with pytest.raises(ConfigurationError):
+        TorchTrainer(training_operator_cls=operator, num_workers=2, **trainer_arguments)
+
+
 def test_arguments_that_are_refused_at_once():
     with pytest.raises(ConfigurationError, match="num_workers"):
         TrainingOperator.from_lightning(Classifier, devices=2)

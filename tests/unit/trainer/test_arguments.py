@@ -101,7 +101,7 @@ def test_the_arguments_of_register_and_their_defaults():
     empty = inspect.Parameter.empty
     assert defaults(TrainingOperator.register) == {
         "models": empty, "optimizers": empty, "criterion": None, "schedulers": None,
-        "ddp_args": None, "loss_reduction": "mean",
+        "ema": None, "ddp_args": None, "loss_reduction": "mean",
     }  # fmt: skip
     loaders = {"train_loader": None, "validation_loader": None}
     assert defaults(TrainingOperator.register_data) == loaders
@@ -346,3 +346,31 @@ def test_a_loop_that_reads_nothing_is_not_told_that_its_loader_is_empty(loop):
 def test_the_style_of_ray_0_8_is_told_what_became_of_it():
     with pytest.raises(ConfigurationError, match="from_creators"):
         TorchTrainer(model_creator=lambda config: linear())
+
+
+class WithoutSetup(TrainingOperator):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"training_operator_cls": WithoutSetup}, "must override setup"),
+        ({"backend": "mpi"}, "backend"),
+        ({"backend": "nccl", "use_gpu": False}, "backend"),
+        ({"spare_workers": 1, "sync": "fsdp"}, "a spare worker cannot take over here"),
+        ({"accumulate": 0}, "accumulate"),
+        ({"audit": "loud"}, "audit"),
+        ({"checkpoint_every": 5}, "checkpoint_dir"),
+    ],
+)
+def test_what_needs_no_worker_is_said_before_any_starts(arguments, says, monkeypatch):
+    def starts(*_, **__):
+        raise AssertionError("something was started")
+
+    for name in ("open_remote", "has_gpus_elsewhere", "InlineEngine"):
+        monkeypatch.setattr(f"lockstep.trainer.driver.{name}", starts)
+    arguments = {"training_operator_cls": Regression, "num_workers": 2, **arguments}
+    with pytest.raises(LockstepError) as refused:
+        TorchTrainer(**arguments)
+    assert says in str(refused.value)

@@ -34,6 +34,8 @@ from lockstep.operator.joint import computing
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from lockstep.operator import Options
+
 
 def from_lightning(
     base: type[TrainingOperator],
@@ -103,11 +105,15 @@ class LightningOperator(TrainingOperator):
         """The LightningModule, as RaySGD's operator named it."""
         return self.module
 
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        super()._check(options)
+        refusals.check_settings(options, cls._source.gradient_clip_val is not None)
+
     # ------------------------------------------------------------------------------- setup
 
     def setup(self, config: Any) -> None:
         setting, source = self._lockstep.setting, self._source
-        refusals.check_settings(setting.options, source.gradient_clip_val is not None)
         module, datamodule = source.make(config, copied=setting.is_trial)
         refusals.check_module(module, setting.options)
         self.module, self.datamodule = module, datamodule

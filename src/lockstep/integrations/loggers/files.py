@@ -28,13 +28,14 @@ class CSVLogger(Logger):
 
     Args:
         path: of the file; its folder is made.
+        every: see `Logger`.
 
     Raises:
         ConfigurationError: the file is something else, or cannot be written; before training.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
+    def __init__(self, path: str | os.PathLike[str], *, every: int | None = None) -> None:
+        super().__init__(every)
         self.path = Path(path)
         self._columns: list[str] = []
 
@@ -82,13 +83,14 @@ class JSONLinesLogger(Logger):
 
     Args:
         path: of the file; its folder is made.
+        every: see `Logger`.
 
     Raises:
         ConfigurationError: the file cannot be written; before training.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
+    def __init__(self, path: str | os.PathLike[str], *, every: int | None = None) -> None:
+        super().__init__(every)
         self.path = Path(path)
 
     def on_start(self, trainer: TorchTrainer) -> None:

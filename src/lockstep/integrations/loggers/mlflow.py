@@ -27,6 +27,7 @@ class MLflowLogger(Logger):
         tracking_uri: of the server or database; MLflow's own setting if None.
         run_name: what MLflow shows; a name of its making if None.
         run_id: of a run to go on with.
+        every: see `Logger`; metrics ``step/<metric>``.
 
     Attributes:
         run_id: of the run that is written to; None before the trainer starts.
@@ -42,8 +43,9 @@ class MLflowLogger(Logger):
         tracking_uri: str | None = None,
         run_name: str | None = None,
         run_id: str | None = None,
+        every: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(every)
         self.run_id = run_id
         self._experiment, self._run_name = experiment, run_name
         mlflow = required("mlflow", extra="loggers", by="MLflowLogger")
@@ -68,8 +70,9 @@ class MLflowLogger(Logger):
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         milliseconds = round(row.time * 1000)
+        before = "step/" if row.phase == "step" else ""
         metrics = [
-            self._metric(_allowed(name), value, milliseconds, row.step)
+            self._metric(_allowed(before + name), value, milliseconds, row.step)
             for name, value in row.numbers.items()
         ]
         self._client.log_batch(self.run_id, metrics=metrics)

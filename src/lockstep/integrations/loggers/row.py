@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics.numeric import as_number, read_numbers
+from lockstep.trainer.arguments import is_positive_int, require
 from lockstep.trainer.callbacks import Callback, steps_done
 
 if TYPE_CHECKING:
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """What one call returned.
+    """What one call returned, or what some steps of it came to.
 
     Attributes:
-        phase: "train" or "validation".
+        phase: "train", "validation", or "step" for the metrics of single steps.
         step: optimizer steps (global batches) since the run began, earlier programs included.
         epoch: passes over the training data begun; None if this program has not trained yet.
         values: numbers and strings by name; nested ones as ``profile/mean_fwd_s``.
@@ -42,14 +43,28 @@ class Logger(Callback):
     """A callback that turns results into rows; a logger of your own overrides `write`.
 
     Rows come after the workers have been reduced: every sample counts once.
+
+    Args:
+        every: also a row, with the phase "step", for each so many optimizer steps (global
+            batches): the means over all their samples, while a call runs.
+
+    Raises:
+        ConfigurationError: `every` is no positive number of steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int | None = None) -> None:
+        require(every is None or is_positive_int(every), "every", every, "an int, 1 or more")
+        self.every = every
         self._epoch: int | None = None
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         """Write one row down, for good: the program may be killed after it."""
         raise NotImplementedError
+
+    def on_step(self, trainer: TorchTrainer, step: int, metrics: dict[str, Any]) -> None:
+        self._epoch = metrics["epoch"]
+        values = {name: each for name, each in flattened(metrics).items() if name != "epoch"}
+        self.write(trainer, Row("step", step, self._epoch, values))
 
     def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
         self._epoch = result.get("epoch", self._epoch)

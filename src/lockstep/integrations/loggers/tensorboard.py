@@ -22,13 +22,14 @@ class TensorBoardLogger(Logger):
 
     Args:
         folder: for the event files, one for each run; what ``tensorboard --logdir`` is given.
+        every: see `Logger`; curves ``step/<metric>``.
 
     Raises:
         NotAvailableError: tensorboard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        super().__init__()
+    def __init__(self, folder: str | os.PathLike[str], *, every: int | None = None) -> None:
+        super().__init__(every)
         self.folder = os.fspath(folder)
         # Asked for now: a run should not find out after its first epoch.
         required("tensorboard", extra="loggers", by="TensorBoardLogger")
@@ -44,7 +45,9 @@ class TensorBoardLogger(Logger):
     def _opened(self, trainer: TorchTrainer, row: Row) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        done_before = row.step - int(row.numbers.get(BATCH_COUNT, 0) if row.phase == "train" else 0)
+        done_before = row.step - int(
+            row.numbers.get(BATCH_COUNT, 0) if row.phase != "validation" else 0
+        )
         # torch's writer has no annotations.
         writer: Any = SummaryWriter(self.folder, purge_step=done_before + 1)
         table = "".join(f"|{key}|{value}|\n" for key, value in flattened(trainer.config).items())

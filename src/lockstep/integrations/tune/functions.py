@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.placement import bundle_for
+from lockstep.engine.placement import bundle_for, warn_of_no_room
 from lockstep.integrations.packages import required
 from lockstep.integrations.tune import checkpoints
 
@@ -27,7 +27,7 @@ def resources(
     num_gpus_per_worker: float = 0,
     resources_per_worker: Mapping[str, float] | None = None,
 ) -> Any:
-    """What a trial reserves: a CPU for the function, and a bundle for each worker.
+    """What a trial reserves: a bundle for each worker; the function itself needs none.
 
     ::
 
@@ -38,7 +38,8 @@ def resources(
     """
     tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune")
     bundle = bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
-    return tune.PlacementGroupFactory([{"CPU": 1}, *([bundle] * num_workers)], strategy="PACK")
+    warn_of_no_room(bundle, num_workers, "a trial")
+    return tune.PlacementGroupFactory([{}, *([bundle] * num_workers)], strategy="PACK")
 
 
 def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> None:

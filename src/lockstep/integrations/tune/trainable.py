@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
+from lockstep.engine.placement import warn_of_no_room
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.integrations.packages import required
 from lockstep.integrations.tune import checkpoints
@@ -39,7 +40,7 @@ class TorchTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """A CPU for the trial itself, a bundle for each of its workers."""
+        """A bundle for each of its workers; a trial that only drives them needs none."""
         given = cls.arguments
         num_workers = config.get("num_workers", given.get("num_workers", 1))
         holds(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
@@ -50,8 +51,9 @@ class TorchTrainable(Trainable):
         worker = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **further}
         num_processes = 1 if in_one_process else num_workers
         local = given.get("use_local") or (num_processes == 1 and not gpus and not further)
-        # Where rank 0 is the trial's own process, it needs no CPU besides.
-        bundles: list[dict[str, float]] = [worker if local else {"CPU": 1}]
+        warn_of_no_room(worker, num_processes, f"a trial of {cls.__name__}")
+        # The first bundle is that of the trial's own process, which may be rank 0.
+        bundles: list[dict[str, float]] = [worker if local else {}]
         bundles += [worker] * (num_processes - bool(local))
         return PlacementGroupFactory(bundles, strategy="PACK")
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of single steps, from the workers' rows to the callbacks that ask for them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from lockstep.keys import BATCH_COUNT
+from lockstep.metrics import merge
+from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lockstep.metrics.steps import StepRow
+    from lockstep.worker import Report
+
+_log = logging.getLogger("lockstep")
+
+
+class StepMetrics:
+    """Merges rows of all workers, and tells each callback of every step that it asks for, once.
+
+    A step that is computed again after a failure is not told of again.
+
+    Args:
+        callbacks: those with an `every` are told.
+
+    Attributes:
+        callbacks: all of them.
+        every: steps to a row, for the workers; 0 if no callback asks.
+        written: the latest step of the run that callbacks have been told of.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
+        self._listeners = [each for each in callbacks if each.every and _listens(each)]
+        for each in self._listeners:
+            require(is_positive_int(each.every), "every", each.every, "an int, 1 or more")
+        self.every = math.gcd(*(each.every or 0 for each in self._listeners))
+        self.go_to(0)
+
+    def go_to(self, step: int) -> None:
+        """The run goes on from `step`, in whatever state was loaded."""
+        self.written = step
+        self._gathered: dict[Callback, list[dict[str, Any]]] = {
+            each: [] for each in self._listeners
+        }
+
+    def live(
+        self,
+        rows: Sequence[tuple[int, Sequence[StepRow]]],
+        tell: Callable[[Callback, int, dict[str, Any]], None],
+    ) -> None:
+        """While a call runs: what all workers have counted, up to where the last one is.
+
+        Args:
+            rows: steps of the run so far, and the rows since `written`, of each worker.
+        """
+        reached = min((committed for committed, _ in rows), default=0)
+        self._take([row for _, own in rows for row in own if row.step <= reached], tell)
+
+    def finish(
+        self, reports: Sequence[Report], tell: Callable[[Callback, int, dict[str, Any]], None]
+    ) -> None:
+        """At the end of a call: all that is left."""
+        self._take([row for report in reports for row in report.rows], tell)
+        has_none = all(report.sums[BATCH_COUNT] == 0 for report in reports)
+        if self._listeners and has_none:
+            _log.warning(
+                "callbacks ask for the metrics of every %d steps, and the operator's own"
+                " train_epoch has told of none: override train_batch instead, or call"
+                " super().train_epoch(iterator, info)",
+                self.every,
+            )
+
+    def _take(
+        self, rows: Sequence[StepRow], tell: Callable[[Callback, int, dict[str, Any]], None]
+    ) -> None:
+        for step in sorted({row.step for row in rows if row.step > self.written}):
+            found = [row for row in rows if row.step == step]
+            self.written = step
+            for callback, gathered in self._gathered.items():
+                gathered.append(_together([row.sums for row in found]))
+                if step % (callback.every or 1) == 0:
+                    metrics = _means(gathered)
+                    gathered.clear()
+                    if metrics:
+                        epoch = max(row.epoch for row in found)
+                        tell(callback, step, {**metrics, "epoch": epoch})
+
+
+def _listens(callback: Callback) -> bool:
+    return getattr(callback.on_step, "__func__", None) is not Callback.on_step
+
+
+def _together(sums: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Workers side by side: they share every global batch."""
+    return {"sums": sums, BATCH_COUNT: max(each[BATCH_COUNT] for each in sums)}
+
+
+def _means(gathered: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Steps one after the other: means over all their samples; empty if nothing was told of."""
+    merged = merge([each for row in gathered for each in row["sums"]])
+    names = {name for row in gathered for each in row["sums"] for name in each["sums"]}
+    if not names:
+        return {}
+    kept = {name: value for name, value in merged.items() if not name.startswith("last_")}
+    kept.update({name: merged[name] for name in names})
+    return {**kept, BATCH_COUNT: sum(row[BATCH_COUNT] for row in gathered)}

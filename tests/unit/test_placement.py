@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank gets which place: ranks of one host are neighbours, at the start and ever after."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.engine import placement
+from lockstep.engine.member import Member
+from lockstep.recovery.regrouping import Regrouping
+
+
+@pytest.fixture
+def driver_on(monkeypatch):
+    """The node that the driver is on."""
+
+    def on(node):
+        monkeypatch.setattr(placement, "this_node", lambda: node)
+
+    return on
+
+
+def group_on(*nodes, monkeypatch):
+    """A placement group with a bundle on each of `nodes`."""
+    table = {"bundles_to_node_id": dict(enumerate(nodes))}
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: table)
+    return SimpleNamespace(id=SimpleNamespace(hex=lambda: "a group"))
+
+
+def test_ranks_of_a_node_are_neighbours_and_the_drivers_come_first(driver_on, monkeypatch):
+    driver_on("b")
+    group = group_on("a", "b", "a", "b", "c", "a", monkeypatch=monkeypatch)
+    places = placement.places_in(group, 6, num_spares=0)
+    assert places == [(1, "b"), (3, "b"), (0, "a"), (2, "a"), (5, "a"), (4, "c")]
+    assert placement.local_ranks([node for _, node in places]) == [0, 1, 0, 1, 2, 0]
+
+
+def test_a_driver_without_workers_on_its_node_changes_no_order(driver_on, monkeypatch):
+    driver_on("elsewhere")
+    group = group_on("a", "b", "a", monkeypatch=monkeypatch)
+    assert placement.places_in(group, 3, num_spares=0) == [(0, "a"), (2, "a"), (1, "b")]
+
+
+def test_spares_come_last_whatever_their_node(driver_on, monkeypatch):
+    driver_on("b")
+    group = group_on("a", "b", "b", "a", monkeypatch=monkeypatch)
+    places = placement.places_in(group, 4, num_spares=2)
+    assert places == [(1, "b"), (0, "a"), (2, "b"), (3, "a")]
+    # Their local ranks go on counting: two processes of a node never share one.
+    assert placement.local_ranks([node for _, node in places]) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_in_a_lent_group_the_programs_own_bundle_is_left_out(driver_on, monkeypatch, first):
+    driver_on("a")
+    group = group_on("a", "b", "a", monkeypatch=monkeypatch)
+    monkeypatch.setitem(placement._lent, "a group", first)
+    seats = [seat for seat, _ in placement.places_in(group, 2, num_spares=0)]
+    assert seats == ([0, 1] if first == 0 else [2, 1])
+
+
+def test_local_ranks_of_nobody():
+    assert placement.local_ranks([]) == []
+
+
+class Engine:
+    """As much of an engine as places are dealt out by."""
+
+    def __init__(self, members, num_workers):
+        self.members, self.spares = members, []
+        self.spec = SimpleNamespace(num_workers=num_workers)
+
+    def line_up(self, members):
+        self.members = list(members)
+
+
+class WithSpares(Regrouping):
+    def __init__(self, engine, spares):
+        super().__init__(engine, 1, None)
+        self._spares = spares
+
+    def _within_reach(self):
+        return list(self._spares)
+
+
+def members(*nodes, first=0):
+    return [Member(first + n, node, 0) for n, node in enumerate(nodes)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "spare", "expected"),
+    [
+        (1, "far", [0, 10, 2, 3]),
+        (1, "near", [0, 10, 2, 3]),
+        (2, "near", [0, 1, 10, 3]),
+        (3, "near", [0, 1, 10, 2]),  # and not behind the far one
+        (0, "far", [1, 10, 2, 3]),  # and not before the near one
+        (1, None, [0, 2, 3]),
+    ],
+)
+def test_a_spare_takes_a_place_among_the_ranks_of_its_host(driver_on, lost, spare, expected):
+    driver_on("near")
+    everyone = members("near", "near", "far", "far")
+    places = [None if n == lost else member for n, member in enumerate(everyone)]
+    engine = Engine(everyone, num_workers=4)
+    ready = [] if spare is None else members(spare, first=10)
+    roster = WithSpares(engine, ready)._fill(places, [])
+    assert [member.number for member in roster] == expected
+    assert engine.members == roster
