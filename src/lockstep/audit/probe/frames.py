@@ -9,15 +9,12 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
     from types import FrameType
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
-_TORCH: Final = str(Path(torch.__file__).parent)
 _LIBRARY: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _RAY: Final = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in _INSTALLED)
@@ -31,7 +28,7 @@ def _distance(file: str) -> int:
     """0: the user's own file. 1: an installed library. 2: torch, Python, Ray or ours."""
     distance = _known.get(file)
     if distance is None:
-        if file.startswith((_OURS, _TORCH, "<")) or any(folder in file for folder in _RAY):
+        if file.startswith((_OURS, *_torchs(), "<")) or any(folder in file for folder in _RAY):
             distance = 2
         elif any(folder in file for folder in _INSTALLED):
             distance = 1
@@ -39,6 +36,12 @@ def _distance(file: str) -> int:
             distance = 2 if file.startswith(_LIBRARY) else 0
         _known[file] = distance
     return distance
+
+
+def _torchs() -> list[str]:
+    """The folder that torch lies in, if it has been imported: no file of its own ran before."""
+    file = getattr(sys.modules.get("torch"), "__file__", None)
+    return [] if file is None else [str(Path(file).parent)]
 
 
 def is_called_by(name: str) -> bool:

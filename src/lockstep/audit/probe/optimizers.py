@@ -343,6 +343,8 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
         probe.ledger.tracks.append(track)
         fresh = Watched(optimizer, track)
     probe.optimizers[optimizer] = fresh
+    if any(p.is_cpu and p.is_shared() for p in fresh.parameters):  # a device's memory always is
+        probe.ledger.facts["shares_memory"] = True
     return fresh
 
 
