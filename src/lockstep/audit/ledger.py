@@ -127,7 +127,8 @@ class Step:
     """One optimizer step.
 
     `random` stands for the states of torch's and numpy's default generators; `inputs` for what the
-    wrappers' forwards were given (``hash``, and tensor by tensor ``arguments``), and the
+    forwards of wrappers and of
+    fully sharded models were given (``hash``, and tensor by tensor ``arguments``), and the
     generators' states then (``random``, ``where``); `fed`, `fed_shapes` and `fed_arguments` for
     what the first module that was called was given, at `fed_where`, and
     `mode` for which of its parts were in training mode. `frozen` are modules without a trained

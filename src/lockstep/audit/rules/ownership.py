@@ -125,17 +125,18 @@ class Participation:
     def _met(self, world: World) -> Iterable[Finding]:
         trained = {r: led for r, led in world.ledgers.items() if _steps(led)}
         backwards = sum(led.facts.get("backwards", 0) for led in world.ledgers.values())
-        if not trained and backwards:
+        made = any(led.tracks for led in world.ledgers.values())
+        if not trained and backwards and (any(world.fact("fullgraph")) or not made):
             yield _unseen(world, backwards)
         elif not trained and any(world.fact("unwatched")):
             yield _unwatched(world)
         elif not trained:
             yield STEPLESS.finding(
-                "no step of a torch optimizer was seen, so there is nothing to compare: no "
-                "backward ran either",
+                "no step of a torch optimizer was seen, so there is nothing to compare: "
+                + ("none stepped of those that were made" if made else "no backward ran either"),
                 "audit a script that trains; for ranks that the script starts itself use "
                 "`--nproc-per-node 1`",
-                evidence={"backwards": 0},
+                evidence={"backwards": backwards},
             )
         elif world.size > 1 and not world.started_group and not _share_memory(trained):
             yield APART.finding(
