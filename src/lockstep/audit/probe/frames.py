@@ -70,6 +70,17 @@ def looks_at_its_locals(frame: FrameType) -> bool:
     return not _LOCALS.isdisjoint(frame.f_code.co_names)
 
 
+def lines_through_a_library() -> list[Place]:
+    """The user's lines, and behind them the library's that they led to, if one did."""
+    inner = next(iter(users_frames(1)), None)
+    lines = users_lines(inner)
+    if inner is not None and _distance(inner.f_code.co_filename) == 1 and lines:
+        code = inner.f_code
+        place = Place(code.co_filename, inner.f_lineno or 0, code.co_name, "")
+        return lines if place in lines else [*lines, place]
+    return lines
+
+
 def users_lines(frame: FrameType | None = None) -> list[Place]:
     """The innermost lines of the user's own files; of a library's if there are none.
 

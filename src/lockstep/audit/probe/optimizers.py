@@ -48,6 +48,9 @@ _WHOLE_EVERY: Final = 64
 KEPT_STEPS: Final = 96
 """Of a run of a trainer's, which has no end that is known."""
 
+_LOADED: Final = 8
+"""So many lines that load an optimizer's state are kept."""
+
 _TRACKS: Final = 256
 """Optimizers that are watched: some programs make one in each round."""
 
@@ -59,6 +62,7 @@ def install(probe: Probe) -> None:
         probe.made_waiting += map(weakref.ref, known)
     if probe.run is None or not probe.run.synchronised:  # else what was made is known
         probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
+        probe.patches.wrap(Optimizer, "load_state_dict", functools.partial(_loader, probe))
         probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
     _hook(probe)
 
@@ -105,6 +109,18 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
             if len(made) > _TRACKS:
                 made[:] = [reference for reference in made if reference() is not None]
         probe.made_at[id(self)] = users_lines()
+
+    return watched
+
+
+def _loader(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where states were loaded: a program has several such lines, and some may never run."""
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        lines = probe.ledger.facts.setdefault("states_loaded", [])
+        if probe.is_on and len(lines) < _LOADED:
+            lines += users_lines()[:1]
+        return original(*args, **kwargs)
 
     return watched
 

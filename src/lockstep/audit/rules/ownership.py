@@ -140,8 +140,8 @@ class Participation:
             )
         elif world.size > 1 and not world.started_group and not _share_memory(trained):
             yield APART.finding(
-                f"{len(trained)} of {world.size} processes trained and none started a process group: each trained "
-                "a model of its own, and nothing ties them together",
+                f"{len(trained)} of {world.size} processes trained and none started a process "
+                "group: each trained a model of its own, and nothing ties them together",
                 "call torch.distributed.init_process_group() and synchronise the gradients, or "
                 "start the script with one process",
                 rank=sorted(trained),
