@@ -61,6 +61,19 @@ def test_what_accelerate_repeats_and_nobody_leaves_out_is_noticed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_what_the_sampler_of_lightning_repeats_is_a_notice(tmp_path):
+    text = (HERE / "lightning_autoencoder.py").read_text()
+    script = tmp_path / "uneven.py"
+    odd = "DataLoader(TensorDataset(data[:15][0]), 4))"
+    script.write_text(text.replace("DataLoader(data, 4))", odd))
+    held, _ = _audited(script, tmp_path)
+    assert [(found["code"], found["severity"]) for found in held["findings"]] == [
+        ("LS505", "notice")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_an_accelerate_that_counts_one_process_is_named(tmp_path):
     """Without GPUs it joins the ranks only if it is told to train on CPUs."""
     text = (HERE / "accelerate_classifier.py").read_text()

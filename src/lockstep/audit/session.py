@@ -108,6 +108,7 @@ def finish(probe: Probe) -> Ledger:
     counted = getattr(accelerate, "_shared_state", {}).get("num_processes")
     if isinstance(counted, int):
         ledger.facts["accelerate"] = counted
+    ledger.facts["lightning"] = any(n in sys.modules for n in ("lightning", "pytorch_lightning"))
     probe.stop()
     return ledger
 

@@ -96,6 +96,8 @@ def samples_of(track: SharedTrack, steps: dict[int, Step]) -> Samples | None:
 def _left_by_backward(step: Step, key: str) -> Fingerprint | None:
     """This rank's own gradients: as a communication hook was given them, or as backward left."""
     last = step.backwards[-1] if step.backwards else None
+    if any(c.in_backward and c.before is not None and c.after is None for c in step.collectives):
+        return None  # still on its way, it may have been written to while it was read
     return None if last is None else last.own.get(key) or last.gradients.get(key)
 
 
