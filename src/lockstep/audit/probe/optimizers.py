@@ -8,6 +8,7 @@ the step is given a closure, the gradients that count are those after the closur
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
@@ -184,6 +185,8 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step = watched.step
     assert step is not None
     step.gradients = take([p.grad for p in watched.parameters], watched.counts)
+    if probe.scale is None:  # else a GradScaler leaves out the step, or has the optimizer do it
+        step.not_finite = _not_finite(watched, step.gradients)
     step.hyper = [_numbers(group) for group in optimizer.param_groups]
     window = probe.windows.get(optimizer) or probe.recent
     _name_late(probe, watched)
@@ -203,6 +206,23 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     probe.harmlessly(note_reductions, probe, watched, window)
     if step.number < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)
+
+
+def _not_finite(watched: Watched, gradients: Fingerprint) -> list[str]:
+    """Looked at element by element only where a norm says so; norms of half precision overflow."""
+    described = watched.track.parameters
+    found = []
+    for place, param in enumerate(watched.parameters):
+        is_asked = not gradients.is_absent(place) and not math.isfinite(gradients.norms[place])
+        if is_asked and param.grad is not None and not bool(_elements(param.grad).all()):
+            found.append(described[place].name)
+    return found
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """Which of this rank's elements are finite."""
+    held = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return torch.isfinite(held.coalesce().values() if held.layout is torch.sparse_coo else held)
 
 
 def _concerns(probe: Probe, clip: dict[str, Any], watched: Watched) -> bool:
