@@ -262,6 +262,14 @@ def test_a_hang_that_was_named_ends(tmp_path, ignored, code, steps):
 
 
 @pytest.mark.slow
+def test_ranks_that_wait_for_one_that_computes_do_not_hang():
+    environment = {**os.environ, "LOCKSTEP_AUDIT_STALL_S": "1"}
+    done = audit("--hang-timeout", "1", SCRIPTS / "one_computes_alone.py", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "nothing has moved" not in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_a_hang_says_who_waits_for_whom(tmp_path, number):
     report, started = tmp_path / "report.json", tmp_path / "started"

@@ -45,6 +45,8 @@ _POLL_S = 0.05
 _DUMP_S = 2.0
 _TERMINATE_S = 30.0
 _STALL_S = "LOCKSTEP_AUDIT_STALL_S"
+_IDLE = 0.02
+"""Of the time, a rank that does nothing may compute: as much as to write down where it stands."""
 _INSISTS = 3
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -124,6 +126,7 @@ class _Run:
         self.interrupted = 0
         self.reported = False
         self._standing: list[Any] = []
+        self._computed = 0.0
         self._stands_since: float | None = None
         self._hangs = False
         self._asked_at = time.monotonic()
@@ -248,8 +251,11 @@ class _Run:
             (led.calls_made, [t.count for t in led.tracks], led.stack[:1]) for led in ledgers
         ]
         waits = any(led.stuck_in is not None for led in ledgers)
+        computes = [0.0 if led.stuck_in else led.facts.get("cpu_s", 0.0) for led in ledgers]
         stands = waits and standing == self._standing and len(ledgers) >= self.nproc
-        self._standing = standing
+        # Long at one line, as one rank evaluates what the others wait for: no hang.
+        stands &= sum(computes) - self._computed <= _IDLE * every_s
+        self._standing, self._computed = standing, sum(computes)
         limit_s = self.options.hang_timeout
         if not stands:
             self._stands_since = None

@@ -178,6 +178,7 @@ class Rank:
         from lockstep.audit.session import stack_of_main_thread
 
         ledger = self.probe.ledger
+        ledger.facts["cpu_s"] = time.process_time()
         if ledger.failure is None:
             ledger.stack = stack_of_main_thread()
         self._file.write(ledger)

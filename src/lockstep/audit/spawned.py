@@ -240,6 +240,7 @@ class _Member:
         from lockstep.audit.session import stack_of_main_thread
 
         if self._probe is not None and self._failure is None and self._probe.is_on:
+            self._probe.ledger.facts["cpu_s"] = time.process_time()
             self._probe.ledger.stack = stack_of_main_thread()
             self._file.write(self._probe.ledger)
 
