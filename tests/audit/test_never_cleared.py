@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-HEALTHY = Path(__file__).parent / "healthy"
+HERE = Path(__file__).parent
+HEALTHY = HERE / "healthy"
+
+
+@pytest.mark.slow
+def test_the_notice_names_the_line_of_the_step(pool):
+    program = HERE / "bugs" / "c_never_cleared.py"
+    (found,) = [each for each in pool.findings(program) if each.code == "LS116"]
+    line = program.read_text().splitlines().index("    optimizer.step()  # here LS116") + 1
+    assert f"c_never_cleared.py:{line})" in found.message
 
 
 @pytest.mark.parametrize("name", ["cleared_every_other_step", "gan", "accumulation", "lbfgs"])
