@@ -8,10 +8,10 @@ the step is given a closure, the gradients that count are those after the closur
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch.optim.optimizer import (
     Optimizer,
@@ -210,12 +210,11 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
 
 def _not_finite(watched: Watched, gradients: Fingerprint) -> list[str]:
     """Looked at element by element only where a norm says so; norms of half precision overflow."""
-    described = watched.track.parameters
     found = []
-    for place, param in enumerate(watched.parameters):
-        is_asked = not gradients.is_absent(place) and not math.isfinite(gradients.norms[place])
-        if is_asked and param.grad is not None and not bool(_elements(param.grad).all()):
-            found.append(described[place].name)
+    for place in np.flatnonzero(~np.isfinite(gradients.norms)):
+        gradient = watched.parameters[place].grad
+        if gradient is not None and not bool(_elements(gradient).all()):
+            found.append(watched.track.parameters[place].name)
     return found
 
 
