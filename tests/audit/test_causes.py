@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beside the line that was measured stands the one that leads to it."""
 
+from pathlib import Path
+
 import pytest
 
 from lockstep.audit.finding import Finding, Place
+from lockstep.audit.probe.frames import lines_through_a_library
 from lockstep.audit.rules.causes import with_causes
+
+BUGS = Path(__file__).parent / "bugs"
 
 PROGRAM = """
 class Share(Function):
@@ -108,3 +113,38 @@ def test_a_file_that_cannot_be_read_leads_nowhere(tmp_path, text):
     places = [Place(str(program), 2, "main", ""), Place(str(tmp_path / "gone.py"), 1, "f", "")]
     found = with_causes(Finding("LS308", "", "error", "", "", where=places))
     assert [place.line for place in found.where] == [2, 1]
+
+
+def test_what_only_ends_like_a_schedule_is_none(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("t = TransformsSimCLR(32)\ns = CosineAnnealingLR(o, 9)\no.step()\n")
+    measured = [Place(str(program), 3, "<module>", "")]
+    found = with_causes(Finding("LS305", "", "error", "", "", where=measured))
+    assert [place.line for place in found.where] == [3, 2]
+
+
+@pytest.mark.slow
+def test_a_state_is_loaded_where_a_line_ran(pool):
+    program = BUGS / "i_state_loaded_by_rank_0.py"
+    (found,) = [f for f in pool.findings(program) if f.code == "LS306"]
+    loads = [place.text for place in found.where if "load_state_dict" in place.text]
+    assert loads == ["optimizer.load_state_dict(saved)  # here LS306"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["e_moments_through_data", "e_cross_correlation"])
+def test_a_sum_outside_autograd_says_what_is_left_of_the_gradient(pool, name):
+    (found,) = [f for f in pool.findings(BUGS / f"{name}.py") if f.code == "LS211"]
+    assert found.evidence["ratio"] == pytest.approx(0.5)
+    assert "gets 0.5 of its gradient" in found.message
+
+
+def test_a_call_inside_a_library_has_its_line_and_the_users(tmp_path):
+    library = tmp_path / "site-packages" / "metrics.py"
+    names = {"lines": lines_through_a_library}
+    exec(compile("\ndef total(): return lines()", str(library), "exec"), names)
+    found = names["total"]()
+    assert found[0].function == "test_a_call_inside_a_library_has_its_line_and_the_users"
+    assert (found[-1].file, found[-1].line) == (str(library), 2)
+    alone = lines_through_a_library()
+    assert str(library) not in {place.file for place in alone}

@@ -10,7 +10,7 @@ from lockstep.audit.explain import page_of, raised_codes
 from lockstep.audit.rules import all_codes
 from lockstep.cli import main
 
-SAID_BY_BOTH = {"LS101", "LS102", "LS601", "LS602"}
+SAID_BY_BOTH = {"LS101", "LS102", "LS115", "LS601", "LS602"}
 """Raised by a trainer, or found by the audit of a program."""
 
 HERE = Path(__file__).parent

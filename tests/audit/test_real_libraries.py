@@ -18,7 +18,7 @@ NOTICED = {"accelerate_multi_process_metrics": ["LS505"]}
 """Rows that are there twice are left out by hand, after they were gathered: nobody can see that."""
 
 
-def _audited(script, folder):
+def _audited(script, folder, code=0):
     """The report of a run on two ranks, and what was printed."""
     report = folder / "report.json"
     done = subprocess.run(
@@ -30,7 +30,7 @@ def _audited(script, folder):
         cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return json.loads(report.read_text()), done.stderr
 
 
@@ -62,6 +62,32 @@ def test_what_accelerate_repeats_and_nobody_leaves_out_is_noticed(tmp_path):
     assert [(found["code"], found["severity"]) for found in held["findings"]] == [
         ("LS505", "notice")
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_the_sampler_of_lightning_repeats_is_a_notice(tmp_path):
+    text = (HERE / "lightning_autoencoder.py").read_text()
+    script = tmp_path / "uneven.py"
+    odd = "DataLoader(TensorDataset(data[:15][0]), 4))"
+    script.write_text(text.replace("DataLoader(data, 4))", odd))
+    held, _ = _audited(script, tmp_path)
+    assert [(found["code"], found["severity"]) for found in held["findings"]] == [
+        ("LS505", "notice")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_an_accelerate_that_counts_one_process_is_named(tmp_path):
+    """Without GPUs it joins the ranks only if it is told to train on CPUs."""
+    text = (HERE / "accelerate_classifier.py").read_text()
+    script = tmp_path / "plain.py"
+    script.write_text(text.replace("Accelerator(cpu=True)", "Accelerator()"))
+    held, _ = _audited(script, tmp_path, code=65)
+    (found,) = [each for each in held["findings"] if each["code"] == "LS503"]
+    assert "`num_processes` is 1" in found["message"]
+    assert "Accelerator(cpu=True)" in found["fix"]
 
 
 def test_three_of_each():

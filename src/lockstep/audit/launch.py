@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.ledger import Ledger
+from lockstep.audit.ledger_file import read_ledger
 from lockstep.audit.options import (
     DEFAULT_RANKS,
     HUNG,
@@ -32,7 +33,9 @@ from lockstep.audit.options import (
     problem_with,
 )
 from lockstep.audit.outcome import exit_code_of, report, write_nothing_found
-from lockstep.audit.rank import DUMP, FOLDER, PIPE
+from lockstep.audit.rank import DONE, DUMP, FOLDER, PIPE
+from lockstep.audit.spawned import ASK
+from lockstep.audit.together import with_spawned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +45,8 @@ _POLL_S = 0.05
 _DUMP_S = 2.0
 _TERMINATE_S = 30.0
 _STALL_S = "LOCKSTEP_AUDIT_STALL_S"
+_IDLE = 0.02
+"""Of the time, a rank that does nothing may compute: as much as to write down where it stands."""
 _INSISTS = 3
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -86,13 +91,19 @@ def _parsed(script: Path | None) -> ast.Module:
 
 
 def _starts_its_own(source: ast.Module) -> bool:
-    """Does the script call ``spawn(...)`` or ``start_processes(...)``?"""
+    """Does the script start ranks: by ``spawn(...)``, or by ``Process(...)``, each told its own?"""
+    calls: dict[str, list[ast.Call]] = {}
     for node in ast.walk(source):
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and (node.args or node.keywords):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in ("spawn", "start_processes") and (node.args or node.keywords):
-                return True
-    return False
+            calls.setdefault(name, []).append(node)
+    told = any(
+        len(call.args) > 2 or any(given.arg == "rank" for given in call.keywords)
+        for call in calls.get("init_process_group", ())
+    )
+    return not calls.keys().isdisjoint(("spawn", "start_processes")) or (
+        told and "Process" in calls
+    )
 
 
 def _after(number: int, left: int) -> str:
@@ -115,6 +126,7 @@ class _Run:
         self.interrupted = 0
         self.reported = False
         self._standing: list[Any] = []
+        self._computed = 0.0
         self._stands_since: float | None = None
         self._hangs = False
         self._asked_at = time.monotonic()
@@ -195,15 +207,13 @@ class _Run:
         asked = time.time()
         for process in living:
             process.ask()
+        spawned = [p.with_suffix(".json") for p in self.folder.glob(f"spawned*{ASK}") if _asked(p)]
         deadline = time.monotonic() + _DUMP_S
         while time.monotonic() < deadline:
-            if all(p.popen.poll() is not None or self._is_newer(p.rank, asked) for p in living):
+            left = [self.folder / f"rank{p.rank}.json" for p in living if p.popen.poll() is None]
+            if all(_is_newer(path, asked) for path in (*left, *spawned)):
                 return
             time.sleep(_POLL_S)
-
-    def _is_newer(self, rank: int, than: float) -> bool:
-        path = self.folder / f"rank{rank}.json"
-        return path.exists() and path.stat().st_mtime >= than - 0.01
 
     def _wait(self) -> None:
         while True:
@@ -221,14 +231,18 @@ class _Run:
 
     def _report_early(self) -> None:
         """With --steps, as soon as all ranks have them."""
-        if all((self.folder / f"rank{r}.json").exists() for r in range(self.nproc)):
+        if len(self._done()) == self.nproc:
             report(self.options, self._ledgers(), self.nproc)
             self.reported = True
+
+    def _done(self) -> list[Path]:
+        """What the ranks have left that are not watched any more."""
+        return list(self.folder.glob(f"rank*{DONE}"))
 
     def _look_for_a_stall(self) -> None:
         """Say, once, where the ranks stand when none of them moves; then give them up."""
         every_s = float(os.environ.get(_STALL_S, "60"))
-        if time.monotonic() - self._asked_at < every_s or self.options.steps is not None:
+        if time.monotonic() - self._asked_at < every_s or self._done():
             return
         self._asked_at = time.monotonic()
         self._ask_all()
@@ -237,8 +251,11 @@ class _Run:
             (led.calls_made, [t.count for t in led.tracks], led.stack[:1]) for led in ledgers
         ]
         waits = any(led.stuck_in is not None for led in ledgers)
-        stands = waits and standing == self._standing and len(ledgers) == self.nproc
-        self._standing = standing
+        computes = [0.0 if led.stuck_in else led.facts.get("cpu_s", 0.0) for led in ledgers]
+        stands = waits and standing == self._standing and len(ledgers) >= self.nproc
+        # Long at one line, as one rank evaluates what the others wait for: no hang.
+        stands &= sum(computes) - self._computed <= _IDLE * every_s
+        self._standing, self._computed = standing, sum(computes)
         limit_s = self.options.hang_timeout
         if not stands:
             self._stands_since = None
@@ -277,11 +294,6 @@ class _Run:
     def _conclude(self) -> int:
         ledgers = self._ledgers()
         code = self._script_code()
-        for ledger in ledgers:
-            if ledger is not None and ledger.exit_code is None and ledger.rank < self.nproc:
-                ended = self.processes[ledger.rank]
-                if not ended.ended_by_us and ended.popen.returncode > 0:
-                    ledger.exit_code = ended.popen.returncode
         findings = report(self.options, ledgers, self.nproc, quiet=self.reported and code == 0)
         found = exit_code_of(findings, self.options.fail_on or "error")
         return code or found or (HUNG if self._hangs else 0)
@@ -304,13 +316,17 @@ class _Run:
         return codes[first] if codes[first] > 0 else 128 - codes[first]
 
     def _ledgers(self) -> list[Ledger | None]:
-        spawned = [_read(path) for path in sorted(self.folder.glob("spawned*.json"))]
-        own = [_read(self.folder / f"rank{rank}.json") for rank in range(self.nproc)]
-        if spawned and not any(led is not None and led.tracks for led in own):
-            return list(spawned)
-        return [
-            led if led is not None else self._without_torch(rank) for rank, led in enumerate(own)
+        read = map(read_ledger, sorted(self.folder.glob("spawned*.json")))
+        own = [
+            read_ledger(self.folder / f"rank{rank}.json") or self._without_torch(rank)
+            for rank in range(self.nproc)
         ]
+        for rank, ledger in enumerate(own):
+            ended = self.processes[rank]
+            code = ended.popen.returncode
+            if ledger is not None and ledger.exit_code is None and not ended.ended_by_us:
+                ledger.exit_code = code if code is not None and code > 0 else None
+        return with_spawned(own, [ledger for ledger in read if ledger is not None])
 
     def _without_torch(self, rank: int) -> Ledger | None:
         """A rank that left by itself and never imported torch has nothing to write."""
@@ -326,15 +342,24 @@ class _Run:
         )
 
 
+def _asked(pipe: Path) -> bool:
+    """Ask a process that the script started for its ledger; False if nobody is there to hear."""
+    try:
+        writing = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        os.write(writing, DUMP)
+    os.close(writing)
+    return True
+
+
+def _is_newer(path: Path, than: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= than - 0.01
+
+
 def _say(first: str, *further: str) -> None:
     print(f"lockstep audit: {first}", *further, sep="\n", file=sys.stderr, flush=True)
-
-
-def _read(path: Path) -> Ledger | None:
-    try:
-        return Ledger.from_bytes(path.read_bytes())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 @contextlib.contextmanager

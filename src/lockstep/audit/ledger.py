@@ -127,7 +127,8 @@ class Step:
     """One optimizer step.
 
     `random` stands for the states of torch's and numpy's default generators; `inputs` for what the
-    wrappers' forwards were given (``hash``, and tensor by tensor ``arguments``), and the
+    forwards of wrappers and of
+    fully sharded models were given (``hash``, and tensor by tensor ``arguments``), and the
     generators' states then (``random``, ``where``); `fed`, `fed_shapes` and `fed_arguments` for
     what the first module that was called was given, at `fed_where`, and
     `mode` for which of its parts were in training mode. `frozen` are modules without a trained
@@ -138,13 +139,14 @@ class Step:
     `unowned` have gradients and no optimizer; where there are any, `beside` tells of all parameters
     of modules that have one: ``names``, ``sizes``, ``weights``, ``gradients``, those that are
     ``left_out`` of models held otherwise, the collectives ``within`` the step, and whether ``all``
-    are there.
+    are there. `not_finite` are the parameters whose gradients held NaN or infinity.
     """
 
     number: int
     where: list[Place]
     entry: Fingerprint | None = None
     gradients: Fingerprint | None = None
+    not_finite: list[str] = field(default_factory=list)
     exit: Fingerprint | None = None
     hyper: list[dict[str, float]] = field(default_factory=list)
     state: Fingerprint | None = None

@@ -20,6 +20,8 @@ FOUND = 65
 NOT_WATCHED = 66
 HUNG = 124
 """As timeout(1) of a command that it has ended."""
+BLIND = "LS406"
+"""The code of a finding that means `NOT_WATCHED`."""
 DEFAULT_RANKS = 2
 
 FailOn = Literal["error", "warning", "never"]

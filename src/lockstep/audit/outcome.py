@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
-from lockstep.audit.options import FOUND, NOT_WATCHED
+from lockstep.audit.options import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.report.terminal import render
-from lockstep.audit.rules.ownership import BLIND
 from lockstep.audit.selection import Selection, counted_by_code
 from lockstep.audit.world import World
 
@@ -101,7 +100,7 @@ def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
     if fail_on == "never":
         return 0
     grave = {f.code for f in findings if is_at_least(f.severity, fail_on)}
-    if grave == {BLIND.code}:
+    if grave == {BLIND}:
         return NOT_WATCHED
     return FOUND if grave else 0
 

@@ -14,17 +14,22 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.importing import when_imported
+from lockstep.audit.ledger import Ledger
+from lockstep.audit.ledger_file import LedgerFile, read_ledger
+from lockstep.audit.options import BLIND
 from lockstep.audit.script import describe_failure, run_module, run_script
+from lockstep.audit.spawned import Children
+from lockstep.audit.together import with_spawned
 
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
-    from lockstep.audit.ledger import Ledger
     from lockstep.audit.options import Options
     from lockstep.audit.probe.probe import Probe
 
@@ -32,7 +37,8 @@ FOLDER = "LOCKSTEP_AUDIT_FOLDER"
 PIPE = "LOCKSTEP_AUDIT_PIPE"
 
 DUMP = b"d"
-_TRIES = 5
+DONE = ".done"
+"""How the file ends by which a rank tells that it is not watched any more."""
 
 
 class Rank:
@@ -45,7 +51,11 @@ class Rank:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.probe: Probe | None = None
         self._pid = os.getpid()
-        self._writing = threading.Lock()
+        # Where processes that the script starts leave their ledgers; made when one is.
+        made = Path(tempfile.gettempdir(), f"lockstep-audit-{self._pid}")
+        place = made if self.folder is None else Path(self.folder)
+        self.children = Children(place, self.rank, options.steps, lambda: self.probe)
+        self._file = LedgerFile(place / f"rank{self.rank}.json")
 
     def begin_report(self) -> None:
         """Under another launcher: whatever ends this rank, the JSON file is not an older run's."""
@@ -61,6 +71,7 @@ class Rank:
         else:
             self._report_when_terminated()
         self._hand_in_before_leaving_at_once()
+        self.children.watch()
         when_imported("torch", self._start)
         run = run_module if self.options.is_module else run_script
         code = run(
@@ -80,16 +91,16 @@ class Rank:
         return self._hand_in(code)
 
     def _start(self) -> None:
+        if self.children.are_taken_over:
+            return  # in a process that was forked before torch was there, and has its own
         from lockstep.audit.probe.hooking import hook_in
         from lockstep.audit.probe.probe import Probe
-        from lockstep.audit.spawned import watch_children
 
         self.probe = Probe(steps=self.options.steps, when_done=self._enough, keeps_groups=True)
         # The script may have changed its environment before it imported torch.
         self.probe.ledger.rank, self.probe.ledger.world_size = self.rank, self.world_size
+        self.probe.when_training = self.children.note_training
         hook_in(self.probe)
-        if self.folder is not None:
-            watch_children(self.probe, self.folder, self.options.steps)
 
     def _note_failure(self, error: BaseException, where: list[Place]) -> None:
         if self.probe is not None:
@@ -100,7 +111,8 @@ class Rank:
     def _enough(self) -> None:
         """The steps that were asked for are in: the launcher can judge, the script goes on."""
         if self.probe is not None and self.folder is not None:
-            self.write(self.probe.ledger)
+            self._file.write(self.probe.ledger)
+            self._file.path.with_suffix(DONE).touch()
 
     def _hand_in(self, code: int) -> int:
         ledger = self._ledger()
@@ -110,40 +122,32 @@ class Rank:
         if code == 0 and ledger.failure is None:
             ledger.stuck_in = None  # what a collective raised was caught
         if self.folder is not None:
-            self.write(ledger)
+            self._file.write(ledger)
             return code
         return self._report(ledger, code)
 
     def _ledger(self) -> Ledger | None:
-        """None if torch was never imported: then there is nothing to tell."""
+        """None if torch was never imported, and nothing was started: there is nothing to tell."""
         if self.probe is not None:
             from lockstep.audit.session import finish
 
-            return finish(self.probe)
-        if "torch" not in sys.modules:
+            ledger = finish(self.probe)
+        elif "torch" in sys.modules or self.children.unwatched or self._spawned():
+            ledger = Ledger(rank=self.rank, world_size=self.world_size)
+            if "torch" in sys.modules:
+                # Whatever brought it about, of what was not looked at nothing is known.
+                ledger.facts["blind"] = "torch was imported in a way that the audit does not notice"
+        else:
             return None
-        from lockstep.audit.ledger import Ledger
+        ledger.facts["unwatched"] = self.children.unwatched
+        return ledger
 
-        # Whatever brought it about: "nothing was found" would be said of what was not looked at.
-        blind = {"blind": "torch was imported in a way that the audit does not notice"}
-        return Ledger(rank=self.rank, world_size=self.world_size, facts=blind)
-
-    def write(self, ledger: Ledger) -> None:
-        """As a file, all or nothing. The program may change the ledger meanwhile."""
-        assert self.folder is not None
-        path = Path(self.folder) / f"rank{self.rank}.json"
-        with self._writing:
-            for left in reversed(range(_TRIES)):
-                try:
-                    data = ledger.to_bytes()
-                except RuntimeError:  # something was added while it was read
-                    if not left:
-                        return
-                    continue
-                partial = path.with_suffix(".partial")
-                partial.write_bytes(data)
-                partial.replace(path)
-                return
+    def _spawned(self) -> list[Ledger]:
+        """Under another launcher: what processes have left that this rank started."""
+        if self.folder is not None:
+            return []
+        found = map(read_ledger, sorted(self.children.folder.glob("spawned*.json")))
+        return [ledger for ledger in found if ledger is not None]
 
     # -- our own launcher ---------------------------------------------------------------------
 
@@ -174,9 +178,10 @@ class Rank:
         from lockstep.audit.session import stack_of_main_thread
 
         ledger = self.probe.ledger
+        ledger.facts["cpu_s"] = time.process_time()
         if ledger.failure is None:
             ledger.stack = stack_of_main_thread()
-        self.write(ledger)
+        self._file.write(ledger)
 
     # -- another launcher ---------------------------------------------------------------------
 
@@ -185,22 +190,21 @@ class Rank:
         from lockstep.audit.session import exchange_by_store
 
         store = self.probe.store if self.probe is not None else None
+        if store is None:
+            ledger.facts["alone"] = True  # what the others saw cannot be asked for
         wait_s = 10.0 if code else 60.0
-        everyone = exchange_by_store(ledger.to_bytes(), store, self.rank, self.world_size, wait_s)
+        data = b"\n".join(each.to_bytes() for each in (ledger, *self._spawned()))
+        shutil.rmtree(self.children.folder, ignore_errors=True)
+        ledgers = _read(exchange_by_store(data, store, self.rank, self.world_size, wait_s))
         if self.rank == 0:
-            findings = report(self.options, self._read(everyone), self.world_size)
+            findings = report(self.options, ledgers, self.world_size)
         else:
             from lockstep.audit.judgement import judge
 
-            findings = judge(
-                self._read(everyone), only=self.options.only, ignore=self.options.ignore
-            )
-        return code or exit_code_of(findings, self.options.fail_on or "never")
-
-    def _read(self, everyone: list[bytes | None]) -> list[Ledger | None]:
-        from lockstep.audit.ledger import Ledger
-
-        return [None if data is None else Ledger.from_bytes(data) for data in everyone]
+            findings = judge(ledgers, only=self.options.only, ignore=self.options.ignore)
+        # A restart of the whole job would not make ranks any better watched.
+        known = [finding for finding in findings if finding.code != BLIND]
+        return code or exit_code_of(known, self.options.fail_on or "never")
 
     def _hand_in_before_leaving_at_once(self) -> None:
         leave = os._exit
@@ -223,7 +227,7 @@ class Rank:
             from_main_thread = threading.current_thread() is threading.main_thread()
             return self._hand_in(status) if from_main_thread else status
         ledger.exit_code = status
-        self.write(ledger)
+        self._file.write(ledger)
         return status
 
     def _report_when_terminated(self) -> None:
@@ -255,11 +259,19 @@ class Rank:
                 ledger = self.probe.ledger
                 ledger.stack = stack_of_main_thread()
                 with contextlib.suppress(Exception):
+                    shutil.rmtree(self.children.folder, ignore_errors=True)
                     others: list[Ledger | None] = [None] * (self.world_size - 1)
                     report(self.options, [ledger, *others], self.world_size)
             os._exit(128 + signal.SIGTERM)
 
         threading.Thread(target=wait, name="lockstep.audit", daemon=True).start()
+
+
+def _read(everyone: list[bytes | None]) -> list[Ledger | None]:
+    """The ledgers that belong together; each rank gives its own, then those that it started."""
+    lines = [[] if data is None else data.split(b"\n") for data in everyone]
+    own = [Ledger.from_bytes(each[0]) if each else None for each in lines]
+    return with_spawned(own, [Ledger.from_bytes(data) for each in lines for data in each[1:]])
 
 
 def _has_threads() -> bool:

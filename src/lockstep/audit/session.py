@@ -103,6 +103,12 @@ def finish(probe: Probe) -> Ledger:
     ledger.facts["lockstep"] = probe.sync_of_lockstep() or ledger.facts.get("lockstep", False)
     ledger.facts["joins"] = any(w.joins for w in probe.wrappers)
     ledger.facts["torch"] = "torch" in sys.modules
+    # Accelerate's own count of processes, without which it shares nothing out.
+    accelerate = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    counted = getattr(accelerate, "_shared_state", {}).get("num_processes")
+    if isinstance(counted, int):
+        ledger.facts["accelerate"] = counted
+    ledger.facts["lightning"] = any(n in sys.modules for n in ("lightning", "pytorch_lightning"))
     probe.stop()
     return ledger
 

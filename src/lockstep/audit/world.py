@@ -387,7 +387,13 @@ class World:
         codes = [ledger.exit_code for ledger in self.ledgers.values()]
         failed = any(ledger.failure is not None for ledger in self.ledgers.values())
         stuck = any(ledger.stuck_in is not None for ledger in self.ledgers.values())
-        return failed or stuck or any(codes) or len(self.ledgers) < self.size
+        return failed or stuck or any(codes) or bool(self.lost)
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks that left no ledger, though they were asked for it."""
+        alone = any(self.fact("alone"))
+        return [] if alone else [r for r in range(self.size) if r not in self.ledgers]
 
     def sync_of_lockstep(self) -> bool:
         """Do lockstep's own GradientSyncs weigh the gradients?"""

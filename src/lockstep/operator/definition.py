@@ -187,9 +187,8 @@ class TrainingOperator:
             schedulers: one learning-rate scheduler, or several; needs the trainer's
                 `scheduler_step_freq`. One that is only put into ``self.scheduler`` steps, too.
             ema: an average of each model's weights: a decay (True: 0.999), torch `AveragedModel`s,
-                or a function from a model to one. It is updated once after each global batch in
-                which an optimizer of the model stepped, stays in eval mode, and is saved with the
-                run; ``trainer.get_averaged_model()`` is a copy.
+                or a function from a model to one. Updated once after each global batch in which an
+                optimizer stepped; in eval mode; ``trainer.get_averaged_model()`` is a copy.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 
-_NOT_OURS: Final = ("LS402", "LS404", "LS405", "LS406", "LS6")
-"""What a trainer knows better: which parameters train, that workers meet, that they live."""
+_NOT_OURS: Final = ("LS115", "LS116", "LS402", "LS404", "LS405", "LS406", "LS6")
+"""What a trainer knows better: which gradients are taken and cleared, which parameters train, that
+workers meet, that they live."""
 
 _OWN_WRAPPER: Final = (
     "wrap_ddp=False: synchronising the gradients is your own wrapper's business; whether they and"

@@ -3,12 +3,14 @@
 
 import tempfile
 
+import evaluate  # asks whether there is a torch before anybody has imported it
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+assert evaluate.__version__
 set_seed(1)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
 data = TensorDataset(torch.randn(56, 8), torch.randint(3, (56,)))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerate: prepare everything, backward through the accelerator, gather for metrics."""
 
+import evaluate  # asks whether there is a torch before anybody has imported it
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+assert evaluate.__version__
 set_seed(42)
 accelerator = Accelerator(cpu=True)
 features = torch.randn(50, 8)

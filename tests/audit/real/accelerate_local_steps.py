@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerate: ranks train apart for some steps and are averaged."""
 
+import evaluate  # asks whether there is a torch before anybody has imported it
 import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
@@ -8,6 +9,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+assert evaluate.__version__
 set_seed(2)
 accelerator = Accelerator(cpu=True)
 data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))

@@ -57,6 +57,7 @@ CALLED = (
     "register",
     "register_data",
     "to_device",
+    "after_step",
 )
 
 REFUSED = {
@@ -143,6 +144,7 @@ HOOKS = {name for name in vars(Callback) if name.startswith("on_")}
 @pytest.mark.parametrize("name", sorted(HOOKS))
 def test_a_hook_of_a_callback_is_called(name, tmp_path):
     callback, called = recording(Callback, name)
+    callback.every = 1
     with contextlib.suppress(LookupError), trainer(callbacks=[callback()]) as one:
         live(one, tmp_path)
         if name == "on_failure":
@@ -206,7 +208,7 @@ def test_what_setup_returns_is_refused():
         trainer(Returns)
 
 
-@pytest.mark.parametrize("name", sorted(HOOKS - {"on_failure", "on_progress"}))
+@pytest.mark.parametrize("name", sorted(HOOKS - {"on_failure", "on_progress", "on_step"}))
 def test_what_a_callback_returns_is_refused(name):
     callback = type("Mine", (Callback,), {name: lambda *_: False, "__module__": __name__})()
     said = pytest.raises(LockstepError, match=rf"Mine\.{name} returned [^$]*stop_reason")

@@ -41,8 +41,7 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
             if not probe.is_on or probe.is_elsewhere():
                 return original(*args, **kwargs)
             if kind == "backward":
-                facts = probe.ledger.facts
-                facts["backwards"] = facts.get("backwards", 0) + 1
+                probe.count_backward()
                 if probe.delivered is not None:
                     _note_use(probe.delivered)
             if not probe.detailed or probe.in_backward or maybe_current_level() is not None:

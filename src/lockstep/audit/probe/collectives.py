@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep.audit.ledger import SCATTERING, Collective
 from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
-from lockstep.audit.probe.frames import is_called_by, users_lines
+from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
 from lockstep.audit.probe.given import note_given
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
@@ -106,7 +106,7 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         tensor = _own_tensor(name, given)
         if tensor is not None and name in models_sent.TELLING and not probe.in_backward:
             probe.harmlessly(models_sent.note, probe, name, tensor)
-        call = Collective(name, users_lines(), ranks_of(given.get("group")))
+        call = Collective(name, lines_through_a_library(), ranks_of(given.get("group")))
         call.in_backward = probe.in_backward
         probe.harmlessly(note_call, probe, call)
         if name in handed_on.SWAPS and not probe.in_backward:

@@ -9,15 +9,12 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
     from types import FrameType
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
-_TORCH: Final = str(Path(torch.__file__).parent)
 _LIBRARY: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _RAY: Final = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in _INSTALLED)
@@ -31,7 +28,7 @@ def _distance(file: str) -> int:
     """0: the user's own file. 1: an installed library. 2: torch, Python, Ray or ours."""
     distance = _known.get(file)
     if distance is None:
-        if file.startswith((_OURS, _TORCH, "<")) or any(folder in file for folder in _RAY):
+        if file.startswith((_OURS, *_torchs(), "<")) or any(folder in file for folder in _RAY):
             distance = 2
         elif any(folder in file for folder in _INSTALLED):
             distance = 1
@@ -39,6 +36,12 @@ def _distance(file: str) -> int:
             distance = 2 if file.startswith(_LIBRARY) else 0
         _known[file] = distance
     return distance
+
+
+def _torchs() -> list[str]:
+    """The folder that torch lies in, if it has been imported: no file of its own ran before."""
+    file = getattr(sys.modules.get("torch"), "__file__", None)
+    return [] if file is None else [str(Path(file).parent)]
 
 
 def is_called_by(name: str) -> bool:
@@ -65,6 +68,17 @@ def users_frames(count: int) -> list[FrameType]:
 def looks_at_its_locals(frame: FrameType) -> bool:
     """May the program hold the frame's dictionary of locals? To ask for it would write to it."""
     return not _LOCALS.isdisjoint(frame.f_code.co_names)
+
+
+def lines_through_a_library() -> list[Place]:
+    """The user's lines, and behind them the library's that they led to, if one did."""
+    inner = next(iter(users_frames(1)), None)
+    lines = users_lines(inner)
+    if inner is not None and _distance(inner.f_code.co_filename) == 1 and lines:
+        code = inner.f_code
+        place = Place(code.co_filename, inner.f_lineno or 0, code.co_name, "")
+        return lines if place in lines else [*lines, place]
+    return lines
 
 
 def users_lines(frame: FrameType | None = None) -> list[Place]:

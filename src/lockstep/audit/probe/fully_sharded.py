@@ -43,6 +43,15 @@ def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
         step.unreduced = {"names": unreduced, "backwards": len(left), "where": where}
 
 
+def is_root(module: torch.nn.Module) -> bool:
+    """Was it given to ``fully_shard``, and is it no part of another module that was?
+
+    Before its first forward torch does not know yet; the parts are told by that of their root.
+    """
+    state = _state_of(module)
+    return state is not None and getattr(state, "_is_root", None) is not False
+
+
 def names_of_pieces(modules: Iterable[torch.nn.Module]) -> dict[int, str]:
     """By ``id``: between forward and backward modules hold whole tensors in their places."""
     held = _held_in_pieces(modules)

@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as functional
 
 from lockstep.audit.ledger import Collective
 from lockstep.audit.probe.collectives import note_in_windows, ranks_of
-from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.frames import lines_through_a_library
 from lockstep.audit.probe.gathers import keep_reduced, taint
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def _note(
     group = args[2] if len(args) > 2 else kwargs.get("group")
     if hasattr(group, "get_group"):
         group = group.get_group()  # a mesh of one dimension
-    call = Collective(name, users_lines(), group if isinstance(group, list) else ranks_of(group))
+    call = Collective(
+        name, lines_through_a_library(), group if isinstance(group, list) else ranks_of(group)
+    )
     if len(call.group) < 2:
         return
     call.shape = list(tensor.shape)

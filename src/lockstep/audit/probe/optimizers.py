@@ -11,6 +11,7 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch.optim.optimizer import (
     Optimizer,
@@ -48,6 +49,9 @@ _WHOLE_EVERY: Final = 64
 KEPT_STEPS: Final = 96
 """Of a run of a trainer's, which has no end that is known."""
 
+_LOADED: Final = 8
+"""So many lines that load an optimizer's state are kept."""
+
 _TRACKS: Final = 256
 """Optimizers that are watched: some programs make one in each round."""
 
@@ -59,6 +63,7 @@ def install(probe: Probe) -> None:
         probe.made_waiting += map(weakref.ref, known)
     if probe.run is None or not probe.run.synchronised:  # else what was made is known
         probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
+        probe.patches.wrap(Optimizer, "load_state_dict", functools.partial(_loader, probe))
         probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
     _hook(probe)
 
@@ -105,6 +110,18 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
             if len(made) > _TRACKS:
                 made[:] = [reference for reference in made if reference() is not None]
         probe.made_at[id(self)] = users_lines()
+
+    return watched
+
+
+def _loader(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where states were loaded: a program has several such lines, and some may never run."""
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        lines = probe.ledger.facts.setdefault("states_loaded", [])
+        if probe.is_on and len(lines) < _LOADED:
+            lines += users_lines()[:1]
+        return original(*args, **kwargs)
 
     return watched
 
@@ -168,6 +185,8 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step = watched.step
     assert step is not None
     step.gradients = take([p.grad for p in watched.parameters], watched.counts)
+    if probe.scale is None:  # else a GradScaler leaves out the step, or has the optimizer do it
+        step.not_finite = _not_finite(watched, step.gradients)
     step.hyper = [_numbers(group) for group in optimizer.param_groups]
     window = probe.windows.get(optimizer) or probe.recent
     _name_late(probe, watched)
@@ -187,6 +206,22 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     probe.harmlessly(note_reductions, probe, watched, window)
     if step.number < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)
+
+
+def _not_finite(watched: Watched, gradients: Fingerprint) -> list[str]:
+    """Looked at element by element only where a norm says so; norms of half precision overflow."""
+    found = []
+    for place in np.flatnonzero(~np.isfinite(gradients.norms)):
+        gradient = watched.parameters[place].grad
+        if gradient is not None and not bool(_elements(gradient).all()):
+            found.append(watched.track.parameters[place].name)
+    return found
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """Which of this rank's elements are finite."""
+    held = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return torch.isfinite(held.coalesce().values() if held.layout is torch.sparse_coo else held)
 
 
 def _concerns(probe: Probe, clip: dict[str, Any], watched: Watched) -> bool:
@@ -343,6 +378,8 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
         probe.ledger.tracks.append(track)
         fresh = Watched(optimizer, track)
     probe.optimizers[optimizer] = fresh
+    if any(p.is_cpu and p.is_shared() for p in fresh.parameters):  # a device's memory always is
+        probe.ledger.facts["shares_memory"] = True
     return fresh
 
 

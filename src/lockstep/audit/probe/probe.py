@@ -269,6 +269,8 @@ class Probe:
         self.forward_hook: Callable[[bool], None] | None = None
         self.is_on = False
         self.store: Any = None
+        self.when_training: Callable[[], None] | None = None
+        self._trained_in = 0
 
     def inside(self, name: str) -> int:
         """How many calls of that kind are on this thread's stack."""
@@ -331,6 +333,14 @@ class Probe:
     def is_elsewhere(self) -> bool:
         """Is this another thread than the one that a trainer's worker runs in?"""
         return self.run is not None and self.run.thread != threading.get_ident()
+
+    def count_backward(self) -> None:
+        """One more; `when_training` is called with the first in each process, which may fork."""
+        facts = self.ledger.facts
+        facts["backwards"] = facts.get("backwards", 0) + 1
+        if self.when_training is not None and self._trained_in != os.getpid():
+            self._trained_in = os.getpid()
+            self.harmlessly(self.when_training)
 
     def sync_of_lockstep(self) -> bool:
         """Does one of lockstep's own ways to synchronise weigh the gradients of this process?"""

@@ -23,6 +23,7 @@ from lockstep.audit.probe.arguments import arguments_of
 from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import note_call
+from lockstep.audit.probe.fully_sharded import is_root
 from lockstep.audit.probe.loaders import tensors_in
 from lockstep.audit.probe.modes import note_acting
 from lockstep.audit.probe.own_gradients import note_own_gradients
@@ -139,6 +140,8 @@ def _note_forward(probe: Probe, module: torch.nn.Module, args: Any) -> None:
         _arm(probe, module)
         if probe.detailed:
             probe.harmlessly(_note_inputs, probe, args)
+    elif probe.detailed and is_root(module):
+        probe.harmlessly(_note_inputs, probe, args)
     elif DistributedDataParallel._active_ddp_module is None and probe.detailed:
         known = probe.owned.get(id(module))
         if known is not None and known() is module:

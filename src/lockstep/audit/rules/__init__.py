@@ -17,6 +17,8 @@ from lockstep.audit.rules.left_out import LeftOut
 from lockstep.audit.rules.liveness import Liveness
 from lockstep.audit.rules.loss_scales import LossScales
 from lockstep.audit.rules.modes import Modes
+from lockstep.audit.rules.never_cleared import NeverCleared
+from lockstep.audit.rules.not_finite import NotFinite
 from lockstep.audit.rules.one_rank import OneRank
 from lockstep.audit.rules.ownership import Ownership, Participation
 from lockstep.audit.rules.partial_outputs import PartialOutputs
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 RULES: Final[tuple[Rule, ...]] = (
     LossScales(),
     Gradients(),
+    NeverCleared(),
+    NotFinite(),
     LeftOut(),
     OneRank(),
     Unreduced(),

@@ -37,6 +37,26 @@ _FSDP_FACTORS: Final = frozenset(
         "set_force_sum_reduction_for_comms",
     }
 )
+_SCHEDULES: Final = frozenset(
+    {
+        "LRScheduler",
+        "LambdaLR",
+        "MultiplicativeLR",
+        "StepLR",
+        "MultiStepLR",
+        "ConstantLR",
+        "LinearLR",
+        "ExponentialLR",
+        "PolynomialLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "OneCycleLR",
+        "SequentialLR",
+        "ChainedScheduler",
+    }
+)
+"""Torch's own; a name that only ends like one may be anything."""
 _SENDING: Final = frozenset({"broadcast", "broadcast_object_list", "scatter", "send"})
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -136,7 +156,7 @@ def _writes_to(node: ast.AST, settings: dict[str, object]) -> bool:
 
 def _makes_a_schedule(node: ast.AST) -> bool:
     name = last_name(node.func) if isinstance(node, ast.Call) else ""
-    return name.endswith("LR") or (name.startswith("get_") and "schedule" in name)
+    return name in _SCHEDULES or (name.startswith("get_") and "schedule" in name)
 
 
 def _steps_a_schedule(node: ast.AST) -> bool:
@@ -241,7 +261,6 @@ _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
     "LS303": _parameters_written,
     "LS304": _calls_of("load_state_dict"),
     "LS305": _setting,
-    "LS306": _calls_of("load_state_dict"),
     "LS308": _condition,
     "LS309": _nodes_like(_is_given("broadcast_buffers")),
     "LS311": _calls_of("eval"),

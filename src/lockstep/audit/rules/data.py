@@ -95,8 +95,9 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
         f"(indices {again[:5]}): {first.sampler} pads to the same length on every rank",
         "leave the repeated samples out of the result, or give each rank its exact part: "
         "`lockstep.shard_loader(loader)`",
-        # Where results are gathered one by one, the program may have left them out.
-        severity="notice" if _gathers(world) else None,
+        # Where results are gathered one by one, the program may have left them out. And it was not
+        # the program that chose what pads where Lightning puts its sampler into every loader.
+        severity="notice" if _gathers(world) or any(world.fact("lightning")) else None,
         rank=sorted(loadings),
         evidence={"repeated": again[:20], "size": first.size, "read": sum(counts.values())},
         where=first.where,

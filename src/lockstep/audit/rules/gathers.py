@@ -156,15 +156,22 @@ def _outside(
         )
     if _is_global(backwards) and _close(_factor(backwards[0]), float(size)):
         return None
+    missing, ratio = "what other ranks owe to it is missing", {}
+    if _is_global(backwards) and fact["reduction"] == "SUM":
+        ratio = {"ratio": _factor(backwards[0]) / size}
+        missing = (
+            f"every rank computes the same loss, so what comes before the sum gets "
+            f"{ratio['ratio']:.3g} of its gradient"
+        )
     return _as_finding(
         OUTSIDE,
         track,
         number,
         fact,
         "a tensor that has a gradient was added up over ranks in place, which autograd does not "
-        "see, and entered the loss: what other ranks owe to it is missing",
+        f"see, and entered the loss: {missing}",
         "use torch.distributed.nn.functional.all_reduce, whose backward adds up as well",
-        {},
+        ratio,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.audit.rules.base import Code, Explained, named, numbers
+from lockstep.audit.rules.left_by_backward import adding_backwards
 from lockstep.audit.rules.reasons import reason_of
 from lockstep.audit.tables import drift_table, gradient_table
 from lockstep.audit.world import names_of
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lockstep.audit.finding import Finding, Place
-    from lockstep.audit.ledger import Backward, Collective, Step
+    from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.world import Difference, SharedTrack, World
 
 BYPASSED = Code("LS101", "gradients passed no reduction")
@@ -164,7 +165,7 @@ def _first_left_over(track: SharedTrack) -> Finding | None:
     for previous, number in itertools.pairwise(track.numbers):
         stale, clear = [], []
         for rank, step in track.steps(number).items():
-            adding = [b for b in step.backwards if _adds(b, track.key)]
+            adding = adding_backwards(step, track.key)
             before = adding[0].before.get(track.key) if adding else None
             last = track.step(rank, previous)
             if before is None or last is None or last.gradients is None or number != previous + 1:
@@ -185,14 +186,6 @@ def _first_left_over(track: SharedTrack) -> Finding | None:
                 where=_places(track, number),
             )
     return None
-
-
-def _adds(backward: Backward, key: str) -> bool:
-    """Did it change these gradients? `autograd.grad` does not, nor does another model's loss."""
-    before, after = backward.before.get(key), backward.gradients.get(key)
-    if backward.kind != "backward" or before is None or after is None:
-        return False
-    return bool((before.hashes != after.hashes).any())
 
 
 def _first_different(world: World, track: SharedTrack) -> Finding | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did the optimizer use the gradients that backward had left?"""
+"""What backwards made of gradients, and whether the optimizer used them so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from lockstep.audit.ledger import Step
+    from lockstep.audit.ledger import Backward, Step
 
 _KEPT: Final = 1e-3
 
@@ -25,3 +25,15 @@ def uses_what_backward_left(step: Step, key: str) -> bool:
     ratios = used[there] / norms[there]
     whole = float(ratios[0]) if any(clip["is_clipped"] for clip in step.clips) else 1.0
     return bool(np.allclose(ratios, whole, rtol=_KEPT, atol=0.0))
+
+
+def adding_backwards(step: Step, key: str) -> list[Backward]:
+    """Those that changed these gradients: not ``autograd.grad``, nor another model's loss."""
+    return [b for b in step.backwards if _adds(b, key)]
+
+
+def _adds(backward: Backward, key: str) -> bool:
+    before, after = backward.before.get(key), backward.gradients.get(key)
+    if backward.kind != "backward" or before is None or after is None:
+        return False
+    return bool((before.hashes != after.hashes).any())

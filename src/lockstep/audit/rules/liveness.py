@@ -35,7 +35,7 @@ class Liveness:
     codes = (WAITING, DIED)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        lost = [rank for rank in range(world.size) if rank not in world.ledgers]
+        lost = world.lost
         stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
         if stuck and world.size > 1:
             yield _waiting(world, lost)

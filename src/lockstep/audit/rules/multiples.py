@@ -96,12 +96,17 @@ def samples_of(track: SharedTrack, steps: dict[int, Step]) -> Samples | None:
 def _left_by_backward(step: Step, key: str) -> Fingerprint | None:
     """This rank's own gradients: as a communication hook was given them, or as backward left."""
     last = step.backwards[-1] if step.backwards else None
-    return None if last is None else last.own.get(key) or last.gradients.get(key)
+    if last is None or key in last.own:
+        return None if last is None else last.own[key]
+    if any(c.in_backward and c.before is not None and c.after is None for c in step.collectives):
+        return None  # still on their way, they may have been written to while they were read
+    return last.gradients.get(key)
 
 
 def _length(step: Step, key: str) -> float:
     last = _left_by_backward(step, key)
-    return 0.0 if last is None else float(np.linalg.norm(np.nan_to_num(last.norms)))
+    with np.errstate(over="ignore"):  # before a GradScaler has found its scale
+        return 0.0 if last is None else float(np.linalg.norm(np.nan_to_num(last.norms)))
 
 
 def factors_of(samples: Samples) -> np.ndarray[Any, Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,24 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
     """One iteration on each rank: did they train on the same samples?"""
     if not all(x.training for x in loadings.values()) or _is_cut(world, loadings):
         return None
-    return (
+    found = (
         _same_batches(loadings)
         or _overlap(loadings)
         or _same_rows(loadings)
         or _batches_elsewhere(loadings)
+    )
+    alone = world.size > 1 and set(world.fact("accelerate")) == {1}
+    return found if found is None or not alone else _of_accelerate(world, found)
+
+
+def _of_accelerate(world: World, found: Finding) -> Finding:
+    """Its loaders share out what its processes read, and it knows of one."""
+    return replace(
+        found,
+        message=f"{found.message}. Accelerate counts one process here (`num_processes` is 1) and "
+        f"not {world.size}, so that each prepares the whole data and the whole model for itself",
+        fix="without GPUs `Accelerator(cpu=True)`, or `accelerate launch --cpu`, which sets "
+        "ACCELERATE_USE_CPU: then Accelerate joins the ranks and shares the samples out",
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from lockstep.audit import options
 from lockstep.audit.rules.base import Code, Explained, named
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ FOREIGN = Code("LS401", "the optimizer holds parameters that are not the model's
 UNOWNED = Code("LS402", "gradients that no optimizer owns", "notice")
 APART = Code("LS404", "the processes never met", "warning")
 STEPLESS = Code("LS405", "no optimizer step was seen", "notice")
-BLIND = Code("LS406", "the audit could not look")
+BLIND = Code(options.BLIND, "the audit could not look")
 
 
 class Ownership:
@@ -116,34 +117,31 @@ class Participation:
     codes = (BLIND, APART, STEPLESS)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        blind = {rank: why for rank, why in enumerate(world.fact("blind")) if why}
-        if blind:
-            yield _blind(world, blind)
+        if any(world.fact("blind")):
+            yield _blind(world)
         elif not world.has_failed:
             yield from self._met(world)
 
     def _met(self, world: World) -> Iterable[Finding]:
         trained = {r: led for r, led in world.ledgers.items() if _steps(led)}
-        if not trained:
-            backwards = sum(led.facts.get("backwards", 0) for led in world.ledgers.values())
-            why = (
-                "no backward ran either"
-                if not backwards
-                else "its step is compiled with fullgraph=True, where nothing can look in"
-                if any(world.fact("fullgraph"))
-                else f"{backwards} backwards ran; an optimizer that does not derive from "
-                "torch.optim.Optimizer cannot be watched"
-            )
+        backwards = sum(led.facts.get("backwards", 0) for led in world.ledgers.values())
+        made = any(led.tracks for led in world.ledgers.values())
+        if not trained and backwards and (any(world.fact("fullgraph")) or not made):
+            yield _unseen(world, backwards)
+        elif not trained and any(world.fact("unwatched")):
+            yield _unwatched(world)
+        elif not trained:
             yield STEPLESS.finding(
-                f"no step of a torch optimizer was seen, so there is nothing to compare: {why}",
+                "no step of a torch optimizer was seen, so there is nothing to compare: "
+                + ("none stepped of those that were made" if made else "no backward ran either"),
                 "audit a script that trains; for ranks that the script starts itself use "
                 "`--nproc-per-node 1`",
                 evidence={"backwards": backwards},
             )
-        elif world.size > 1 and not world.started_group:
+        elif world.size > 1 and not world.started_group and not _share_memory(trained):
             yield APART.finding(
-                f"{len(trained)} processes trained and none started a process group: each trained "
-                "a model of its own, and nothing ties them together",
+                f"{len(trained)} of {world.size} processes trained and none started a process "
+                "group: each trained a model of its own, and nothing ties them together",
                 "call torch.distributed.init_process_group() and synchronise the gradients, or "
                 "start the script with one process",
                 rank=sorted(trained),
@@ -151,14 +149,54 @@ class Participation:
             )
 
 
-def _blind(world: World, blind: dict[int, str]) -> Finding:
-    why = next(iter(blind.values()))
+def _blind(world: World) -> Finding:
+    blind = {rank: led.facts["blind"] for rank, led in world.ledgers.items() if _is_blind(led)}
     return BLIND.finding(
-        f"{why}: nothing is known of what was trained there, and nothing was compared",
-        "import torch in the script itself, by `import torch`; for processes that the script starts"
-        " in a way of its own, audit what they run",
+        f"{next(iter(blind.values()))}: what was trained there is not known, and was not compared",
+        "import torch in the script itself, by `import torch`; start processes that train with "
+        "multiprocessing, and let them come to their end, or audit what they run",
         rank=sorted(blind),
+        where=next(iter(world.fact("blind_at")), []),
     )
+
+
+def _is_blind(ledger: Ledger) -> bool:
+    return "blind" in ledger.facts
+
+
+def _unseen(world: World, backwards: int) -> Finding:
+    """The audit was there, and the step was none that it sees."""
+    why = (
+        "its step is compiled with fullgraph=True, where nothing can look in"
+        if any(world.fact("fullgraph"))
+        else "an optimizer that does not derive from torch.optim.Optimizer cannot be watched"
+    )
+    return BLIND.finding(
+        f"{backwards} backwards ran and no step of a torch optimizer was seen, so that nothing was "
+        f"compared: {why}",
+        "derive the optimizer from torch.optim.Optimizer, or compile its step without fullgraph",
+        rank=world.ranks,
+        evidence={"backwards": backwards},
+    )
+
+
+def _unwatched(world: World) -> Finding:
+    """No process that was watched trained: if any did, it was one of these."""
+    started = [each for of_rank in world.fact("unwatched") for each in of_rank]
+    ways = ", ".join(dict.fromkeys(f"`{each['by']}`" for each in started))
+    return BLIND.finding(
+        f"the script started Python by {ways}, which is not watched, and nothing was trained in "
+        "the processes that are",
+        "audit what they run: put `lockstep audit` into that command, or "
+        "`-m lockstep.audit` behind its launcher",
+        rank=[rank for rank, led in world.ledgers.items() if led.facts.get("unwatched")],
+        where=[place for each in started for place in each["where"]],
+    )
+
+
+def _share_memory(trained: dict[int, Ledger]) -> bool:
+    """Do processes that the script started train one model, each for itself (Hogwild)?"""
+    return any(led.facts.get("shares_memory") for led in trained.values())
 
 
 def _steps(ledger: Ledger) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from lockstep.audit.ledger import SCATTERING
 from lockstep.audit.rules.base import named
 from lockstep.audit.world import names_of
 
@@ -68,7 +69,7 @@ def _without_wrapper(
     held = {p.name: math.prod(p.shape) for t in track.tracks.values() for p in t.parameters}
     if not reduced & set(names) and _went_flat(step, sum(held.values())):
         return _after(world, track, step.number, step)
-    if (others or reduced - set(held)) and set(names) - reduced:
+    if (others or reduced - set(held)) and set(names) - reduced and _reduces(track, step):
         return _unknown(names, "passed no reduction, and the others did")
     if reduced & set(names):
         return _after(world, track, step.number, step)
@@ -93,6 +94,14 @@ def _without_wrapper(
         "wrap the model in DistributedDataParallel and call the wrapper, or call "
         "`gradients = lockstep.replicate(model)` once after it is built",
     )
+
+
+def _reduces(track: SharedTrack, step: Step) -> bool:
+    """Is anything reduced at all? Gradients that are equal unreduced may all be zero."""
+    parameters = [p for t in track.tracks.values() for p in t.parameters]
+    adds = [c for c in step.collectives if c.op in (*_REDUCING, *SCATTERING)]
+    known = any(p.wrapper or p.sharded for p in parameters)
+    return known or any(c.parameter or math.prod(c.shape) > 1 for c in adds)
 
 
 def _went_flat(step: Step, size: int) -> bool:

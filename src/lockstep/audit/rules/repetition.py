@@ -28,7 +28,7 @@ _SEEDED = {"torch": "torch.manual_seed", "numpy": "np.random.seed"}
 
 
 class Repetition:
-    """Compares the generator's state and the wrappers' inputs, step by step."""
+    """Compares the generator's state and the models' inputs, step by step."""
 
     codes = (RANDOM, INPUTS)
 
@@ -112,7 +112,7 @@ def _same_inputs(track: SharedTrack) -> Finding | None:
         return None
     same_losses = _same_losses(track)
     return INPUTS.finding(
-        f"the wrapper was given the same inputs on all ranks, {len(seen)} times"
+        f"the model was given the same inputs on all ranks, {len(seen)} times"
         + (", and all ranks computed the same losses" if same_losses else "")
         + f": {len(track.ranks)} ranks do the work of one",
         "give each rank its own samples: a DistributedSampler, or seed what makes the batches with "

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.finding import with_text
 from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
 from lockstep.audit.rules.gradients import COUNT, reduces_in_its_step
 from lockstep.audit.tables import drift_table
@@ -196,7 +198,10 @@ class States:
                 continue
             found = first_found(track, _state_at)
             if found is not None:
-                yield found
+                loaded = [place for places in world.fact("states_loaded") for place in places]
+                measured, *others = found.where
+                where = [measured, *dict.fromkeys(with_text(loaded)), *others]
+                yield replace(found, where=where)
 
 
 def _state_at(track: SharedTrack, number: int) -> Finding | None:

@@ -239,6 +239,11 @@ class Factors:
         yield from first_of_each(world, explained, partial(_times, world))
 
 
+def has_micro_batch_for_each_rank(steps: Iterable[Step], size: int) -> bool:
+    """Then a factor that belongs to the one may be taken for the other's, and says nothing."""
+    return any(sum(b.kind == "backward" for b in step.backwards) == size for step in steps)
+
+
 def _is_over_chosen(track: SharedTrack, number: int) -> bool:
     """Sums over a part of the elements, by one count on all ranks: it may be that of all ranks."""
     terms = [t for s in track.steps(number).values() for b in s.backwards for t in b.terms]
@@ -264,12 +269,13 @@ def _is_count_of_all(step: Step, count: float) -> bool:
 
 
 def _times(world: World, track: SharedTrack, number: int) -> Finding | None:
-    if _is_over_chosen(track, number):
+    steps = track.steps(number)
+    if _is_over_chosen(track, number) or has_micro_batch_for_each_rank(steps.values(), world.size):
         return None
     lines: list[Place] = []
     size = float(world.size)
     total = 0.0
-    for step in track.steps(number).values():
+    for step in steps.values():
         backwards = [b for b in step.backwards if b.kind == "backward"]
         if not backwards or any(len(b.terms) != 1 or b.gathered for b in backwards):
             return None

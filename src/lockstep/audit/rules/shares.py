@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Explained, first_of_each, numbers
 from lockstep.audit.rules.left_by_backward import uses_what_backward_left
-from lockstep.audit.rules.scale import TIMES, is_near
+from lockstep.audit.rules.scale import TIMES, has_micro_batch_for_each_rank, is_near
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,6 +51,8 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     if len(counts) < len(steps):
         return None
     step, size = next(iter(steps.values())), len(steps)
+    if len(set(counts.values())) == 1 and has_micro_batch_for_each_rank(steps.values(), size):
+        return None  # what all have in one of them is what each has in all of them
     call = next(call for call in calls.values() if call)
     return TIMES.finding(
         f"step {number + 1}: each rank's loss is its share of a mean over all ranks' "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Backward
+    from lockstep.audit.ledger import Backward, Step
     from lockstep.audit.world import SharedTrack, World
 
 UNEVEN = Code("LS203", "a plain mean over unequal counts")
@@ -59,7 +59,7 @@ def _between_ranks(track: SharedTrack) -> Finding | None:
     if len(track.ranks) < 2 or _weighs_gradients(track):
         return None
     for number in track.numbers:
-        windows = {r: _with_terms(s.backwards, track.key) for r, s in track.steps(number).items()}
+        windows = {r: _with_terms(track, r, s) for r, s in track.steps(number).items()}
         # The same backward of the window, on all ranks.
         for at_once in zip(*windows.values(), strict=False):
             if any(b.heads != at_once[0].heads for b in at_once):
@@ -92,7 +92,7 @@ def _weighs_gradients(track: SharedTrack) -> bool:
 def _between_micro_batches(track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         for rank, step in track.steps(number).items():
-            backwards = _with_terms(step.backwards, track.key)
+            backwards = _with_terms(track, rank, step)
             # Micro-batches are one line that runs again; other losses have lines of their own.
             same = [b for b in backwards if _is_like(b, backwards[0])]
             if len(same) < 2 or any(len(b.terms) != 1 for b in same):
@@ -113,7 +113,7 @@ def _is_like(one: Backward, other: Backward) -> bool:
 def _between_windows(track: SharedTrack) -> Finding | None:
     """All micro-batches of a step together, where ranks have different numbers of them."""
     for number in track.numbers:
-        windows = {r: _with_terms(s.backwards, track.key) for r, s in track.steps(number).items()}
+        windows = {r: _with_terms(track, r, s) for r, s in track.steps(number).items()}
         lengths = {len(backwards) for backwards in windows.values()}
         lines = {(p.file, p.line) for w in windows.values() for b in w for p in b.where[:1]}
         every = [b for backwards in windows.values() for b in backwards]
@@ -134,10 +134,21 @@ def _together(terms: Sequence[Term]) -> Term:
     return Term(kinds.pop() if len(kinds) == 1 else "mixed", weight, count, terms[0].op)
 
 
-def _with_terms(backwards: Sequence[Backward], key: str) -> list[Backward]:
-    """Not those of other optimizers alone, as in a client's training before the server's step."""
-    concerned = [b for b in backwards if key in b.touched or not b.touched]
-    return [b for b in concerned if b.kind == "backward" and b.terms]
+def _with_terms(track: SharedTrack, rank: int, step: Step) -> list[Backward]:
+    """Not those of other optimizers, as in a client's training before the server's step.
+
+    Nor those through models that no optimizer holds. But ``fully_shard`` keeps the gradients of
+    micro-batches where no optimizer sees them.
+    """
+    parameters = track.tracks[rank].parameters
+    names, in_pieces = {p.name for p in parameters}, all(p.sharded for p in parameters)
+
+    def concerns(backward: Backward) -> bool:
+        if backward.touched:
+            return track.key in backward.touched
+        return in_pieces or (bool(backward.heads) and names.issuperset(backward.heads))
+
+    return [b for b in step.backwards if b.kind == "backward" and b.terms and concerns(b)]
 
 
 def _is_uneven(terms: Sequence[Term]) -> bool:

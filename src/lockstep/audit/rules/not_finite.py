@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NaN and infinity that a step puts into the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lockstep.audit.rules.base import Code, Explained, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Step
+    from lockstep.audit.world import SharedTrack, World
+
+NOT_FINITE = Code("LS115", "a step with NaN or infinity")
+
+
+class NotFinite:
+    """The first step of each optimizer whose gradients are not finite; all later ones follow it.
+
+    A step that a GradScaler leaves out is none: its optimizer is not called, or leaves out itself.
+    """
+
+    codes = (NOT_FINITE,)
+
+    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+        for track in world.tracks:
+            found = {
+                rank: min((s for s in one.steps if s.not_finite), key=lambda s: s.number)
+                for rank, one in track.tracks.items()
+                if any(s.not_finite for s in one.steps)
+            }
+            if found:
+                number = min(step.number for step in found.values())
+                first = {rank: step for rank, step in found.items() if step.number == number}
+                yield _finding(track, number, first)
+                return  # one model's are soon the other's
+
+
+def _finding(track: SharedTrack, number: int, steps: dict[int, Step]) -> Finding:
+    step = next(iter(steps.values()))
+    names = sorted({name for each in steps.values() for name in each.not_finite})
+    losses = [b.loss for each in steps.values() for b in each.backwards if b.loss is not None]
+    wrong = [loss for loss in losses if not math.isfinite(loss)]
+    loss = f", and so was the loss ({wrong[0]})" if wrong else "; the loss was finite"
+    return NOT_FINITE.finding(
+        f"step {number + 1}: the gradients of {named(names)} ({len(names)} of "
+        f"{len(next(iter(track.tracks.values())).parameters)} parameters) were not finite on ranks "
+        f"{sorted(steps)}{loss if losses else ''}: the step put NaN or infinity into the weights, "
+        "and everything after it is computed from them",
+        "look at that step's samples; `torch.autograd.set_detect_anomaly(True)` names the operation"
+        ". To go on, step only if the gradients are finite on all ranks, or clip them before",
+        rank=sorted(steps),
+        step=number + 1,
+        parameters=names,
+        evidence={"losses": losses[:8]},
+        where=[*(step.backwards[-1].where if step.backwards else ()), *step.where],
+    )
