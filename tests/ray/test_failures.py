@@ -300,4 +300,5 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank_under_every_sync(sync)
     ):
         trainer.train(num_steps=4)
     assert "step 2" in str(caught.value)
-    assert "samples on rank 1, the loss is nan" in str(caught.value)
+    assert "samples on rank 1 (dataset[" in str(caught.value)
+    assert "the loss is nan" in str(caught.value)

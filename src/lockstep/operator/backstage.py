@@ -40,6 +40,8 @@ class Backstage:
         summary: what the default loop returned for this pass; None if it did not run.
         partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
+        window: the parts since the window that is open began, with the `batch_info` of each.
+        steps_taken_back: optimizers' steps in the batch in hand that `check_finite` undid.
         buffers_before: the buffers before the window that is open; None with windows of one batch.
         joint_norms: the modules that share statistics between workers; looked up once a call.
     """
@@ -58,6 +60,8 @@ class Backstage:
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False
+        self.window: list[tuple[Part, Mapping[str, Any]]] = []
+        self.steps_taken_back = 0
         self.buffers_before: BuffersBefore | None = None
         self.begin_call("train")
 

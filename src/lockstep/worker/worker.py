@@ -173,10 +173,11 @@ class Worker(HandsOver):
             # What `setup` did to the weights after `register` it may have done on some ranks only.
             run.sync.agree_on_values()
         self._open_loaders(operator)
+        # First: a step that it refuses is none to the others.
+        self._finite_checks = [] if is_trial else watch_optimizers(operator)
         if spec.is_recoverable and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-        self._finite_checks = [] if is_trial else watch_optimizers(operator)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
