@@ -80,7 +80,7 @@ class _StepCheck:
         found = [p for p in _held(optimizer) if not _are_finite([p])]
         before.put_back()
         self._operator._lockstep.steps_taken_back += 1
-        rates = ", ".join(f"{float(group['lr']):g}" for group in _groups_with_rate(optimizer))
+        rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
         has_closure = _is_given_closure(args, kwargs)
         raise self._error(
             "a step put NaN or infinity into the weights, which are as they were before it",
@@ -127,15 +127,22 @@ class _Before:
 
     def put_back(self) -> None:
         overwrite(self._live, self._weights)
+        groups = self._optimizer.param_groups
         self._optimizer.load_state_dict(self._state)
+        # The very groups that were there before: others may hold them.
+        for group, settings in zip(groups, self._optimizer.param_groups, strict=True):
+            group.update(settings)
+        self._optimizer.param_groups = groups
 
 
 def _held(optimizer: Optimizer) -> _Held:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _groups_with_rate(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [group for group in optimizer.param_groups if "lr" in group]
+def _rates(optimizer: Optimizer) -> list[float]:
+    """The groups' learning rates; some optimizers find their own, and say None."""
+    given = [group.get("lr") for group in optimizer.param_groups]
+    return [float(rate) for rate in given if rate is not None]
 
 
 def _is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -146,12 +153,11 @@ def _is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
     """Whether a square, or a product, of what the step is made of leaves the numbers' range."""
-    held = _held(optimizer)
-    if not held:
-        return False
-    rate = max((float(group["lr"]) for group in _groups_with_rate(optimizer)), default=1.0)
+    # Of gradients: what an optimizer holds besides (weights in four bits) need be no numbers.
+    dtypes = {p.grad.dtype for p in _held(optimizer) if p.grad is not None}
+    rate = max(_rates(optimizer), default=1.0)
     largest = max(norm, 1.0) * max(rate, 1.0)
-    return not largest < math.sqrt(torch.finfo(held[0].dtype).max)
+    return any(not largest < math.sqrt(torch.finfo(dtype).max) for dtype in dtypes)
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
