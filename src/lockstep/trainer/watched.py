@@ -22,6 +22,9 @@ _log = logging.getLogger("lockstep")
 _NOT_OURS: Final = ("LS402", "LS404", "LS405", "LS406", "LS6")
 """What a trainer knows better: which parameters train, that workers meet, that they live."""
 
+_TOLD: Final = ("LS116",)
+"""Notices that concern a trainer's run."""
+
 _OWN_WRAPPER: Final = (
     "wrap_ddp=False: synchronising the gradients is your own wrapper's business; whether they and"
     " the replicas agree is watched"
@@ -56,7 +59,7 @@ class Comparison:
             return
         findings = [self._in_context(f) for f in judge(seen, ignore=_NOT_OURS)]
         for finding in findings:
-            if finding.severity == "warning":
+            if finding.severity == "warning" or finding.code in _TOLD:
                 self._log_once(finding.code, str(_as_error([finding])))
         errors = [finding for finding in findings if finding.severity == "error"]
         if errors:

@@ -29,6 +29,7 @@ from lockstep.audit.rules.scattered import Scattered
 from lockstep.audit.rules.schedules import Schedules
 from lockstep.audit.rules.sharded import Undivided, Unreduced
 from lockstep.audit.rules.shares import Shares
+from lockstep.audit.rules.uncleared import Uncleared
 from lockstep.audit.rules.unheld import Unheld
 from lockstep.audit.rules.weights import Weights
 
@@ -43,6 +44,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Unreduced(),
     Pieces(),
     Unheld(),
+    Uncleared(),
     Replicas(),
     Frozen(),
     States(),
