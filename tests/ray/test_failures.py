@@ -20,7 +20,6 @@ from lockstep.errors import (
     NonFiniteError,
     NotEnoughResourcesError,
     NotPicklableError,
-    TrainerClosedError,
     WorkerDiedError,
     WorkerFailedError,
 )
@@ -74,33 +73,25 @@ def start(operator=DefaultLoop, num_workers=3, **config):
 
 
 def test_a_users_exception_arrives_as_itself_with_rank_and_traceback():
-    trainer = start(Misbehaving, what=raise_own)
-    pids = trainer.apply_all_workers(os.getpid)
-    begin = time.monotonic()
-    with pytest.raises(OwnError) as caught:
-        trainer.train()
-    assert time.monotonic() - begin < 10  # nobody waited for the 1800 s of the group
+    with start(Misbehaving, what=raise_own) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        begin = time.monotonic()
+        with pytest.raises(OwnError) as caught:
+            trainer.train()
+        assert time.monotonic() - begin < 10  # nobody waited for the 1800 s of the group
     assert type(caught.value) is OwnError
     assert caught.value.code == 7
     notes = "\n".join(caught.value.__notes__)
     assert "rank 1" in notes
     assert "raise_own" in notes
-    assert not any(map(_alive, pids))
-
-
-def test_a_second_call_after_a_failure_says_what_happened():
-    trainer = start(Misbehaving, num_workers=2, what=raise_own)
-    with pytest.raises(OwnError):
-        trainer.train()
-    for call in (trainer.train, trainer.validate, trainer.get_model, trainer.state_dict):
-        with pytest.raises(TrainerClosedError, match="OwnError: code 7"):
-            call()
-    trainer.shutdown()
+    assert not any(map(_alive, pids))  # and nobody is left in the middle of the step
 
 
 def test_an_exception_that_cannot_travel_is_shown():
-    trainer = start(Misbehaving, num_workers=2, what=raise_unpicklable)
-    with pytest.raises(WorkerFailedError, match="Unpicklable") as caught:
+    with (
+        start(Misbehaving, num_workers=2, what=raise_unpicklable) as trainer,
+        pytest.raises(WorkerFailedError, match="Unpicklable") as caught,
+    ):
         trainer.train()
     assert "mutex inside" in str(caught.value)
     assert "raise_unpicklable" in "\n".join(caught.value.__notes__)
@@ -182,7 +173,7 @@ def test_shutdown_ends_everything_and_later_calls_say_so():
 
 
 INTERRUPTED = """
-    import os, sys, time
+    import os, sys
     from lockstep import TorchTrainer
     from tests.ray.test_failures import Slow, CONFIG
     trainer = TorchTrainer(
@@ -193,10 +184,8 @@ INTERRUPTED = """
         trainer.train()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    try:
-        trainer.train()
-    except RuntimeError as error:
-        print("closed" if "KeyboardInterrupt" in str(error) else error, flush=True)
+    trainer.shutdown()
+    print("over", flush=True)
 """
 
 
@@ -209,6 +198,7 @@ class Slow(DefaultLoop):
 
 @pytest.mark.slow
 def test_ctrl_c_in_an_epoch_comes_back_without_orphans(tmp_path):
+    """Also where a worker is in a call that takes long: nobody waits for it."""
     inside = tmp_path / "inside"
     os.mkfifo(inside)
     address = ray.get_runtime_context().gcs_address
@@ -225,11 +215,12 @@ def test_ctrl_c_in_an_epoch_comes_back_without_orphans(tmp_path):
     pipe = os.open(inside, os.O_RDWR)
     assert os.read(pipe, 1) == b"."
     program.send_signal(signal.SIGINT)
-    rest, _ = program.communicate(timeout=30)
-    os.close(pipe)
-    assert rest.split() == ["interrupted", "closed"]
-    assert program.returncode == 0
+    assert program.stdout.readline() == "interrupted\n"
+    assert program.stdout.readline() == "over\n"
     assert not any(map(_alive, pids))
+    program.communicate(timeout=30)
+    os.close(pipe)
+    assert program.returncode == 0
 
 
 @pytest.mark.slow
@@ -300,4 +291,5 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank_under_every_sync(sync)
     ):
         trainer.train(num_steps=4)
     assert "step 2" in str(caught.value)
-    assert "samples on rank 1, the loss is nan" in str(caught.value)
+    assert "samples on rank 1 (dataset[" in str(caught.value)
+    assert "the loss is nan" in str(caught.value)

@@ -67,6 +67,8 @@ class OutOfStep(DefaultLoop):
 
 
 def test_numbers_of_backwards():
-    trainer = start(OutOfStep, backwards=0)
-    with pytest.raises(GradientNotReducedError, match="left a step out"):
+    with (
+        start(OutOfStep, backwards=0) as trainer,
+        pytest.raises(GradientNotReducedError, match="left a step out"),
+    ):
         trainer.train()

@@ -21,6 +21,7 @@ from lockstep.errors import (
     WrongTypeError,
 )
 from lockstep.keys import BATCH_SIZE
+from lockstep.testing import Strike, struck
 
 pytestmark = pytest.mark.filterwarnings(
     # What Ray Data says to itself about its own settings.
@@ -157,6 +158,25 @@ def test_a_pass_that_was_left_is_read_anew(tmp_path):
         trainer.load(path)
         assert trainer.train(dataset=dataset())["epoch"] == 2
         steps = steps_of(trainer)
+    assert sorted(chain.from_iterable(steps)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_after_an_exception_the_rows_are_read_anew(num_workers):
+    """No worker but the one that raised knows which rows it had; no step is lost with them."""
+    failing = struck(Regression, Strike("raise", num_workers - 1, 2, "backward"))
+    rows = dataset((10, 10, 10, 10, 13))
+    with TorchTrainer(
+        training_operator_cls=failing, num_workers=num_workers, config=CONFIG
+    ) as trainer:
+        with pytest.raises(RuntimeError, match="struck"):
+            trainer.train(dataset=rows)
+        assert trainer.status()["step"] == 2
+        first = steps_of(trainer)[:2]
+        trainer.apply_all_operators(lambda operator: operator.seen.clear())
+        assert trainer.train(dataset=rows)["num_samples"] == ROWS
+        steps = steps_of(trainer)
+        assert is_trained_by(trainer, [*first, *steps])
     assert sorted(chain.from_iterable(steps)) == list(range(ROWS))
 
 

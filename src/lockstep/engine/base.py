@@ -56,9 +56,21 @@ class Engine(Protocol):
     """Starts workers, calls their methods, ends them.
 
     A user's exception in a worker arrives as itself, with its rank and its traceback there
-    as a note. An engine whose workers cannot go on (a rank failed inside a step, a process
-    died) has ended them all by the time it raises, and says why in `ended`.
+    as a note. Workers that were left in the middle of a call (it failed on one of them, or the
+    driver was interrupted) live on, and `settle` makes them ready for the next one. An engine
+    whose workers cannot go on has ended them all by the time it raises, and says why in `ended`.
     """
+
+    @property
+    def left(self) -> BaseException | None:
+        """Why the latest call was left in the middle, until `settle`."""
+
+    def settle(self) -> None:
+        """After a call that was left: take all workers back to the last committed step.
+
+        Blocks until each of them has come out of what it is doing. Where there is no way back, the
+        workers are ended, and `ended` says why.
+        """
 
     @property
     def ended(self) -> BaseException | None:

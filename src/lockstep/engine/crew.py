@@ -20,6 +20,7 @@ import ray
 from lockstep.engine import placement
 from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.cluster import connect, session
+from lockstep.engine.leaving import give_up_left
 from lockstep.errors import ConfigurationError
 from lockstep.imports import import_for_good
 
@@ -123,6 +124,8 @@ def crew_for(
     if _waiting and _waiting[0].asked == asked and _waiting[0].session == session():
         return _waiting.pop()
     dismiss_waiting()
+    if not placement.is_free(bundle, len(ranks)):
+        give_up_left()
     return hire(*asked, own_cluster, label)
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.base import COLLECTIVE_METHODS, Roster
+from lockstep.engine.base import Roster
+from lockstep.engine.leaving import between_steps, no_way_back
 from lockstep.worker import Worker, add_rank
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class InlineEngine:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.ended: BaseException | None = None
+        self.left: BaseException | None = None
+        self._left_method = ""
+        self._generation = 0
         self._worker = Worker(spec, rank=0, local_rank=0)
         self.started = [self._run("start", None)]
 
@@ -43,13 +47,26 @@ class InlineEngine:
 
     def _run(self, method: str, *args: Any) -> Any:
         try:
-            return getattr(self._worker, method)(*args)
+            with between_steps(self._worker):
+                return getattr(self._worker, method)(*args)
         except BaseException as error:
             add_rank(error, 0)
-            if method in COLLECTIVE_METHODS:
+            if method in ("train", "validate"):
+                self.left, self._left_method = error, method
+            elif method == "start":
                 self.ended = error
                 self.close(force=True)
             raise
+
+    def settle(self) -> None:
+        cause = self.left
+        if cause is None:
+            return
+        if not self._worker.go_back(self._left_method):
+            self.ended = no_way_back(cause)
+            self.close(force=True)
+        self._generation += 1
+        self.left = None
 
     def bring_snapshots(self, to: Keeper) -> Courier:
         self._worker.snapshots.give = to.keep
@@ -62,7 +79,7 @@ class InlineEngine:
         """The worker knows it from the state."""
 
     def roster(self) -> Roster:
-        return Roster(workers=1)
+        return Roster(workers=1, generation=self._generation)
 
     def close(self, *, force: bool) -> None:
         self._worker.stop()

@@ -136,6 +136,12 @@ def local_ranks(nodes: Sequence[str]) -> list[int]:
     return ranks
 
 
+def is_free(bundle: Mapping[str, float], count: int) -> bool:
+    """Whether `bundle` for each of `count` workers is free, all nodes taken together."""
+    asked = {name: amount * count for name, amount in bundle.items()}
+    return not _lacking(asked, ray.available_resources())
+
+
 def _lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
     return any(there.get(name, 0) < amount for name, amount in asked.items())
 

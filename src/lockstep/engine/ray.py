@@ -27,6 +27,7 @@ from lockstep.engine.crew import come_back, crew_for, remote_ranks, replacement,
 from lockstep.engine.ending import ctrl_c_as_itself, has_failed, wait_until_gone
 from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
+from lockstep.engine.leaving import between_steps
 from lockstep.engine.lookout import looking_after
 from lockstep.engine.member import Member, kill, this_node
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
@@ -232,15 +233,26 @@ class RayEngine:
         in_shards = self.spec.options.sync == "fsdp" and method == "apply_state"
         return method in METHODS_APART and not in_shards
 
+    @property
+    def left(self) -> BaseException | None:
+        """Never: where nobody forms the group anew, who leaves a call ends the workers."""
+        return None
+
+    def settle(self) -> None:
+        """Nothing; see `left`."""
+
     def end(self, cause: BaseException) -> None:
         """End all workers because of `cause`."""
         self.ended = cause
         try:
-            # A copy that was made before the failure is as good as any.
-            if self._courier is not None and isinstance(cause, Exception) and self._is_in_session:
-                self._courier.finish(_RESCUE_S)
+            self.rescue(cause)
         finally:
             self.close(force=True)
+
+    def rescue(self, cause: BaseException) -> None:
+        """A copy of the state that was made before the failure is as good as any."""
+        if self._courier is not None and isinstance(cause, Exception) and self._is_in_session:
+            self._courier.finish(_RESCUE_S)
 
     def hear(
         self,
@@ -251,6 +263,7 @@ class RayEngine:
         watch: Watch | None = None,
         guard: Callable[[Hearing], None] | None = None,
         args_of: Callable[[int], tuple[Any, ...]] | None = None,
+        leave: Callable[[BaseException], None] | None = None,
     ) -> Hearing:
         """Let `ranks` do `method`, and hear what they answer.
 
@@ -258,6 +271,8 @@ class RayEngine:
             watch: see `Engine.call`.
             guard: looks after the workers meanwhile. With one, a worker's death ends nothing.
             args_of: each rank's further arguments.
+            leave: what to do where the driver stops to listen in the middle, because of Ctrl-C
+                most of all; the workers are ended if None.
         """
         self._check_session()
         hearing = Hearing(method, self._server, hears_all=guard is not None)
@@ -279,14 +294,15 @@ class RayEngine:
                 local.worker.before_meeting = partial(self._wait_for_peers, hearing.pending)
                 own = args if args_of is None else (*args, *args_of(0))
                 hearing.here = partial(local.worker.where, threading.get_ident())
-                with nullcontext() if guard is None else looking_after(partial(guard, hearing)):
+                looks = nullcontext() if guard is None else looking_after(partial(guard, hearing))
+                with looks, between_steps(local.worker):
                     _perform_here(local.worker, hearing, own, watch)
                 watch = hearing.here = None
             hearing.listen(self._looker(hearing, watch, guard))
         except BaseException as error:
-            # Ctrl-C most of all: nobody may be left behind in the middle of a step.
+            # Nobody may be left behind in the middle of a step.
             if hearing.pending or local is not None:
-                self.end(error)
+                (leave or self.end)(error)
             raise
         return hearing
 

@@ -50,6 +50,8 @@ def rejoin(registered: Registered, setting: Setting, committed: int) -> None:
     Collective:
         Every rank; see `attach`.
     """
+    if not setting.options.wrap_ddp:
+        return
     if registered.sync is not None and registered.may_join:
         registered.sync.join(setting.group)
         registered.attached = tuple(registered.parameters())

@@ -46,6 +46,8 @@ class Backstage:
         is_default_step: the default loop lets an optimizer step, with all that belongs to it.
         num_computed: how often the batch in hand went through the default `train_batch`.
         stepped: the optimizers that stepped since a global batch was over, one entry a step.
+        window: the parts since the window that is open began, with the `batch_info` of each.
+        steps_taken_back: optimizers' steps in the batch in hand that `check_finite` undid.
         buffers_before: the buffers before the window that is open; None with windows of one batch.
         step_log: metrics of single steps; None where nobody wants them.
         joint_norms: the modules that share statistics between workers; looked up once a call.
@@ -69,6 +71,8 @@ class Backstage:
         self.num_computed = 0
         self.stepped: list[torch.optim.Optimizer] = []
         self.step_log: StepLog | None = None
+        self.window: list[tuple[Part, Mapping[str, Any]]] = []
+        self.steps_taken_back = 0
         self.buffers_before: BuffersBefore | None = None
         self.begin_call("train")
 

@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No step puts a first NaN or infinity into the weights, and what led to one is named.
+"""No step puts a first NaN or infinity into the weights.
 
 Gradients are looked at when an optimizer is about to step with them: after the reduction, so
 that every rank finds the same; after unscaling and clipping; and not where a GradScaler leaves
 the step out. One norm over all of them: half of what plain SGD's own pass costs.
+
+A step with finite gradients overflows only where they, or the learning rate, are enormous; a
+step that is given a closure computes its gradients itself. Before such a step the weights and the
+optimizer's state are copied, and after it the weights are looked at.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import copy
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep.errors import NonFiniteError
-from lockstep.sync import is_local
+from lockstep.sync import copy_over, is_local, overwrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.staging import Part
 
-_FIX: Final = (
+FIX: Final = (
     "look at these samples and layers (log or sqrt of 0, a division by an empty count, a learning"
     " rate that is too large); TorchTrainer(check_finite=False) steps all the same"
 )
+
+_Held = list[torch.nn.Parameter]
 
 
 def watch_optimizers(operator: TrainingOperator) -> list[RemovableHandle]:
@@ -35,109 +42,132 @@ def watch_optimizers(operator: TrainingOperator) -> list[RemovableHandle]:
     run = operator._lockstep.registered
     if run is None or not operator._lockstep.setting.options.check_finite:
         return []
-
-    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        _refuse_non_finite(operator, optimizer)
-
-    return [optimizer.register_step_pre_hook(refuse) for optimizer in run.optimizers]
-
-
-def _refuse_non_finite(operator: TrainingOperator, optimizer: torch.optim.Optimizer) -> None:
-    if getattr(optimizer, "found_inf", None) is not None:
-        return  # fused: it is told of infinities, and leaves the step out by itself
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not held or _are_finite([p.grad for p in held if p.grad is not None]):
-        return
-    run = operator._lockstep.registered
-    assert run is not None
-    names = {id(p): name for module in run.modules() for name, p in module.named_parameters()}
-    found = [p for p in held if p.grad is not None and not _are_finite([p.grad])]
-    shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    error = NonFiniteError(
-        "a step would put NaN or infinity into the weights, and was not taken",
-        where=f"rank {operator.world_rank}, step {operator.global_step}",
-        got=f"the gradient of {shown}{more}",
-        cause="a loss or a gradient that is not finite, on this rank or on another",
-        fix=_FIX,
-    )
-    error.is_alike = not any(is_local(p) for p in found)
-    raise error
+    handles: list[RemovableHandle] = []
+    for optimizer in run.optimizers:
+        check = _StepCheck(operator)
+        handles.append(optimizer.register_step_pre_hook(check.before))
+        handles.append(optimizer.register_step_post_hook(check.after))
+    return handles
 
 
-def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    dense = [g._values() if g.is_sparse else g for g in gradients]
-    if bool(torch.nn.utils.get_total_norm(dense).isfinite()):
+class _StepCheck:
+    """The look before, and where it is needed after, each step of one optimizer."""
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+        self._before: _Before | None = None
+
+    def before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._before = None
+        if getattr(optimizer, "found_inf", None) is not None:
+            return  # fused: it is told of infinities, and leaves the step out by itself
+        if _is_given_closure(args, kwargs):
+            self._before = _Before(optimizer)
+            return
+        gradients = [p.grad for p in _held(optimizer) if p.grad is not None]
+        norm = _norm(gradients)
+        if not math.isfinite(norm) and not _are_finite(gradients):
+            self._refuse_gradients(optimizer)
+        if _may_overflow(optimizer, norm):
+            self._before = _Before(optimizer)
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        before, self._before = self._before, None
+        if before is None or _are_finite(_held(optimizer)):
+            return
+        found = [p for p in _held(optimizer) if not _are_finite([p])]
+        before.put_back()
+        self._operator._lockstep.steps_taken_back += 1
+        rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
+        has_closure = _is_given_closure(args, kwargs)
+        raise self._error(
+            "a step put NaN or infinity into the weights, which are as they were before it",
+            f"{self._named(found)}; learning rate {rates or 'unknown'}",
+            "a loss, or its gradient, within the step's closure is not finite"
+            if has_closure
+            else "the gradients are finite, and the step itself overflowed",
+            found,
+        )
+
+    def _refuse_gradients(self, optimizer: Optimizer) -> None:
+        found = [p for p in _held(optimizer) if p.grad is not None and not _are_finite([p.grad])]
+        raise self._error(
+            "a step would put NaN or infinity into the weights, and was not taken",
+            f"the gradient of {self._named(found)}",
+            "a loss or a gradient that is not finite, on this rank or on another",
+            found,
+        )
+
+    def _named(self, found: _Held) -> str:
+        run = self._operator._lockstep.registered
+        assert run is not None
+        names = {id(p): name for module in run.modules() for name, p in module.named_parameters()}
+        shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])
+        return shown + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+    def _error(self, what: str, got: str, cause: str, found: _Held) -> NonFiniteError:
+        operator = self._operator
+        where = f"rank {operator.world_rank}, step {operator.global_step}"
+        error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
+        error.is_alike = not any(is_local(p) for p in found)
+        return error
+
+
+class _Before:
+    """Weights and state of an optimizer, before a step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._live = [parameter.detach() for parameter in _held(optimizer)]
+        self._weights: list[torch.Tensor] = []
+        copy_over(self._live, self._weights)
+        self._state = copy.deepcopy(optimizer.state_dict())
+
+    def put_back(self) -> None:
+        overwrite(self._live, self._weights)
+        groups = self._optimizer.param_groups
+        self._optimizer.load_state_dict(self._state)
+        # The very groups that were there before: others may hold them.
+        for group, settings in zip(groups, self._optimizer.param_groups, strict=True):
+            group.update(settings)
+        self._optimizer.param_groups = groups
+
+
+def _held(optimizer: Optimizer) -> _Held:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    """The groups' learning rates; some optimizers find their own, and say None."""
+    given = [group.get("lr") for group in optimizer.param_groups]
+    return [float(rate) for rate in given if rate is not None]
+
+
+def _is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    # The hooks of some versions of torch are given the optimizer among the arguments.
+    given = [each for each in (*args, kwargs.get("closure")) if each is not None]
+    return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)
+
+
+def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
+    """Whether a square, or a product, of what the step is made of leaves the numbers' range."""
+    # Of gradients: what an optimizer holds besides (weights in four bits) need be no numbers.
+    dtypes = {p.grad.dtype for p in _held(optimizer) if p.grad is not None}
+    rate = max(_rates(optimizer), default=1.0)
+    largest = max(norm, 1.0) * max(rate, 1.0)
+    return any(not largest < math.sqrt(torch.finfo(dtype).max) for dtype in dtypes)
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    dense = [each._values() if each.is_sparse else each for each in tensors]
+    return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    if math.isfinite(_norm([each.detach() for each in tensors])):
         return True
     # The squares of large numbers may overflow where the numbers do not.
-    return all(bool(gradient.isfinite().all()) for gradient in dense)
-
-
-@contextmanager
-def explained(
-    operator: TrainingOperator, parts: Sequence[Part], loss_of: Callable[[Part], torch.Tensor]
-) -> Iterator[None]:
-    """Around the step of the default loop: which samples, and which module, led to a refusal?
-
-    Args:
-        parts: this rank's shards of the global batch.
-        loss_of: computes a shard's loss once more.
-
-    Collective:
-        Only where a step is refused: every rank, for each finds the same gradients. One exchange.
-    """
-    try:
-        yield
-    except NonFiniteError as error:
-        suspects = [_suspect(operator, part, loss_of) for part in parts]
-        mine = [suspect for suspect in suspects if suspect is not None]
-        group = operator._lockstep.setting.group
-        has_peers = operator._lockstep.sync is not None and error.is_alike
-        everyone = group.exchange(mine) if has_peers else [mine]
-        said = [line for lines in everyone for line in lines]
-        raise NonFiniteError(
-            error.what,
-            where=error.details["where"],
-            got="; ".join([str(error.details["got"]), *said[:4]]),
-            cause=None if said else "every forward and every loss is finite: the backward is not",
-            fix=_FIX,
-        ) from None
-
-
-def _suspect(
-    operator: TrainingOperator, part: Part, loss_of: Callable[[Part], torch.Tensor]
-) -> str | None:
-    """What of a shard is not finite, in words; this forward leaves the buffers as they are."""
-    run = operator._lockstep.registered
-    assert run is not None
-    first: list[str] = []
-    handles = [
-        layer.register_forward_hook(_noting(name, first))
-        for module in run.plain_modules()
-        for name, layer in module.named_modules()
-    ]
-    buffers = [(b, b.clone()) for module in run.modules() for b in module.buffers()]
-    try:
-        with torch.no_grad():
-            loss = loss_of(part)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    if not first and bool(loss.isfinite().all()):
-        return None
-    place = f"in shard {part.shard}, {part.num_samples} samples on rank {operator.world_rank},"
-    layer = f", first in the output of {first[0]}" if first else ""
-    return f"{place} the loss is {loss.item():.4g}{layer}"
-
-
-def _noting(name: str, first: list[str]) -> Callable[..., None]:
-    def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        tensors = output if isinstance(output, tuple | list) else [output]
-        for tensor in tensors:
-            is_number = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-            if is_number and not first and not bool(tensor.isfinite().all()):
-                first.append(f"`{name}` ({type(module).__name__})" if name else "the model")
-
-    return look
+    dense = [each._values() if each.is_sparse else each for each in tensors]
+    return all(bool(each.isfinite().all()) for each in dense)

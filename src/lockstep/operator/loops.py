@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,6 @@ from lockstep.operator.counting import (
     step_counts,
     take_weight,
 )
-from lockstep.operator.finite import explained
 from lockstep.operator.joint import computing
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch
@@ -115,13 +113,25 @@ def train_epoch(
     with operator.timers.record("train_epoch"):
         for batch_idx, batch in enumerate(iterator, getattr(iterator, "first_index", 0)):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
+            _note_window(operator, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)
             if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._lockstep.place.closes:
                 step_schedulers(parts.schedulers)
             recorder.add(metrics)
             operator._lockstep.latest = metrics
+            if operator._lockstep.place.closes:
+                operator._lockstep.window.clear()
     return recorder.summary()
+
+
+def _note_window(operator: TrainingOperator, batch: Any, batch_info: Mapping[str, Any]) -> None:
+    """What a gradient that is not finite may have come from; see `explaining`."""
+    stage = operator._lockstep
+    if stage.place.opens:
+        stage.window.clear()
+    if stage.setting.options.check_finite:
+        stage.window.extend((part, batch_info) for part in parts_of(operator, batch))
 
 
 def checked_metrics(operator: TrainingOperator, method: str, result: Any) -> dict[str, Any]:
@@ -172,11 +182,7 @@ def train_batch(
         run.sync.reduce_pending()
     buffers.commit()
     if operator._lockstep.place.closes:
-        loss_of = partial(_loss_again, operator, batch_info)
-        with (
-            operator.timers.record("apply"),
-            explained(operator, parts, loss_of),
-        ):
+        with operator.timers.record("apply"):
             _step(operator, run, optimizer)
     operator._lockstep.num_computed += 1
     operator._lockstep.partial = partial_weights(results)
@@ -233,10 +239,10 @@ def _train_part(
     return {"train_loss": _reported(operator, loss, part), **metrics}, weight
 
 
-def _loss_again(
-    operator: TrainingOperator, batch_info: Mapping[str, Any], part: Part
+def loss_again(
+    operator: TrainingOperator, part: Part, batch_info: Mapping[str, Any]
 ) -> torch.Tensor:
-    """The loss of a part as it was computed, with the same random numbers."""
+    """The loss of a part once more, with the same random numbers."""
     part.seed_randomness()
     with operator._lockstep.precision.autocast():
         return _loss_and_metrics(operator, operator.to_device(part.batch), batch_info)[0]

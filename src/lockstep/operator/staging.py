@@ -18,6 +18,26 @@ from lockstep.data.structure import map_children
 from lockstep.randomness import seed_all
 
 
+class Origin(NamedTuple):
+    """Where a part of a global batch was read.
+
+    Attributes:
+        epoch: passes over the data before it.
+        step: the number of the global batch in its epoch, from 0.
+        indices: what the sampler gave for its samples; empty without a sampler.
+    """
+
+    epoch: int
+    step: int
+    indices: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.indices[:8]))
+        more = f", ... {len(self.indices)} in all" if len(self.indices) > 8 else ""
+        samples = f"dataset[{shown}{more}], " if shown else ""
+        return f"{samples}global batch {self.step} of epoch {self.epoch}"
+
+
 @dataclass(frozen=True)
 class Part:
     """One batch as it was delivered.
@@ -28,12 +48,14 @@ class Part:
             worker without samples in step with its peers.
         seed: seeds every global generator before the batch is computed on.
         shard: whose samples these are; the first one's, if they are those of several.
+        origin: where it was read; None for a batch that no worker delivered.
     """
 
     batch: Any
     num_samples: int
     seed: int
     shard: int = 0
+    origin: Origin | None = None
 
     @property
     def borrowed(self) -> bool:

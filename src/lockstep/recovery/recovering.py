@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import shards_of
-from lockstep.errors import PoisonedStepError, WorkerDiedError
+from lockstep.engine.leaving import note_left
+from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_counts import LostCounts
 from lockstep.recovery.poison import Deaths
@@ -51,6 +52,9 @@ REPEATED: Final = frozenset(
 )
 """Change nothing, or the same again. Whoever else was interrupted may have happened in part."""
 
+LEAVABLE: Final = RESUMED | REPEATED - {"apply_state"}
+"""May be left in the middle, with all workers alive: the run is as before, or can be taken back."""
+
 MEETING: Final = frozenset({"verify"})
 """Form a further group: who waits there for somebody holds no line to him yet."""
 
@@ -71,6 +75,8 @@ class RecoveringEngine:
         self._incidents: list[Incident] = []
         self._has_dismissed = False
         self._to_replace: list[Loss] = []
+        self.left: BaseException | None = None
+        self._left_method = ""
         # Once other bits, always other bits: what was computed by fewer workers stays.
         self._has_same_bits = True
 
@@ -89,7 +95,8 @@ class RecoveringEngine:
         return self._engine.bring_snapshots(to)
 
     def close(self, *, force: bool) -> None:
-        self._engine.close(force=force)
+        # Whoever was left in the middle of a step may be there for long.
+        self._engine.close(force=force or self.left is not None)
 
     def cut_anew(self, num_shards: int) -> None:
         self._engine.cut_anew(num_shards)
@@ -139,6 +146,7 @@ class RecoveringEngine:
                     f" used up; {method}(max_retries=...) allows more"
                 )
             if not hearing.is_recoverable or retries < 0:
+                self._leave_if_all_live(hearing)
                 return self._engine.conclude(hearing)
             regrouped = self._recover(hearing)
             lost.note(regrouped)
@@ -158,7 +166,14 @@ class RecoveringEngine:
         self._watchdog.begin()
         self._has_dismissed = False
         told = None if watch is None else partial(self._tell, watch)
-        return self._engine.hear(method, args, ranks, watch=told, guard=self._guard)
+        return self._engine.hear(
+            method,
+            args,
+            ranks,
+            watch=told,
+            guard=self._guard,
+            leave=partial(self._leave, method),
+        )
 
     def _tell(self, watch: Watch, progress: dict[str, Any]) -> int:
         there = {"workers": len(self._engine.members), "recoveries": len(self._incidents)}
@@ -185,6 +200,57 @@ class RecoveringEngine:
         if hearing.deaths or self._regrouping.can_grow:
             self._recover(hearing)
 
+    # ---------------------------------------------------------------------------- leaving
+
+    def _leave_if_all_live(self, hearing: Hearing) -> None:
+        """A failure of the user's code ends its call; the workers, and their server, go on.
+
+        Raises:
+            The failure.
+        """
+        cause = hearing.cause()
+        if cause is None or hearing.deaths or isinstance(cause, WorkerDiedError):
+            return
+        if hearing.method in RESUMED:
+            self._leave(hearing.method, cause)
+            raise cause
+
+    def _leave(self, method: str, error: BaseException) -> None:
+        """Leave the workers alone with a call; whoever waits for another one in it is freed.
+
+        Nobody is waited for here: the error arrives at once, and `settle` does the rest when it is
+        known that there will be a next call.
+        """
+        if method not in LEAVABLE or not isinstance(error, Exception | KeyboardInterrupt):
+            self._engine.end(error)
+            return
+        self.left, self._left_method = error, method
+        self._regrouping.dismiss()
+        self._engine.break_group(range(len(self._engine.members)))
+        self._engine.rescue(error)
+        note_left(self)
+
+    def give_up(self) -> None:
+        """End the workers, which nobody has asked for anything since they were left."""
+        cause, self.left = self.left, None
+        if cause is not None:
+            self._engine.end(cause)
+
+    def settle(self) -> None:
+        cause = self.left
+        if cause is None:
+            return
+        try:
+            regrouped = self._regrouping.run(self._left_method, [], given_up_for=cause)
+        except LockstepError as error:
+            error.__cause__ = error.__cause__ or cause
+            self._engine.end(error)
+        else:
+            self._to_replace += regrouped.losses
+            step, generation = regrouped.point[0], regrouped.generation
+            _log.info("generation %d goes on after step %d", generation, step)
+        self.left = None
+
     # ------------------------------------------------------------------------- recovering
 
     def _recover(self, hearing: Hearing) -> Regrouped:
@@ -192,7 +258,10 @@ class RecoveringEngine:
         try:
             regrouped = self._regrouping.run(hearing.method, self._losses(hearing))
         except BaseException as error:
-            self._engine.end(error)
+            if isinstance(error, KeyboardInterrupt):
+                self._leave(hearing.method, error)
+            else:
+                self._engine.end(error)
             raise
         self._note(hearing, regrouped, time.monotonic() - began)
         self._stop_poison(hearing, regrouped)

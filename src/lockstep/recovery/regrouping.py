@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lockstep.engine.leaving import no_way_back
 from lockstep.engine.placement import local_ranks, neighbours, start_timeout_s
 from lockstep.engine.spares import Readiness, look_at
 from lockstep.errors import NotEnoughResourcesError, WorkerDiedError
@@ -147,14 +148,18 @@ class Regrouping:
 
     # ---------------------------------------------------------------------------- forming
 
-    def run(self, method: str, losses: Sequence[Loss]) -> Regrouped:
+    def run(
+        self, method: str, losses: Sequence[Loss], given_up_for: BaseException | None = None
+    ) -> Regrouped:
         """Form the next generation from who is left.
 
         Args:
             method: what was interrupted.
             losses: who is not left.
+            given_up_for: why nobody goes on with `method`; None if it goes on.
 
         Raises:
+            TrainerClosedError: nobody is lost, and nobody can go back to a committed step.
             WorkerDiedError: nobody is left who has the state of the run.
             NotEnoughResourcesError: fewer than `min_workers`, and no others came.
         """
@@ -164,8 +169,10 @@ class Regrouping:
             places[places.index(loss.member)] = None
             engine.forget(loss.member)
         for _ in range(_ATTEMPTS):
-            standings = self._stand_down(method, places, lost)
+            standings = self._stand_down((method, given_up_for is not None), places, lost)
             best = _best(standings)
+            if best is None and not lost and given_up_for is not None:
+                raise no_way_back(given_up_for)
             if best is None:
                 raise _nobody_left(lost, list(standings))
             roster = self._fill(places, lost)
@@ -179,7 +186,7 @@ class Regrouping:
         )
 
     def _stand_down(
-        self, method: str, places: list[Member | None], lost: list[Loss]
+        self, interrupted: tuple[str, bool], places: list[Member | None], lost: list[Loss]
     ) -> dict[Member, Standing]:
         """Everybody leaves the group; who cannot is lost as well."""
         engine = self._engine
@@ -187,7 +194,8 @@ class Regrouping:
             self._watchdog.begin()
             members = list(engine.members)
             ranks = range(len(members))
-            hearing = engine.hear("stand_down", (method,), ranks, guard=self._watchdog.look)
+            guard = self._watchdog.look
+            hearing = engine.hear("stand_down", interrupted, ranks, guard=guard, leave=_stay)
             failed = [rank for rank in ranks if rank not in hearing.values]
             for rank in failed:
                 self._lose(members[rank], hearing, rank, places, lost)
@@ -287,6 +295,7 @@ class Regrouping:
             range(len(members)),
             guard=guard,
             args_of=lambda rank: (rank, formation),
+            leave=_stay,
         )
         if not hearing.is_recoverable:
             engine.conclude(hearing)
@@ -304,6 +313,10 @@ class Regrouping:
             progress=best.progress,
             losses=lost,
         )
+
+
+def _stay(_: BaseException) -> None:
+    """Ctrl-C while the group is formed: nobody is in a step, and it can be formed later."""
 
 
 def _best(standings: dict[Member, Standing]) -> Standing | None:

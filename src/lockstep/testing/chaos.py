@@ -31,13 +31,18 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
 
-Action = Literal["kill", "stop", "hang", "delay"]
+Action = Literal["kill", "stop", "hang", "delay", "raise", "interrupt"]
 Phase = Literal[
     "data", "forward", "backward", "buckets", "optimizer", "applied", "validation", "save"
 ]
 
 _ACTIONS: Final = get_args(Action)
 _PHASES: Final = get_args(Phase)
+_SIGNALS: Final = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "interrupt": signal.SIGINT,
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Strike:
     """One failure.
 
     Attributes:
-        action: "kill" (SIGKILL), "stop" (SIGSTOP), "hang" (an endless loop), "delay".
+        action: "kill" (SIGKILL), "stop" (SIGSTOP), "hang" (an endless loop), "delay", "raise" (a
+            RuntimeError), "interrupt" (SIGINT: Ctrl-C).
         rank: who is hit.
         step: after how many global batches of the run.
         phase: in the middle of what: "data" (a sample is read), "forward", "backward" (the first
@@ -79,8 +85,10 @@ class Strike:
         elif self.action == "hang":
             while True:
                 time.sleep(0.01)
+        elif self.action == "raise":
+            raise RuntimeError(f"struck in step {self.step}, {self.phase}")
         else:
-            os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
+            os.kill(os.getpid(), _SIGNALS[self.action])
 
 
 def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[TrainingOperator]:

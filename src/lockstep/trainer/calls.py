@@ -72,6 +72,9 @@ class Calls:
     def _check_open(self) -> None:
         if self._engine is None:
             raise was_shut_down()
+        if self._engine.left is not None:
+            with self._one_call_at_a_time("a call"):
+                self._engine.settle()
         if self._engine.ended is not None:
             reason = self._engine.ended
-            raise has_ended(reason) from reason
+            raise has_ended(reason, self._spec) from reason

@@ -423,11 +423,11 @@ class TorchTrainer(BesideTraining):
         engine = self._engine
         if engine is None:
             return
-        if engine.ended is not None:
-            # Closed already; once more, for a second Ctrl-C may have interrupted that.
+        if (failure := engine.ended or engine.left) is not None:
+            # Closed already, perhaps; once more, for a second Ctrl-C may have interrupted that.
             self._engine = None
             try:
-                self._tell_failure(engine.ended)
+                self._tell_failure(failure)
             finally:
                 engine.close(force=True)
                 self._all_written(force=force)

@@ -11,6 +11,7 @@ from lockstep.errors import (
     WrongTypeError,
     WrongUseError,
 )
+from lockstep.trainer.workers import why_not
 from lockstep.worker import shown_error
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.trainer.callbacks import Callback
+    from lockstep.worker import WorkerSpec
 
 
 def check_loader(started: Sequence[dict[str, Any]], operator: str, purpose: str) -> None:
@@ -85,10 +87,15 @@ def was_shut_down() -> TrainerClosedError:
     )
 
 
-def has_ended(reason: BaseException) -> TrainerClosedError:
+def has_ended(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
+    """What a call says after one that ended the workers because of `reason`."""
     first_line = next(iter(shown_error(reason).splitlines()), "")
+    got = None
+    if not spec.can_go_back:
+        got = "{}: they cannot go back to the last committed step, for {}".format(*why_not(spec))
     return TrainerClosedError(
         "this trainer's workers have ended",
+        got=got,
         cause=f"{type(reason).__name__}: {first_line}",
         fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
     )

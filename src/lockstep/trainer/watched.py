@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 
-_NOT_OURS: Final = ("LS115", "LS116", "LS402", "LS404", "LS405", "LS406", "LS6")
-"""What a trainer knows better: which gradients are taken and cleared, which parameters train, that
+_NOT_OURS: Final = ("LS115", "LS402", "LS404", "LS405", "LS406", "LS6")
+"""What a trainer knows better: which gradients are taken, which parameters train, that
 workers meet, that they live."""
+
+_TOLD: Final = ("LS116",)
+"""Notices that concern a trainer's run."""
 
 _OWN_WRAPPER: Final = (
     "wrap_ddp=False: synchronising the gradients is your own wrapper's business; whether they and"
@@ -57,7 +60,7 @@ class Comparison:
             return
         findings = [self._in_context(f) for f in judge(seen, ignore=_NOT_OURS)]
         for finding in findings:
-            if finding.severity == "warning":
+            if finding.severity == "warning" or finding.code in _TOLD:
                 self._log_once(finding.code, str(_as_error([finding])))
         errors = [finding for finding in findings if finding.severity == "error"]
         if errors:

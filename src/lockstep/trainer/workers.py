@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a trainer's workers survive the death of one of them."""
+"""Whether a trainer's workers survive the death of one of them, or an error in a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def policy_of(
 
 def recovering(engine: RayEngine, policy: Policy) -> Engine:
     """The engine, and around it what forms its group anew, where that can be done."""
-    if not engine.spec.is_recoverable:
+    if not engine.spec.can_go_back:
         return engine
     from lockstep.recovery.recovering import RecoveringEngine
 
@@ -40,16 +40,20 @@ def refuse_spares(spec: WorkerSpec, num_spares: int) -> None:
     """
     if not num_spares or spec.is_recoverable:
         return
-    options = spec.options
-    if not options.wrap_ddp:
-        got, cause = "wrap_ddp=False", "a wrapper of your own keeps the broken group"
-    elif not options.add_dist_sampler:
-        got, cause = "add_dist_sampler=False", "only the lost worker knows its part of the data"
-    else:
-        got, cause = f"sync={options.sync!r}", "a part of the state is lost with the worker"
+    got, cause = why_not(spec)
     raise NotAvailableError(
         "a spare worker cannot take over here",
         got=f"spare_workers={num_spares}, {got}",
         cause=cause,
         fix='sync="replicate", or leave spare_workers out and save checkpoints',
     )
+
+
+def why_not(spec: WorkerSpec) -> tuple[str, str]:
+    """Which argument keeps the workers from forming their group anew, and why."""
+    options = spec.options
+    if not options.wrap_ddp:
+        return "wrap_ddp=False", "a wrapper of your own keeps the broken group"
+    if not options.add_dist_sampler:
+        return "add_dist_sampler=False", "only each worker itself knows its part of the data"
+    return f"sync={options.sync!r}", "each worker alone has a part of the state"

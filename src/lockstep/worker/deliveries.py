@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import reduction
 from lockstep.operator.joint import refuse_borrowed
 from lockstep.operator.read_ahead import ReadAhead
-from lockstep.operator.staging import Part, PlaceInWindow, ShardedBatch
+from lockstep.operator.staging import Origin, Part, PlaceInWindow, ShardedBatch
 from lockstep.operator.stepping import refuse_left_out, update_averages
 from lockstep.randomness import derive_seed
 
@@ -179,7 +179,8 @@ class Deliveries:
         shard = part.shards[0] if part.shards else -1
         run = self._stage.setting.placement.seed
         seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)
-        return Part(part.batch, part.num_samples, seed, shard)
+        origin = Origin(self._cursor.epoch, step.index, part.indices)
+        return Part(part.batch, part.num_samples, seed, shard, origin)
 
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
         """What a backward counts for whose batch is not told: this one's, if it is certain."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
+from lockstep.operator.explaining import explained
 from lockstep.operator.joint import reduction_of
 from lockstep.operator.loops import checked_metrics, registered
 from lockstep.operator.registration import step_schedulers
@@ -218,9 +219,9 @@ class Underway:
             result = operator.validate(deliveries, dict(self.request.info))
             return checked_metrics(operator, "validate", result)
         self._info["epoch_idx"] = self.cursor.epoch
-        return checked_metrics(
-            operator, "train_epoch", operator.train_epoch(deliveries, self._info)
-        )
+        with explained(operator):
+            result = operator.train_epoch(deliveries, self._info)
+        return checked_metrics(operator, "train_epoch", result)
 
     def _end_epoch(self) -> None:
         """Also where an epoch of unknown length turns out to have ended with the last call."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.group import Group
 from lockstep.operator.attachment import rejoin
 from lockstep.worker import handover
 from lockstep.worker.carried import Carried
@@ -21,7 +22,6 @@ from lockstep.worker.sources import open_source
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
     from lockstep.worker.process_group import Rendezvous
@@ -65,12 +65,41 @@ class Formation:
     local_ranks: tuple[int, ...] = ()
 
 
-def stand_down(worker: Worker, interrupted: str | None) -> Standing:
+def stand_down(worker: Worker, interrupted: str | None, *, is_given_up: bool = False) -> Standing:
     """Leave the group and undo what was not committed. Idempotent.
 
     Args:
         interrupted: the method that could not be completed by all workers.
+        is_given_up: nobody goes on with that call: it has ended with the last committed step.
     """
+    standing = _stand_down(worker, interrupted)
+    if is_given_up and standing.point is not None:
+        call, worker.underway, worker.before_call = worker.underway, None, None
+        if call is not None and interrupted == "train":
+            # Of a window that an earlier call has begun, and counted.
+            worker.owed = max(worker.owed, -call.tally.steps)
+        return Standing(standing.point)
+    return standing
+
+
+def go_back_alone(worker: Worker, interrupted: str) -> bool:
+    """Without peers, undo what was not committed, and be ready for the next call.
+
+    Returns:
+        False if what an optimizer has changed cannot be undone.
+    """
+    if stand_down(worker, interrupted, is_given_up=True).point is None:
+        return False
+    stage = worker.operator._lockstep
+    stage.setting = replace(stage.setting, group=Group(None, stage.setting.device))
+    worker.snapshots.forget()
+    rejoin(worker.run, stage.setting, stage.committed)
+    worker.expect_usual_weight()
+    worker.watch_from(stage.committed)
+    return True
+
+
+def _stand_down(worker: Worker, interrupted: str | None) -> Standing:
     holds_own_part = worker.holds_own_part
     worker.leave()
     if not worker.has_state:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step changes before it is committed, as it was when the step began.
 
-A step that a peer's death interrupts is computed again. In the default loop nothing but
-buffers (running statistics) has changed by then, for the optimizer steps when everything has
-been communicated. A `train_batch` of the user's own may communicate after an optimizer has
-stepped (two models with two optimizers): then the weights and the optimizers' state are copied
-before the first of them steps. Whether it does is learned from its first batches, which are
-copied in any case: until each optimizer has stepped, for one may do so in few batches only.
+A step that is interrupted, by a peer's death, by an error or by Ctrl-C, is computed again. In the
+default loop nothing but buffers (running statistics) has changed when a peer dies, for the
+optimizer steps when everything has been communicated; an error that comes behind that step leaves
+weights that cannot be had back. A `train_batch` of the user's own may communicate after an
+optimizer has stepped (two models with two optimizers): then the weights and the optimizers' state
+are copied before the first of them steps. Whether it does is learned from its first batches, which
+are copied in any case: until each optimizer has stepped, for one may do so in few batches only.
 Optimizers that step elsewhere, at a parameter server, are told to which step they may have to go
 back, and do so there; a step of theirs communicates, so that the weights are copied here before
 each. A forward may write to weights in any loop; see `written`.
@@ -18,6 +19,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.lazy_compiler import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.sync import copy_over, overwrite
 from lockstep.worker.carried import Carried
@@ -60,6 +62,7 @@ class OpenStep:
         settings: what schedulers change; None in the default loop, where nothing but buffers
             changes before all is communicated.
         stepped_at: reductions that had happened when its first optimizer stepped; None: none has.
+        num_stepped: steps of optimizers that have begun since.
         everything: copies that were made then.
         gradients: those that earlier steps left, where the loop adds to them.
     """
@@ -69,6 +72,7 @@ class OpenStep:
     rounds: int
     settings: _Settings | None
     stepped_at: int | None = None
+    num_stepped: int = 0
     everything: _Everything | None = None
     gradients: Carried | None = None
 
@@ -90,7 +94,7 @@ class Rollback:
         self._parameters: list[nn.Parameter] = []
         # None: not known yet.
         self._steps_early: bool | None = None
-        self._have_stepped: set[int] = set()
+        self._stepped_once: set[int] = set()
         # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
         self._call_began: int | None = None
         self._carried: Carried | None = None
@@ -100,13 +104,16 @@ class Rollback:
         self._adds_up = False
         self._steps_to_learn = _STEPS_TO_LEARN if operator._brings_own_loop() else 0
         self._written = Written(run.optimizers)
-        self._handles = []
-        # What a user does after a step may communicate, and may fail, as a loop of the user's own.
-        if operator._brings_own_loop() or operator._brings("after_step"):
-            self._handles = [
-                optimizer.register_step_pre_hook(lambda each, *_: self._about_to_step(each))
-                for optimizer in run.optimizers
-            ]
+        self._has_own_loop = (
+            # What a user does after a step may communicate, and may fail, as a loop of one's own.
+            operator._brings_own_loop() or operator._brings("after_step")
+        )
+        before = outside_graphs(lambda each, *_: self._about_to_step(each))
+        after = outside_graphs(lambda each, *_: self._has_stepped(each))
+        self._handles: list[Any] = []
+        for each in run.optimizers:
+            self._handles += [each.register_step_pre_hook(before)]
+            self._handles += [each.register_step_post_hook(after)]
 
     def close(self) -> None:
         """Take the hooks off the optimizers."""
@@ -206,7 +213,7 @@ class Rollback:
         if self._open is not None:
             self._tell(self._open.mark.committed)
             return
-        stage, has_own_loop = self._operator._lockstep, bool(self._handles)
+        stage, has_own_loop = self._operator._lockstep, self._has_own_loop
         # Several batches a step: those of an interrupted one are counted again.
         counts = has_own_loop or stage.setting.options.accumulate > 1
         mark = Mark(
@@ -219,7 +226,8 @@ class Rollback:
             stage.measures.mark(),
         )
         self._tell(stage.committed)
-        self._open = OpenStep(
+        stage.steps_taken_back = 0
+        opened = OpenStep(
             mark,
             buffers=[owner._buffers[key] for owner, key in self._places],
             rounds=self._rounds,
@@ -229,8 +237,10 @@ class Rollback:
         )
         if self._sync is not None:
             self._sync.watch_gradients()
-        copy_over(self._open.buffers, self._kept)
+        copy_over(opened.buffers, self._kept)
         self._written.keep(self._parameters)
+        # Last: Ctrl-C may come in between, and what is open has all its copies.
+        self._open = opened
 
     def settle(self, cursor: Cursor) -> None:
         """A batch is committed, and its step with it, unless gradients wait for further ones."""
@@ -240,7 +250,7 @@ class Rollback:
         if opened is not None and opened.stepped_at is not None:
             if self._rounds > opened.stepped_at:
                 self._steps_early = True
-            elif len(self._have_stepped) == len(self._run.optimizers):
+            elif len(self._stepped_once) == len(self._run.optimizers):
                 self._steps_early = bool(self._steps_early)
         if opened is not None:
             self._learn(opened)
@@ -254,7 +264,7 @@ class Rollback:
     def _has_added(self, opened: OpenStep) -> bool:
         """Gradients of earlier steps have been used in this one."""
         sync = self._sync
-        if not self._handles or sync is None:
+        if not self._has_own_loop or sync is None:
             return False
         # An optimizer that steps without a round before uses what is there.
         stepped_on_old = sync.needs_guard and opened.stepped_at == opened.rounds
@@ -268,15 +278,41 @@ class Rollback:
         return waits or self._sync.has_open_window
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._have_stepped.add(id(optimizer))
-        opened, sync = self._open, self._sync
+        opened = self._open
+        if self._has_own_loop:
+            self._keep_everything(optimizer)
+        # One that steps elsewhere moves nothing here before it was answered.
+        if opened is not None and not self._steps_elsewhere(optimizer):
+            opened.num_stepped += 1
+
+    def _has_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._open is not None and self._steps_elsewhere(optimizer):
+            self._open.num_stepped += 1
+
+    def _steps_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._sync is not None and self._sync.has_state_of(optimizer)
+
+    def _keep_everything(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped_once.add(id(optimizer))
+        opened = self._open
         if opened is None or opened.stepped_at is not None:
             return
-        opened.stepped_at = self._rounds
         optimizers = self._run.optimizers
-        here = [each for each in optimizers if sync is None or not sync.has_state_of(each)]
+        here = [each for each in optimizers if not self._steps_elsewhere(each)]
         if self._steps_early is not False or len(here) < len(optimizers):
             opened.everything = _Everything(self._run, here)
+        opened.stepped_at = self._rounds
+
+    @property
+    def is_past_undoing(self) -> bool:
+        """An optimizer has begun to step, and there is no copy of what it changes."""
+        opened = self._open
+        return opened is not None and self._has_moved(opened)
+
+    def _has_moved(self, opened: OpenStep) -> bool:
+        # Whether weights have changed cannot be asked: fused kernels raise no version counter.
+        taken = opened.num_stepped - self._operator._lockstep.steps_taken_back
+        return taken > 0 and opened.everything is None
 
     @property
     def is_settled(self) -> bool:
@@ -288,10 +324,16 @@ class Rollback:
 
         Between steps there is nothing to undo but what was read ahead.
         """
-        opened, self._open = self._open, None
+        opened = self._open
         if opened is None:
             cursor.move_to(cursor.epoch, cursor.step)
             return True
+        is_undone = self._undo(opened, cursor, tally)
+        # Last: who is interrupted in it begins it anew.
+        self._open = None
+        return is_undone
+
+    def _undo(self, opened: OpenStep, cursor: Cursor, tally: Tally) -> bool:
         self._count_from(opened.mark, cursor, tally)
         for (owner, key), buffer in zip(self._places, opened.buffers, strict=True):
             owner._buffers[key] = buffer
@@ -300,9 +342,8 @@ class Rollback:
             parameter.grad = None
         if not self.carry(opened.gradients or self._carried):
             return False
-        # Of an optimizer that has stepped weights and state would be those of after. Whether they
-        # have changed cannot be asked: fused kernels raise no version counter.
-        has_stepped = opened.stepped_at is not None and opened.everything is None
+        # Of an optimizer that has stepped weights and state would be those of after.
+        has_stepped = self._has_moved(opened)
         is_lost = has_stepped or self._written.has_missed()
         if opened.gradients is None and self._has_added(opened):
             is_lost = self._adds_up = True
@@ -313,7 +354,7 @@ class Rollback:
         if opened.settings is not None:
             # After it: schedulers may have stepped between the batches of a window.
             opened.settings.put_back()
-        if has_stepped:
+        if has_stepped and self._has_own_loop:
             self._steps_early = True
         return not is_lost
 

@@ -45,13 +45,17 @@ class WorkerSpec:
         options = self.options
         # A user's own wrapper keeps the broken group; a user's own split of the data knows only
         # the worker that is gone; a shard of the weights is gone with its worker.
-        several = self.num_workers > 1
         return (
-            several
+            self.num_workers > 1
             and options.wrap_ddp
             and options.add_dist_sampler
             and options.sync in _RECOVERABLE
         )
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether all workers can go back to the last committed step, where all of them live."""
+        return self.num_workers == 1 or self.is_recoverable
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:

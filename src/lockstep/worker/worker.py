@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from lockstep.errors import (
-    ConfigurationError,
-    NonFiniteError,
-    NotAvailableError,
-    PeerLostError,
-)
+from lockstep.errors import ConfigurationError, NotAvailableError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.steps import StepLog
 from lockstep.operator.agreement import agree_on_steps
@@ -103,6 +98,7 @@ class Worker(HandsOver):
         self.snapshots = Snapshots(self)
         self._watch = Watch(spec)
         self.on_commit: Callable[[], None] | None = None
+        self.on_boundary: Callable[[], None] | None = None
         self.before_meeting: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------- life and death
@@ -179,11 +175,11 @@ class Worker(HandsOver):
             run.sync.agree_on_values()
             agree_on_steps(setting.group, run)
         self._open_loaders(operator)
-        if spec.is_recoverable and not is_trial:
+        # First: a step that it refuses is none to the others.
+        self._handles = [] if is_trial else watch_optimizers(operator)
+        if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-        # In this order: only a step that is not refused is followed.
-        self._handles = [] if is_trial else watch_optimizers(operator)
         self._handles += follow_steps(operator)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
@@ -238,13 +234,23 @@ class Worker(HandsOver):
 
     # -------------------------------------------------------------------- another generation
 
-    def stand_down(self, interrupted: str | None) -> regroup.Standing:
+    def stand_down(self, interrupted: str | None, is_given_up: bool = False) -> regroup.Standing:
         """Leave a group that has broken; says how far this worker has come.
 
         Args:
             interrupted: the method that could not be completed by all workers.
+            is_given_up: nobody goes on with that call.
         """
-        return regroup.stand_down(self, interrupted)
+        return regroup.stand_down(self, interrupted, is_given_up=is_given_up)
+
+    def go_back(self, interrupted: str) -> bool:
+        """Without peers: to the last committed step; False if that cannot be had any more."""
+        return regroup.go_back_alone(self, interrupted)
+
+    @property
+    def has_begun_to_step(self) -> bool:
+        """An optimizer has, and until the step is committed there is no way back."""
+        return self._rollback is not None and self._rollback.is_past_undoing
 
     def join(self, rank: int, formation: regroup.Formation) -> None:
         """Become rank `rank` of the next generation; see `regroup.join`."""
@@ -256,6 +262,8 @@ class Worker(HandsOver):
 
     def _look_up(self) -> None:
         """Between two batches."""
+        if self.on_boundary is not None:
+            self.on_boundary()
         if self.underway is not None:
             self.underway.note_counts()
             if self.underway.request.purpose == "train":
@@ -420,12 +428,7 @@ class Worker(HandsOver):
             self.underway = self._begin(request, interrupted)
         elif interrupted.is_over or self.underway.tally.steps < interrupted.steps:
             self.underway.catch_up(interrupted)
-        try:
-            report = self.underway.run()
-        except NonFiniteError as error:
-            cursor = self.cursors[request.purpose]
-            error.add_note(f"in global batch {cursor.step} of epoch {cursor.epoch}, both from 0")
-            raise
+        report = self.underway.run()
         self._is_warm = self._is_warm or self.underway.own_steps > 0
         self.before_call = None
         if request.purpose == "train":

@@ -20,11 +20,14 @@ class Poisoned(TrainingOperator):
         torch.manual_seed(0)
         hidden, last = nn.Linear(3, 4), nn.Linear(4, 1)
         self.model = nn.Sequential(hidden, nn.BatchNorm1d(4), Logarithm(), last).double()
-        self.optimizer, self.criterion = sgd(self.model), nn.MSELoss()
+        self.optimizer, self.criterion = self.stepper(), nn.MSELoss()
         self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
         x = torch.rand(16, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        x[BAD_ROW] = config["bad"]
+        x[config.get("bad_row", BAD_ROW)] = config["bad"]
         self.register_data(train_loader=DataLoader(TensorDataset(x, x[:, :1]), 2))
+
+    def stepper(self):
+        return sgd(self.model)
 
 
 class Logarithm(nn.Module):
@@ -46,8 +49,8 @@ def weights(run):
     return {k: v.clone() for k, v in run.get_local_operator().model.state_dict().items()}
 
 
-def poisoned(operator=Poisoned, bad=float("nan"), **arguments):
-    return trainer(operator, num_shards=4, config={"bad": bad}, **arguments)
+def poisoned(operator=Poisoned, bad=float("nan"), bad_row=BAD_ROW, **arguments):
+    return trainer(operator, num_shards=4, config={"bad": bad, "bad_row": bad_row}, **arguments)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e308])
@@ -61,9 +64,40 @@ def test_a_step_that_is_not_finite_is_not_taken_and_says_why(bad):
         assert all(map(torch.equal, before, parameters))
     said = str(caught.value)
     assert "[LS115] a step would put NaN or infinity into the weights, and was not taken" in said
-    assert "in global batch 1 of epoch 0, both from 0" in caught.value.__notes__
-    assert "in shard 2, 2 samples on rank 0, the loss is" in said
+    batch = "in shard 2, 2 samples on rank 0 (dataset[12, 13], global batch 1 of epoch 0)"
+    assert f"{batch}, the loss is" in said
+    assert ("first in the output of `0` (Linear)" in said) == (bad != 1e308)
     assert "check_finite=False" in said
+
+
+def test_a_micro_batch_before_the_last_is_looked_at_too():
+    """The first of two global batches has the sample; the step is taken after the second."""
+    with poisoned(accumulate=2, bad_row=3) as run, pytest.raises(NonFiniteError) as caught:
+        run.train()
+    said = str(caught.value)
+    assert "(dataset[2, 3], global batch 0 of epoch 0), the loss is nan" in said
+    assert "first in the output of `0` (Linear)" in said
+    assert "the backward is not" not in said
+
+
+def test_a_window_that_two_calls_share_is_looked_at_as_a_whole():
+    with poisoned(accumulate=2, bad_row=3) as run:
+        run.train(num_steps=1)
+        with pytest.raises(NonFiniteError, match=r"batch 0 of epoch 0.*the loss is nan"):
+            run.train(num_steps=1)
+
+
+def test_what_cannot_be_computed_again_is_not_called_finite():
+    class Once(Poisoned):
+        def compute_loss(self, batch, batch_info):
+            if not torch.is_grad_enabled():
+                raise RuntimeError("a gradient penalty needs gradients")
+            return super().compute_loss(batch, batch_info)
+
+    with poisoned(Once) as run, pytest.raises(NonFiniteError) as caught:
+        run.train()
+    assert "the batch in shard 2, 2 samples on rank 0 (dataset[12, 13]" in str(caught.value)
+    assert "the backward is not" not in str(caught.value)
 
 
 def test_a_backward_that_is_not_finite_is_told_from_a_loss():
@@ -79,9 +113,115 @@ def test_a_backward_that_is_not_finite_is_told_from_a_loss():
     assert "every forward and every loss is finite: the backward is not" in str(caught.value)
 
 
-def test_a_loop_of_ones_own_does_not_step_either():
-    with poisoned(OwnLoop) as run, pytest.raises(NonFiniteError, match="the gradient of"):
+class OwnEpoch(Poisoned):
+    def train_epoch(self, iterator, info):
+        for batch in iterator:
+            OwnLoop.train_batch(self, batch, info)
+        return {}
+
+
+@pytest.mark.parametrize("operator", [OwnLoop, OwnEpoch])
+def test_a_loop_of_ones_own_does_not_step_either_and_is_explained(operator):
+    with poisoned(operator) as run, pytest.raises(NonFiniteError, match="the gradient of") as said:
         run.train()
+    assert "in shard 0, 8 samples on rank 0 (dataset[8, 9, 10, 11, 12" in str(said.value)
+    assert "the loss is nan, first in the output of `0` (Linear)" in str(said.value)
+
+
+class Overflowing(Poisoned):
+    """All gradients are finite."""
+
+    def stepper(self):
+        kind = getattr(torch.optim, self.config["kind"])
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return kind(self.model.parameters(), lr=0.1, **options)
+
+
+class OverflowingOwnLoop(Overflowing):
+    train_batch = OwnLoop.train_batch
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("operator", [Overflowing, OverflowingOwnLoop])
+def test_a_step_that_overflows_by_itself_is_taken_back(operator, kind):
+    config = {"bad": 0.5, "kind": kind}
+    with trainer(operator, num_shards=4, config=config) as run:
+        run.train(num_steps=1)
+        operator = run.get_local_operator()
+        before = [parameter.detach().clone() for parameter in operator.model.parameters()]
+        state = state_of(operator.optimizer)
+        operator.optimizer.param_groups[0]["lr"] = 1e308
+        operator.optimizer.param_groups[0]["weight_decay"] = 1e10
+        with pytest.raises(NonFiniteError) as caught:
+            run.train(num_steps=1)
+        assert all(map(torch.equal, before, operator.model.parameters()))
+        assert all(map(torch.equal, state, state_of(operator.optimizer)))
+    assert "a step put NaN or infinity into the weights, which are as they were" in str(
+        caught.value
+    )
+    assert "learning rate 1e+308" in str(caught.value)
+    assert "the gradients are finite, and the step itself overflowed" in str(caught.value)
+
+
+def state_of(optimizer):
+    return [value.clone() for held in optimizer.state.values() for value in held.values()]
+
+
+class Closure(Poisoned):
+    """The step computes its gradients itself, several times."""
+
+    def stepper(self):
+        return torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=3)
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(features), target)
+            self.backward(loss)
+            return loss
+
+        return {"train_loss": self.optimizer.step(closure).item()}
+
+
+def test_a_step_with_a_closure_that_is_not_finite_is_taken_back():
+    with poisoned(Closure) as run:
+        run.train(num_steps=1)
+        parameters = list(run.get_local_operator().model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        with pytest.raises(NonFiniteError) as caught:
+            run.train()
+        assert all(map(torch.equal, before, parameters))
+    assert "a step put NaN or infinity into the weights" in str(caught.value)
+    assert "the loss is nan, first in the output of `0` (Linear)" in str(caught.value)
+
+
+class Scaled(Poisoned):
+    """A scaler of the user's own leaves the step out."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), target)
+        self.backward(self.scaler.scale(loss))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return {"train_loss": 0.0}
+
+
+def test_a_step_that_a_scaler_leaves_out_is_no_error():
+    with poisoned(Scaled) as run:
+        run.train(num_steps=1)
+        operator = run.get_local_operator()
+        before = [parameter.detach().clone() for parameter in operator.model.parameters()]
+        run.train()
+        assert all(map(torch.equal, before, operator.model.parameters()))
+        assert operator.scaler.get_scale() == 2.0**9
 
 
 def test_who_wants_to_goes_on():
@@ -98,3 +238,26 @@ def test_numbers_whose_squares_overflow_are_finite():
     with poisoned(Large, bad=0.5, clip_grad_norm=None) as run:
         run.get_local_operator().optimizer.param_groups[0]["lr"] = 1e-300
         run.train(num_steps=1)
+
+
+class FindsItsOwnRate(torch.optim.Optimizer):
+    """As some optimizers for transformers do, whose groups say None."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": None})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-1e-3)
+
+
+def test_an_optimizer_without_a_learning_rate_is_looked_at_as_well():
+    class Operator(Poisoned):
+        def stepper(self):
+            return FindsItsOwnRate(self.model.parameters())
+
+    with poisoned(Operator) as run:
+        run.train(num_steps=1)
+        with pytest.raises(NonFiniteError, match="was not taken"):
+            run.train()

@@ -151,16 +151,16 @@ class Failing(Regression):
         return super().compute_loss(batch, batch_info)
 
 
-def test_a_users_exception_arrives_as_itself_and_the_next_call_names_it():
-    one = trainer(Failing)
-    with pytest.raises(LookupError, match="the second step") as caught:
-        one.train()
-    assert type(caught.value) is LookupError
-    assert "rank 0" in "\n".join(caught.value.__notes__)
-    for call in (one.train, one.validate, one.get_model):
-        with pytest.raises(TrainerClosedError, match="LookupError: the second step"):
-            call()
-    one.shutdown()
+def test_a_users_exception_arrives_as_itself_and_leaves_the_committed_steps():
+    with trainer(Failing) as one:
+        with pytest.raises(LookupError, match="the second step") as caught:
+            one.train()
+        assert type(caught.value) is LookupError
+        assert "rank 0" in "\n".join(caught.value.__notes__)
+        assert one.status()["step"] == 2
+        assert same(weights(one.get_model()), by_hand(2))
+        with pytest.raises(LookupError, match="the second step"):
+            one.train()
 
 
 def test_a_failed_trainer_can_be_replaced_from_what_was_saved(tmp_path):
@@ -169,6 +169,7 @@ def test_a_failed_trainer_can_be_replaced_from_what_was_saved(tmp_path):
     path = one.save(tmp_path / "run.pt")
     with pytest.raises(LookupError):
         one.train()
+    one.shutdown()
     with trainer() as another:
         another.load(path)
         another.train(num_steps=6)

@@ -42,8 +42,7 @@ def test_a_trainer_called_by_its_own_operator_is_refused():
         def compute_loss(self, batch, batch_info):
             one.validate()
 
-    one = trainer(Calls)
-    with pytest.raises(WrongUseError, match="the operator itself"):
+    with trainer(Calls) as one, pytest.raises(WrongUseError, match="the operator itself"):
         one.train()
 
 
@@ -94,8 +93,8 @@ def test_what_compute_loss_may_not_return(returned, got):
         def compute_loss(self, batch, batch_info):
             return returned(super().compute_loss(batch, batch_info))
 
-    with pytest.raises(ConfigurationError, match=got):
-        trainer(Wrong).train()
+    with trainer(Wrong) as one, pytest.raises(ConfigurationError, match=got):
+        one.train()
 
 
 def test_a_train_batch_that_returns_nothing():
@@ -103,8 +102,11 @@ def test_a_train_batch_that_returns_nothing():
         def train_batch(self, batch, batch_info):
             super().train_batch(batch, batch_info)
 
-    with pytest.raises(WrongTypeError, match="train_batch returned something else"):
-        trainer(Silent).train()
+    with (
+        trainer(Silent) as one,
+        pytest.raises(WrongTypeError, match="train_batch returned something else"),
+    ):
+        one.train()
 
 
 class Remembering(nn.Module):

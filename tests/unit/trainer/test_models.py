@@ -190,11 +190,11 @@ def test_random_numbers_are_as_before_after_a_failure_too():
         def compute_loss(self, batch, batch_info):
             raise ZeroDivisionError
 
-    one = trainer(Failing)
-    before = RandomState.capture()
-    with pytest.raises(ZeroDivisionError):
-        one.train()
-    assert same_random_state(before, RandomState.capture())
+    with trainer(Failing) as one:
+        before = RandomState.capture()
+        with pytest.raises(ZeroDivisionError):
+            one.train()
+        assert same_random_state(before, RandomState.capture())
 
 
 PROGRAM = """

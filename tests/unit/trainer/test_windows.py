@@ -266,8 +266,10 @@ class BackwardInside(Regression):
 
 
 def test_a_backward_inside_compute_loss_is_refused_where_the_order_counts():
-    trainer = TorchTrainer(
-        training_operator_cls=BackwardInside, config={BATCH_SIZE: 4}, reproducible=True
-    )
-    with pytest.raises(RuntimeError, match="the default loop runs backward"):
+    with (
+        TorchTrainer(
+            training_operator_cls=BackwardInside, config={BATCH_SIZE: 4}, reproducible=True
+        ) as trainer,
+        pytest.raises(RuntimeError, match="the default loop runs backward"),
+    ):
         trainer.train()
