@@ -92,10 +92,11 @@ class ReadsRows(ReturnsRows):
 
 
 def test_what_is_no_number_is_refused_unless_a_hook_reads_it():
-    with pytest.raises(NotAvailableError, match=r"'targets', which is no number"):
-        trainer(ReturnsRows).train()
-    with pytest.raises(NotAvailableError, match=r"'log', which is no number[^$]*got +dict"):
-        trainer(ReturnsRows).validate()
+    with trainer(ReturnsRows) as one:
+        with pytest.raises(NotAvailableError, match=r"'targets', which is no number"):
+            one.train()
+        with pytest.raises(NotAvailableError, match=r"'log', which is no number[^$]*got +dict"):
+            one.validate()
     with trainer(ReadsRows) as one:
         assert one.train().keys() & {"targets", "log"} == set()
         one.validate()
