@@ -113,8 +113,8 @@ def assemble(
     optimizers: Any,
     criterion: Any,
     schedulers: Any,
-    ema: Any,
     wanted: Wanted,
+    ema: Any = None,
 ) -> Registered:
     """Check, move to the device, and attach gradient synchronisation.
 
