@@ -108,9 +108,9 @@ MUTATIONS = {
         "sync/reducer.py",
         (
             (
-                "            self._launch_complete()\n",
-                "            if bucket is not self.layout.buckets[-1]:\n"
-                "                self._launch(bucket)\n",
+                "                self._launch_complete()\n",
+                "                if bucket is not self.layout.buckets[-1]:\n"
+                "                    self._launch(bucket)\n",
             ),
             (
                 "for bucket in self.layout.buckets[self._next :]:",

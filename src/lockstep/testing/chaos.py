@@ -88,7 +88,7 @@ class Strike:
         elif self.action == "raise":
             raise RuntimeError(f"struck in step {self.step}, {self.phase}")
         else:
-            os.kill(os.getpid(), _SIGNALS[self.action])
+            signal.raise_signal(_SIGNALS[self.action])  # to this thread: it has its effect at once
 
 
 def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[TrainingOperator]:
