@@ -4,6 +4,7 @@
 import json
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ from lockstep.keys import BATCH_SIZE
 from ray import tune
 
 pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_the_processs_own():
+    """Ray Tune sets a handler in which the next Ctrl-C has no effect, and leaves it there."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
