@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from torch import nn
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.turns import DATA_LOCK, one_after_the_other
+from lockstep.operator import creators
+from lockstep.operator.turns import one_after_the_other
 
 
 def make_model(config):
@@ -129,11 +131,15 @@ def test_what_cannot_be_a_creator_is_refused():
 
 
 @pytest.mark.parametrize("serialize", [True, False])
-def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize):
+def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize, tmp_path, monkeypatch):
+    # Not the machine's own: other tests' workers take turns by that one meanwhile.
+    lock = str(tmp_path / "lock")
+    monkeypatch.setattr(creators, "one_after_the_other", partial(one_after_the_other, lock))
+
     def download(config):
         try:
             # Another handle, as another process has one.
-            with open(DATA_LOCK, "a") as handle:
+            with open(lock, "a") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             was_alone.append(False)
         except BlockingIOError:
@@ -147,7 +153,7 @@ def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize):
     with trainer(operator, config={"lr": 0.1}) as one:
         assert one.train()["batch_count"] == 4
     assert was_alone == [serialize]
-    assert not serialize or not os.path.exists(DATA_LOCK)
+    assert not serialize or not os.path.exists(lock)
 
 
 def test_turns_do_not_overlap_and_leave_no_file(tmp_path):
