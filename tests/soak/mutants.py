@@ -56,8 +56,8 @@ MUTANTS = {
     ),
     "earlier_gradients_are_reduced_again": Mutant(
         "sync/windowed.py",
-        "        window.aside, window.earlier, window.is_edited = set_aside(self._slots)\n",
-        "",
+        "        window.aside, window.earlier, window.is_edited, held = set_aside(self._slots)\n",
+        "        held: list[Slot] = []\n",
     ),
     "gradients_asked_for_are_not_suspected": Mutant(
         "sync/captures.py",
@@ -81,10 +81,8 @@ MUTANTS = {
         "    if is_saved:\n",
         "    if False:\n",
     ),
-    "buffers_of_other_shapes_are_not_told": Mutant(
-        "sync/buffers.py",
-        "        if group.rank != 0 or (",
-        "        if True or (",
+    "buffers_travel_in_whatever_shape": Mutant(
+        "sync/buffers.py", "held if _shape_of(held) == shape else", "held if held is not None else"
     ),
     "gradients_of_earlier_steps_are_not_kept": Mutant(
         "worker/rollback.py",
