@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Family, PairedRow, measure_pairs
+from benchmarks.harness import Contender, Family, PairedRow, Row, measure, measure_pairs
 from benchmarks.steps import torchrun
 
 if TYPE_CHECKING:
     from benchmarks.verdict import Result
 
 PROGRAM = Path(__file__).with_name("contenders") / "audited.py"
+SCRIPT = Path(__file__).with_name("contenders") / "language_model_script.py"
 LAUNCHES = {"watch": 2, "full": 1}
 """The goals of a watch are near to what can be told apart."""
 
@@ -45,7 +47,29 @@ def measure_audit(rounds: int | None) -> list[Result]:
         ]
         program = torchrun(str(PROGRAM), "--mode", mode, *models, ranks=2, name=f"audit {mode}")
         results += measure_pairs(rows, program, rounds=rounds or LAUNCHES[mode])
-    return results
+    return [*results, *(measure(row, rounds=rounds) for row in _script_rows())]
+
+
+def _script_rows() -> list[Row]:
+    """A whole program under `lockstep audit`, as its user starts it."""
+
+    def row(title: str, first: int, end: int, *, goal: float | None, rounds: int) -> Row:
+        script = (str(SCRIPT), "--timed", str(first), str(end))
+        audit = ("-m", "lockstep.cli", "audit", "--nproc-per-node", "2")
+        return Row(
+            name=f"`lockstep audit`, a script's language model of 196 tensors, {title}, 2 ranks",
+            ours=Contender("lockstep audit", (sys.executable, *audit, *script)),
+            theirs=torchrun(*script, ranks=2),
+            value="step",
+            unit="ms",
+            goal=goal,
+            rounds=rounds,
+        )
+
+    return [
+        row("one of the first 64 steps", 2, 64, goal=None, rounds=3),
+        row("a step after them", 64, 320, goal=1.01, rounds=5),
+    ]
 
 
 FAMILY = Family(measure_audit)
