@@ -209,6 +209,8 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
             if loading is not None:
                 loading.has_ended = True
             raise
+        if loading is not None:
+            loading.has_ended = probe.harmlessly(_is_last, self) or False
         if probe.is_on:
             probe.delivered = loading  # None: a loader that is not written down
         if probe.is_on and loading is not None and len(loading.batches) < _BATCHES:
@@ -218,6 +220,14 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
         return batch
 
     return watched
+
+
+def _is_last(iterator: Any) -> bool:
+    """Was this the loader's last batch? Loops that count (Lightning's) never ask for one more."""
+    try:
+        return bool(iterator._num_yielded >= len(iterator))
+    except (TypeError, NotImplementedError):  # a sampler or a dataset that has no length
+        return False
 
 
 def _note_batch(probe: Probe, loading: Loading, batch: Any) -> None:
