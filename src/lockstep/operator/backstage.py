@@ -12,7 +12,7 @@ from lockstep.operator.precision import Precision
 from lockstep.operator.staging import Part, PlaceInWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from lockstep.operator.registered import Registered
     from lockstep.operator.setting import Setting
     from lockstep.sync import Synchroniser
+
+
+def _no_copies() -> None:
+    """Of a worker that keeps no copies there is nothing to put back."""
 
 
 class Backstage:
@@ -48,6 +52,7 @@ class Backstage:
         stepped: the optimizers that stepped since a global batch was over, one entry a step.
         window: the parts since the window that is open began, with the `batch_info` of each.
         steps_taken_back: optimizers' steps in the batch in hand that `check_finite` undid.
+        put_buffers_back: gives buffers the values that they had before the step that is open.
         buffers_before: the buffers before the window that is open; None with windows of one batch.
         step_log: metrics of single steps; None where nobody wants them.
         joint_norms: the modules that share statistics between workers; looked up once a call.
@@ -73,6 +78,7 @@ class Backstage:
         self.step_log: StepLog | None = None
         self.window: list[tuple[Part, Mapping[str, Any]]] = []
         self.steps_taken_back = 0
+        self.put_buffers_back: Callable[[], None] = _no_copies
         self.buffers_before: BuffersBefore | None = None
         self.begin_call("train")
 

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data.structure import leading_length
-from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
+from lockstep.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    NotAvailableError,
+    WrongTypeError,
+)
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batches import class_accuracy, mean_over_shards
@@ -181,10 +186,10 @@ def train_batch(
     if run.sync is not None and operator._lockstep.place.closes and not parts:
         run.sync.reduce_pending()
     buffers.commit()
+    operator._lockstep.num_computed += 1
     if operator._lockstep.place.closes:
         with operator.timers.record("apply"):
             _step(operator, run, optimizer)
-    operator._lockstep.num_computed += 1
     operator._lockstep.partial = partial_weights(results)
     return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
 
@@ -194,6 +199,10 @@ def _step(operator: TrainingOperator, run: Registered, optimizer: torch.optim.Op
     stage.is_default_step = True
     try:
         stage.acts.step(operator, run, optimizer)
+    except NonFiniteError:
+        # A `train_batch` around this one may catch it, and leave this step out.
+        stage.put_buffers_back()
+        raise
     finally:
         stage.is_default_step = False
 

@@ -75,6 +75,8 @@ def as_list(given: Any, kind: type, argument: str) -> list[Any]:
     for item in items:
         if not isinstance(item, kind):
             hint = "call it first: pass an instance" if isinstance(item, type) else None
+            if isinstance(given, Mapping):
+                hint = f"{argument}=list(the_dict.values())"
             raise WrongTypeError(
                 f"register({argument}=...) was given something else",
                 expected=f"a torch {kind.__name__}, or a list of them",
@@ -127,11 +129,13 @@ def assemble(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
         schedulers=_checked_schedulers(schedulers, setting.options.scheduler_step_freq),
-        criterion=criterion,
+        criterion=_checked_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
         wanted=wanted,
     )
+    _refuse_one_twice(registered.optimizers)
+    _refuse_schedulers_of_others(registered)
     for module in registered.modules():
         _refuse_buffers(module)
     for module in registered.modules():
@@ -177,6 +181,44 @@ def _checked_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
             fix='TorchTrainer(..., scheduler_step_freq="epoch")',
         )
     return items
+
+
+def _checked_criterion(given: Any) -> Any:
+    if given is None or (callable(given) and not isinstance(given, type)):
+        return given
+    raise WrongTypeError(
+        "register(criterion=...) was given something else than a loss",
+        expected="a module or a function of (output, target)",
+        got=f"{type(given).__name__}: {given!r:.80}",
+        fix="call it first: pass an instance" if isinstance(given, type) else None,
+    )
+
+
+def _refuse_one_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigurationError(
+            "register(optimizers=...) was given one optimizer twice",
+            cause="it would step twice with the same gradients",
+            fix="pass it once",
+        )
+
+
+def _refuse_schedulers_of_others(registered: Registered) -> None:
+    """A scheduler of an optimizer that was not registered changes no learning rate of the run."""
+    # Wrappers of optimizers share their groups.
+    groups = {id(group) for each in registered.optimizers for group in each.param_groups}
+    for number, scheduler in enumerate(registered.schedulers):
+        optimizer = getattr(scheduler, "optimizer", None)
+        held = getattr(optimizer, "param_groups", None)
+        if held and not any(id(group) in groups for group in held):
+            raise ConfigurationError(
+                "a scheduler belongs to an optimizer that is not registered",
+                where=f"scheduler {number} ({type(scheduler).__name__})",
+                got=f"a {type(optimizer).__name__} that is none of register(optimizers=...)",
+                cause="the optimizer was made twice, or the scheduler's own one was left out: the"
+                " learning rate of the run would never change",
+                fix="make the scheduler from the optimizer that is registered",
+            )
 
 
 def conclude_setup(operator: TrainingOperator, registered: Registered, returned: Any) -> None:

@@ -161,7 +161,31 @@ def _exponential(decay: Any, model: nn.Module) -> AveragedModel:
     is_decay = isinstance(decay, float) and 0 < decay < 1
     if not is_decay:
         raise _no_average(decay, "a decay between 0 and 1, as in ema=0.999, or an AveragedModel")
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    return _ExponentialAverage(model, decay)
+
+
+class _ExponentialAverage(AveragedModel):
+    """An average of weights and of running statistics; other buffers are the model's own.
+
+    Torch's with ``use_buffers=True`` averages every buffer: an infinity of an attention mask
+    becomes NaN, and positions of tokens, which are integers, become other positions.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self._decay = decay
+
+    def update_parameters(self, model: nn.Module) -> None:
+        buffers = [each for each in self.module.buffers() if each.is_floating_point()]
+        before = [each.detach().clone() for each in buffers]
+        begins = not bool(self.n_averaged)
+        super().update_parameters(model)  # copies the buffers
+        if begins:
+            return
+        with torch.no_grad():
+            for average, old in zip(buffers, before, strict=True):
+                mixed = old.lerp(average, 1 - self._decay)
+                average.copy_(torch.where(mixed.isfinite(), mixed, average))
 
 
 def _shapes(model: nn.Module) -> list[torch.Size]:

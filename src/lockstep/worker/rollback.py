@@ -108,6 +108,7 @@ class Rollback:
             # What a user does after a step may communicate, and may fail, as a loop of one's own.
             operator._brings_own_loop() or operator._brings("after_step")
         )
+        operator._lockstep.put_buffers_back = self.put_buffers_back
         before = outside_graphs(lambda each, *_: self._about_to_step(each))
         after = outside_graphs(lambda each, *_: self._has_stepped(each))
         self._handles: list[Any] = []
@@ -335,9 +336,7 @@ class Rollback:
 
     def _undo(self, opened: OpenStep, cursor: Cursor, tally: Tally) -> bool:
         self._count_from(opened.mark, cursor, tally)
-        for (owner, key), buffer in zip(self._places, opened.buffers, strict=True):
-            owner._buffers[key] = buffer
-        overwrite(opened.buffers, self._kept)
+        self.put_buffers_back()
         for parameter in self._run.parameters():
             parameter.grad = None
         if not self.carry(opened.gradients or self._carried):
@@ -357,6 +356,14 @@ class Rollback:
         if has_stepped and self._has_own_loop:
             self._steps_early = True
         return not is_lost
+
+    def put_buffers_back(self) -> None:
+        """Give buffers the values that they had when the open step began."""
+        if self._open is None:
+            return
+        for (owner, key), buffer in zip(self._places, self._open.buffers, strict=True):
+            owner._buffers[key] = buffer
+        overwrite(self._open.buffers, self._kept)
 
     @property
     def written(self) -> list[int]:

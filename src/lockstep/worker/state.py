@@ -96,21 +96,35 @@ def _rebuilt(
     return keep(value)
 
 
-def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
-    """Why `state` does not fit this operator: one sentence each, none if it fits."""
+def _kind_problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
+    """What is there in another number, or is nothing that `state_dict` returns."""
     found: list[str] = []
     for what, mine in (
         ("models", run.models),
         ("optimizers", run.optimizers),
         ("schedulers", run.schedulers),
+        ("averages (ema)", run.averages),
     ):
-        theirs = state.get(what) or []
+        is_average = mine is run.averages
+        theirs = state.get("ema" if is_average else what) or []
         if not isinstance(theirs, list | tuple) or any(
             not isinstance(each, Mapping) for each in theirs
         ):
             found.append(f"its {what} are no list of state_dicts")
-        elif len(theirs) != len(mine):
+        # A state without averages fits, for they begin at its weights.
+        elif len(theirs) != len(mine) and (theirs or not is_average):
             found.append(f"it holds {len(theirs)} {what}, the operator registered {len(mine)}")
+    for what in ("criterion", "precision"):
+        if not isinstance(state.get(what) or {}, Mapping):
+            found.append(f"its {what} is no state_dict")
+    if not isinstance(state.get("global_step", 0), int):
+        found.append("its global_step is no number")
+    return found
+
+
+def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
+    """Why `state` does not fit this operator: one sentence each, none if it fits."""
+    found = _kind_problems(run, state)
     if found:
         return found
     for index, (model, saved) in enumerate(zip(run.plain_models(), state["models"], strict=True)):
@@ -118,7 +132,8 @@ def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
         found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
-    found += _average_problems(run, state)
+    for index, pair in enumerate(zip(run.averages, state.get("ema") or [], strict=False)):
+        found += _module_problems(f"average (ema) {index}", *pair)
     for index, (optimizer, saved) in enumerate(
         zip(run.optimizers, state["optimizers"], strict=True)
     ):
@@ -130,20 +145,6 @@ def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
                 f" {mine_sizes} here"
             )
     return found
-
-
-def _average_problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
-    """A state without averages fits, for they begin at its weights; those of a state are kept."""
-    theirs = state.get("ema") or []
-    if not theirs:
-        return []
-    if len(theirs) != len(run.averages):
-        return [
-            f"it holds averages (ema) of {len(theirs)} models, the operator registered"
-            f" {len(run.averages)}"
-        ]
-    pairs = enumerate(zip(run.averages, theirs, strict=True))
-    return [line for n, pair in pairs for line in _module_problems(f"average {n}", *pair)]
 
 
 def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
@@ -163,6 +164,13 @@ def _shape(shape: Any) -> str:
 
 def check(run: Registered, state: Mapping[str, Any]) -> None:
     """Raise a `CheckpointError` that lists what does not fit; change nothing."""
+    if "models" not in state and any(isinstance(each, torch.Tensor) for each in state.values()):
+        raise CheckpointError(
+            "the state is a model's own state_dict",
+            expected="what trainer.state_dict() returned, or trainer.save(path) wrote",
+            got=f"a dict with keys {', '.join(list(map(str, state))[:3])}, ...",
+            fix="load it in setup, before register: model.load_state_dict(torch.load(path))",
+        )
     found = _problems(run, state)
     if found:
         shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")

@@ -49,6 +49,7 @@ def by_hand(steps, accumulate=1, clip=None):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         average.update_parameters(model)
+        average.module[1].num_batches_tracked.copy_(model[1].num_batches_tracked)
     return average.module
 
 
@@ -63,6 +64,36 @@ def test_an_average_is_torchs(sync):
         one.train(num_steps=6)
         assert equal(one.get_averaged_model(), by_hand(6))
         assert not equal(one.get_model(), by_hand(6))
+
+
+class Masked(nn.Module):
+    """Buffers that never change: infinities, and integers too large for a product in floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("mask", torch.full((2,), float("-inf")))
+        self.register_buffer("places", torch.arange(2**24 - 3, 2**24 + 4))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_buffers_that_are_no_running_statistics_are_the_models():
+    class Constants(Averaged):
+        def setup(self, config):
+            model = Masked()
+            self.model, self.optimizer, self.criterion, self.ema = self.register(
+                models=model, optimizers=sgd(model), criterion=nn.MSELoss(), ema=0.9
+            )
+            self.register_data(train_loader=loader())
+
+    with trainer(Constants) as one:
+        one.train(num_steps=6)
+        averaged, fresh = one.get_averaged_model(), Masked()
+        assert torch.equal(averaged.mask, fresh.mask)
+        assert torch.equal(averaged.places, fresh.places)
+        assert not torch.equal(averaged.linear.weight, one.get_model().linear.weight)
 
 
 def test_an_average_counts_steps_and_not_the_batches_of_a_window():
@@ -119,7 +150,7 @@ def test_a_state_without_averages_begins_them_at_its_weights():
 def test_an_average_is_not_thrown_away_by_a_load():
     with trainer(Averaged) as one:
         state = one.state_dict()
-    with trainer(Plain) as plain, pytest.raises(CheckpointError, match=r"averages \(ema\) of 1"):
+    with trainer(Plain) as plain, pytest.raises(CheckpointError, match=r"1 averages \(ema\)"):
         plain.load_state_dict(state)
 
 

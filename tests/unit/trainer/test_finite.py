@@ -16,12 +16,16 @@ BAD_ROW = 13
 class Poisoned(TrainingOperator):
     """One sample makes the logarithm of a negative number."""
 
+    average = None
+
     def setup(self, config):
         torch.manual_seed(0)
         hidden, last = nn.Linear(3, 4), nn.Linear(4, 1)
         self.model = nn.Sequential(hidden, nn.BatchNorm1d(4), Logarithm(), last).double()
         self.optimizer, self.criterion = self.stepper(), nn.MSELoss()
-        self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
+        self.register(
+            models=self.model, optimizers=self.optimizer, criterion=self.criterion, ema=self.average
+        )
         x = torch.rand(16, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         x[config.get("bad_row", BAD_ROW)] = config["bad"]
         self.register_data(train_loader=DataLoader(TensorDataset(x, x[:, :1]), 2))
@@ -68,6 +72,31 @@ def test_a_step_that_is_not_finite_is_not_taken_and_says_why(bad):
     assert f"{batch}, the loss is" in said
     assert ("first in the output of `0` (Linear)" in said) == (bad != 1e308)
     assert "check_finite=False" in said
+
+
+class GoesOn(Poisoned):
+    """A step that is not finite is left out, and the run goes on."""
+
+    average = 0.9
+
+    def train_batch(self, batch, batch_info):
+        try:
+            return {**super().train_batch(batch, batch_info), "skipped": 0}
+        except NonFiniteError:
+            return {"skipped": 1}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_caught_step_is_left_out_and_leaves_nothing_behind(accumulate):
+    """Of an epoch's two global batches the second holds the sample."""
+    with poisoned(GoesOn, accumulate=accumulate) as run:
+        if accumulate == 1:
+            assert run.train(num_steps=1)["skipped"] == 0
+        before, average = weights(run), run.get_averaged_model().state_dict()
+        assert run.train()["skipped"] > 0
+        assert all(map(torch.equal, before.values(), weights(run).values()))
+        now = run.get_averaged_model().state_dict()
+        assert all(map(torch.equal, average.values(), now.values()))
 
 
 def test_a_micro_batch_before_the_last_is_looked_at_too():

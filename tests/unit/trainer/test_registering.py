@@ -3,10 +3,16 @@
 
 import pytest
 from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
+from torch import nn
+from torch.optim.lr_scheduler import SequentialLR, StepLR
 
 from lockstep import TrainingOperator
-from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.errors import ConfigurationError, LockstepError, WrongTypeError
 from lockstep.operator import override
+
+MODEL = linear()
+OF_ANOTHER = StepLR(sgd(MODEL), 1)
+"""The scheduler of an optimizer that is not registered."""
 
 
 def test_models_and_optimizers_in_a_dict_of_ones_own():
@@ -21,6 +27,28 @@ def test_models_and_optimizers_in_a_dict_of_ones_own():
         operator = one.get_local_operator()
         assert operator.back == list(operator.named.values())
         assert len(one.state_dict()["optimizers"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"criterion": nn.MSELoss}, "call it first: pass an instance"),
+        ({"criterion": "mse"}, "a module or a function of (output, target)"),
+        ({"models": {"one": linear()}}, "models=list(the_dict.values())"),
+        ({"optimizers": [sgd(MODEL)] * 2}, "was given one optimizer twice"),
+        ({"schedulers": [OF_ANOTHER]}, "belongs to an optimizer that is not registered"),
+        ({"schedulers": [SequentialLR(OF_ANOTHER.optimizer, [OF_ANOTHER], [])]}, "not registered"),
+    ],
+)
+def test_what_would_change_nothing_or_fail_later_is_refused(given, named):
+    class Given(Regression):
+        def setup(self, config):
+            held = {"models": MODEL, "optimizers": sgd(MODEL), "criterion": nn.MSELoss()}
+            self.register(**{**held, **given})
+
+    with pytest.raises(LockstepError) as caught, trainer(Given, scheduler_step_freq="epoch"):
+        pass
+    assert named in str(caught.value)
 
 
 def test_override_is_held_to_the_class():

@@ -208,6 +208,13 @@ def state_of(operator):
         (lambda: {"models": 3, "optimizers": "x"}, "its optimizers are no list"),
         (lambda: {**state_of(Regression), "optimizers": [{}]}, "of sizes [] there, [2] here"),
         (lambda: [1], "what trainer.state_dict() returned"),
+        (lambda: linear().state_dict(), "load it in setup, before register"),
+        (
+            lambda: {**state_of(Regression), "ema": 3},
+            "its averages (ema) are no list",
+        ),
+        (lambda: {**state_of(Regression), "criterion": 7}, "its criterion is no state_dict"),
+        (lambda: {**state_of(Regression), "global_step": "x"}, "its global_step is no number"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(make_state, named):
