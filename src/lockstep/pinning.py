@@ -59,9 +59,9 @@ class DropoutOff(TorchDispatchMode):
 
     Many models know no layer of it: attention hands a probability to
     ``scaled_dot_product_attention``, or calls ``functional.dropout`` with the ``training`` of a
-    parent. So it is turned off where it is computed, in the operators that draw for it, which
-    also finds what layers drop paths by ``bernoulli_``. Forward and backward both have to run
-    inside.
+    parent. So it is turned off where it is computed, in the operators that draw for it: that
+    also turns off layers that drop paths with ``bernoulli_`` of floating point numbers. Forward
+    and backward both have to run inside.
 
     Attributes:
         was_needed: something would have been dropped.
@@ -79,8 +79,9 @@ class DropoutOff(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if func is _aten.bernoulli_.float:
-            # What is kept is divided by the probability to keep it: as if by the mean.
+        if func is _aten.bernoulli_.float and args[0].is_floating_point():
+            # What is kept is divided by the probability to keep it: as if by the mean. A mask of
+            # bools or integers has no mean: it stays drawn.
             self.was_needed = True
             probability = args[1] if len(args) > 1 else given.get("p", 0.5)
             return args[0].fill_(probability)

@@ -262,6 +262,15 @@ def test_a_hang_that_was_named_ends(tmp_path, ignored, code, steps):
 
 
 @pytest.mark.slow
+def test_a_hang_ends_though_one_rank_has_its_steps_and_is_not_watched_any_more(tmp_path):
+    script, started = SCRIPTS / "waits_for_ever.py", tmp_path / "started"
+    environment = {**os.environ, "LOCKSTEP_AUDIT_STALL_S": "1"}
+    done = audit("--hang-timeout", "1", "--steps", "2", script, started, "steps", env=environment)
+    assert "the ranks hang, and are ended" in done.stderr
+    assert done.returncode in (65, 124)
+
+
+@pytest.mark.slow
 def test_ranks_that_wait_for_one_that_computes_do_not_hang():
     environment = {**os.environ, "LOCKSTEP_AUDIT_STALL_S": "1"}
     done = audit("--hang-timeout", "1", SCRIPTS / "one_computes_alone.py", env=environment)

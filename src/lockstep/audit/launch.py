@@ -242,7 +242,7 @@ class _Run:
     def _look_for_a_stall(self) -> None:
         """Say, once, where the ranks stand when none of them moves; then give them up."""
         every_s = float(os.environ.get(_STALL_S, "60"))
-        if time.monotonic() - self._asked_at < every_s or self._done():
+        if time.monotonic() - self._asked_at < every_s:
             return
         self._asked_at = time.monotonic()
         self._ask_all()

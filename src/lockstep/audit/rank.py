@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class Rank:
         self.probe: Probe | None = None
         self._pid = os.getpid()
         # Where processes that the script starts leave their ledgers; made when one is.
-        made = Path(tempfile.gettempdir(), f"lockstep-audit-{self._pid}")
+        made = Path(tempfile.gettempdir(), f"lockstep-audit-{uuid.uuid4().hex}")
         place = made if self.folder is None else Path(self.folder)
         self.children = Children(place, self.rank, options.steps, lambda: self.probe)
         self._file = LedgerFile(place / f"rank{self.rank}.json")

@@ -84,7 +84,7 @@ class Children:
         def watched(self_: BaseProcess) -> Any:
             if getattr(getattr(self_, "_target", None), "__module__", None) == _LOADERS:
                 return start(self_)  # a data loader's, which trains nothing
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             held = vars(self_)
             own = {"run": held["run"]} if "run" in held else {}
             held["run"] = Watched(self_, self, self._started, own.get("run"))
@@ -128,7 +128,7 @@ class Children:
 
     def leave_note(self, why: str) -> None:
         """Where the ledger would be: what trained here is not known, or not yet."""
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         noted = Ledger(facts={"blind": why, "blind_at": users_lines()})
         LedgerFile(self.file()).write(noted)
 

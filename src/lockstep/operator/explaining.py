@@ -51,7 +51,9 @@ def explained(operator: TrainingOperator) -> Iterator[None]:
         group = operator._lockstep.setting.group
         has_peers = operator._lockstep.sync is not None and error.is_alike
         everyone = group.exchange(looks) if has_peers else [looks]
-        raise _with(error, [_Look(*look) for looks in everyone for look in looks]) from None
+        told = _with(error, [_Look(*look) for looks in everyone for look in looks])
+        # The user's line that let the optimizer step is in the traceback of the refusal.
+        raise told.with_traceback(error.__traceback__) from None
 
 
 def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:

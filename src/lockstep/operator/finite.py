@@ -111,7 +111,7 @@ class _StepCheck:
         operator = self._operator
         where = f"rank {operator.world_rank}, step {operator.global_step}"
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
-        error.is_alike = not any(is_local(p) for p in found)
+        error.is_alike = any(not is_local(p) for p in found)
         return error
 
 

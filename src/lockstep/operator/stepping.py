@@ -73,14 +73,16 @@ def _follow(operator: TrainingOperator, optimizer: torch.optim.Optimizer) -> Non
 OWN_LOOP_LINES: Final = {
     'precision="fp16"': "override compute_loss, or call super().train_batch(); or in your loop"
     " write: with torch.autocast(self.device.type, torch.float16): ..., and"
-    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(), and leave precision"
+    " out of TorchTrainer",
     "reproducible": "override compute_loss instead: only shards that are computed one by one can"
     " be added up in a fixed order",
     "accumulate": "call super().train_batch(), or in your loop write: with self.no_sync():"
     " self.backward(loss) for every batch but the last of a window, and step the optimizer after"
-    " that one",
+    " that one, and leave accumulate out of TorchTrainer",
     "clip_grad_norm": "call super().train_batch(), or in your loop write, before"
-    " optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
+    " optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), ...), and leave"
+    " clip_grad_norm out of TorchTrainer",
 }
 """What to write in a loop of one's own instead of an option of the default loop."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ def one_after_the_other(path: str = DATA_LOCK) -> Iterator[None]:
                     yield
                     return
                 finally:
-                    os.unlink(path)
+                    with suppress(FileNotFoundError):  # what tidies up temporary files was here
+                        os.unlink(path)
+                    # Closing would not do: processes that were forked inside hold the file, too.
+                    fcntl.flock(held, fcntl.LOCK_UN)
         finally:
             os.close(held)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.refusals import (
     has_ended,
-    returned_something,
+    tell,
     two_calls,
     was_shut_down,
 )
@@ -39,9 +39,7 @@ class Calls:
     def _tell(self, event: str, *results: dict[str, Any]) -> None:
         for callback in self._callbacks:
             # A copy for each: what one takes out of it the next, and the caller, still get.
-            returned = getattr(callback, event)(self, *map(dict, results))
-            if returned is not None:
-                raise returned_something(callback, event, returned)
+            tell(callback, event, self, *map(dict, results))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         self._check_open()

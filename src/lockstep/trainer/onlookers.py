@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.trainer.callbacks import Callback
+from lockstep.trainer.refusals import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ class Announcer:
         return self._steps.written
 
     def _tell_of_step(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
-        callback.on_step(self._trainer, step, metrics)
+        tell(callback, "on_step", self._trainer, step, metrics)
 
     def _tell(self, progress: dict[str, Any]) -> None:
         if self._error is not None:
@@ -63,7 +64,7 @@ class Announcer:
         told = {"phase": self._phase, "seconds": time.monotonic() - self._began, **progress}
         try:
             for callback in self._listeners:
-                callback.on_progress(self._trainer, dict(told))
+                tell(callback, "on_progress", self._trainer, dict(told))
         except Exception as error:
             self._error = error
 

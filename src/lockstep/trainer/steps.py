@@ -37,7 +37,8 @@ class StepMetrics:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = callbacks
-        self._listeners = [each for each in callbacks if each.every and _listens(each)]
+        asking = [each for each in callbacks if _listens(each) and _says_how_often(each)]
+        self._listeners = [each for each in asking if each.every is not None]
         for each in self._listeners:
             require(is_positive_int(each.every), "every", each.every, "an int, 1 or more")
         self.every = math.gcd(*(each.every or 0 for each in self._listeners))
@@ -95,6 +96,20 @@ class StepMetrics:
 
 def _listens(callback: Callback) -> bool:
     return getattr(callback.on_step, "__func__", None) is not Callback.on_step
+
+
+def _says_how_often(callback: Callback) -> bool:
+    """Refuse an `on_step` that would never be called; ``every = None`` turns it off by name."""
+    classes = type(callback).__mro__
+    own = [vars(callback), *(vars(each) for each in classes[: classes.index(Callback)])]
+    require(
+        any("every" in held for held in own),
+        f"{type(callback).__name__}.every",
+        None,
+        "an int: `on_step` is called each so many steps",
+        fix="every = 1 in the class",
+    )
+    return True
 
 
 def _together(sums: Sequence[dict[str, Any]]) -> dict[str, Any]:

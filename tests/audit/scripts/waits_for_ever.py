@@ -19,6 +19,12 @@ def say_when_it_waits(thread):
 
 
 dist.init_process_group("gloo")
+if len(sys.argv) > 2 and dist.get_rank() == 1:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        weight.sum().backward()
+        optimizer.step()
 if dist.get_rank() == 0:
     waiting = threading.get_ident()
     threading.Thread(target=say_when_it_waits, args=(waiting,), daemon=True).start()

@@ -4,6 +4,7 @@
 import fcntl
 import hashlib
 import os
+import subprocess
 import threading
 from functools import partial
 
@@ -177,6 +178,35 @@ def test_turns_do_not_overlap_and_leave_no_file(tmp_path):
     with pytest.raises(LookupError), one_after_the_other(path):
         raise LookupError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_was_forked_inside_keeps_nobody_waiting(tmp_path):
+    path = str(tmp_path / "turns")
+    ends, goes_on = os.pipe()
+    waits = threading.Event()
+    came = []
+
+    def second():
+        waits.set()
+        with one_after_the_other(path):
+            came.append(True)
+
+    other = threading.Thread(target=second)
+    with one_after_the_other(path):
+        child = subprocess.Popen(["cat"], stdin=ends, pass_fds=_open_at(path))
+        other.start()
+        waits.wait()
+    other.join(timeout=30)
+    os.close(ends)
+    os.close(goes_on)
+    child.wait(timeout=30)
+    assert came
+
+
+def _open_at(path):
+    """The descriptors of this process that are of the file at `path`."""
+    links = [(int(name), f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return [number for number, link in links if os.path.lexists(link) and os.readlink(link) == path]
 
 
 def test_around_a_model_of_ones_own_that_then_holds_the_trained_state():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step that would put a first NaN or infinity into the weights is not taken, and named."""
 
+import traceback
+
 import pytest
 import torch
 from torch import nn
@@ -154,6 +156,8 @@ def test_a_loop_of_ones_own_does_not_step_either_and_is_explained(operator):
     with poisoned(operator) as run, pytest.raises(NonFiniteError, match="the gradient of") as said:
         run.train()
     assert "in shard 0, 8 samples on rank 0 (dataset[8, 9, 10, 11, 12" in str(said.value)
+    lines = traceback.extract_tb(said.value.__traceback__)
+    assert any(line.line == "self.optimizer.step()" for line in lines), "the user's line"
     assert "the loss is nan, first in the output of `0` (Linear)" in str(said.value)
 
 

@@ -208,13 +208,28 @@ def test_what_setup_returns_is_refused():
         trainer(Returns)
 
 
-@pytest.mark.parametrize("name", sorted(HOOKS - {"on_failure", "on_progress", "on_step"}))
+@pytest.mark.parametrize("name", sorted(HOOKS - {"on_failure"}))
 def test_what_a_callback_returns_is_refused(name):
-    callback = type("Mine", (Callback,), {name: lambda *_: False, "__module__": __name__})()
+    held = {name: lambda *_: False, "every": 1, "__module__": __name__}
+    callback = type("Mine", (Callback,), held)()
     said = pytest.raises(LockstepError, match=rf"Mine\.{name} returned [^$]*stop_reason")
     with said, trainer(callbacks=[callback]) as one:
         one.train()
         one.validate()
+
+
+def test_an_on_step_that_would_never_be_called_is_refused():
+    class Forgets(Callback):
+        def on_step(self, trainer, step, metrics):
+            pass
+
+    class IsOff(Forgets):
+        every = None
+
+    with pytest.raises(ConfigurationError, match=r"Forgets\.every cannot be None[^$]*every = 1"):
+        trainer(callbacks=[Forgets()])
+    with trainer(callbacks=[IsOff()]) as one:
+        one.train()
 
 
 # ------------------------------------------------------------------- what one may set and pass

@@ -242,6 +242,17 @@ def test_dropout_without_a_layer_is_off_and_the_batch_taken_whole(function, is_w
     assert "dropout is off in what calls it as a function, attention for one" in report.notes
 
 
+def mask_at_random(rows):
+    return rows * torch.empty(rows.shape, dtype=torch.bool).bernoulli_(0.5)
+
+
+def test_a_mask_that_is_drawn_is_no_dropout():
+    with four_shards(regularised(nn.Identity, mask_at_random)) as run:
+        report = run.verify(num_steps=2)
+    assert report.ok is None, str(report)
+    assert not any("dropout" in note for note in report.notes)
+
+
 def test_random_numbers_in_a_loop_of_ones_own_are_named_and_not_failed_on():
     class Noisy(OwnLoop):
         def train_batch(self, batch, batch_info):
