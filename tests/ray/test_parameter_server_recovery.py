@@ -289,9 +289,10 @@ def test_the_server_holds_nothing_of_earlier_generations():
             trainer.train(num_steps=2)
             held.append(_held(server))
         assert len(trainer.status()["recoveries"]) == 6
-    # Ray's own come and go with the number of calls that it serves; the first are on their way.
-    assert held[-1][1] <= held[1][1]
-    assert held[-1][0] <= held[1][0] + 1
+    # Ray's own come and go with the number of calls that it serves, and the first are on their way:
+    # what a generation left would be there four times.
+    assert held[-1][1] < held[1][1] + 4
+    assert held[-1][0] < held[1][0] + 4
 
 
 @pytest.mark.slow

@@ -339,12 +339,13 @@ class Rollback:
         self.put_buffers_back()
         for parameter in self._run.parameters():
             parameter.grad = None
-        if not self.carry(opened.gradients or self._carried):
+        gathered = opened.gradients or self._carried
+        if not self.carry(gathered):
             return False
         # Of an optimizer that has stepped weights and state would be those of after.
         has_stepped = self._has_moved(opened)
         is_lost = has_stepped or self._written.has_missed()
-        if opened.gradients is None and self._has_added(opened):
+        if gathered is None and self._has_added(opened):
             is_lost = self._adds_up = True
         if opened.everything is not None:
             opened.everything.put_back()
