@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.attachment import tie
+from lockstep.operator.averages import averages_of
 from lockstep.operator.registered import Registered
-from lockstep.operator.stepping import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:

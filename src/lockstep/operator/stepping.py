@@ -10,23 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.errors import ConfigurationError
 from lockstep.randomness import derive_seed, preserved
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.backstage import Backstage
     from lockstep.operator.setting import Options
-
-
-_USUAL_DECAY: Final = 0.999
 
 
 def follow_steps(operator: TrainingOperator) -> list[RemovableHandle]:
@@ -124,94 +116,3 @@ def refuse_left_out(operator: TrainingOperator) -> None:
         got=f"{stage.num_computed} calls",
         fix=OWN_LOOP_LINES["accumulate"],
     )
-
-
-# ---------------------------------------------------------------------- averages of weights
-
-
-def averages_of(
-    given: Any, models: Sequence[nn.Module], device: torch.device
-) -> list[AveragedModel]:
-    """What ``register(ema=...)`` asks for: an average of each model, in eval mode.
-
-    Args:
-        given: True, or a decay between 0 and 1; a function from a model to an `AveragedModel`;
-            `AveragedModel`s, one for each model; or None.
-        models: without wrappers, on `device`.
-    """
-    if given is None:
-        return []
-    if callable(given) and not isinstance(given, nn.Module):
-        averages = [given(model) for model in models]
-    elif isinstance(given, list | tuple | nn.Module):
-        averages = [given] if isinstance(given, nn.Module) else list(given)
-    else:
-        averages = [_exponential(given, model) for model in models]
-    if not all(isinstance(each, AveragedModel) for each in averages):
-        raise _no_average(given, "a decay as in ema=0.999, or a torch AveragedModel")
-    if [_shapes(each) for each in averages] != [_shapes(each) for each in models]:
-        raise _no_average(given, "one AveragedModel(model, ...) for each registered model")
-    for average in averages:
-        average.module.to(device)
-        average.eval()
-    return averages
-
-
-def _exponential(decay: Any, model: nn.Module) -> AveragedModel:
-    if decay is True:
-        decay = _USUAL_DECAY
-    is_decay = isinstance(decay, float) and 0 < decay < 1
-    if not is_decay:
-        raise _no_average(decay, "a decay between 0 and 1, as in ema=0.999, or an AveragedModel")
-    return _ExponentialAverage(model, decay)
-
-
-class _ExponentialAverage(AveragedModel):
-    """An average of weights and of running statistics; other buffers are the model's own.
-
-    Torch's with ``use_buffers=True`` averages every buffer: an infinity of an attention mask
-    becomes NaN, and positions of tokens, which are integers, become other positions.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        self._decay = decay
-
-    def update_parameters(self, model: nn.Module) -> None:
-        buffers = [each for each in self.module.buffers() if each.is_floating_point()]
-        before = [each.detach().clone() for each in buffers]
-        begins = not bool(self.n_averaged)
-        super().update_parameters(model)  # copies the buffers
-        if begins:
-            return
-        with torch.no_grad():
-            for average, old in zip(buffers, before, strict=True):
-                mixed = old.lerp(average, 1 - self._decay)
-                average.copy_(torch.where(mixed.isfinite(), mixed, average))
-
-
-def _shapes(model: nn.Module) -> list[torch.Size]:
-    return [parameter.shape for parameter in model.parameters()]
-
-
-def _no_average(given: Any, expected: str) -> ConfigurationError:
-    return ConfigurationError(
-        "register(ema=...) was given something else", expected=expected, got=f"ema={given!r:.80}"
-    )
-
-
-def update_averages(stage: Backstage) -> None:
-    """A global batch is over: average the models whose optimizers stepped in it, once each."""
-    stepped, stage.stepped = stage.stepped, []
-    run = stage.registered
-    if not stepped or run is None or not run.averages:
-        return
-    for model, average in zip(run.plain_models(), run.averages, strict=True):
-        if len(run.averages) == 1 or _holds_any(stepped, model):
-            average.update_parameters(model)
-
-
-def _holds_any(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> bool:
-    own = set(map(id, model.parameters()))
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return any(id(parameter) in own for group in groups for parameter in group["params"])

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
+from lockstep.operator.averages import update_averages
 from lockstep.operator.joint import refuse_borrowed
 from lockstep.operator.read_ahead import ReadAhead
 from lockstep.operator.staging import Origin, Part, PlaceInWindow, ShardedBatch
-from lockstep.operator.stepping import refuse_left_out, update_averages
+from lockstep.operator.stepping import refuse_left_out
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:

@@ -10,21 +10,20 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.operator.model_copies import copied_models
 from lockstep.sync import is_block, is_expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
-
-_MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def collect(
@@ -252,44 +251,5 @@ def model_copies(run: Registered, models: list[nn.Module]) -> nn.Module | list[n
     Parameters and buffers are moved before the modules are copied, so that a device that is
     nearly full need not hold a second model.
     """
-    copies = _copied_models(models)
+    copies = copied_models(models, torch.device("cpu"))
     return copies[0] if run.models_given_alone else copies
-
-
-def _copied_models(models: list[nn.Module]) -> list[nn.Module]:
-    copies: list[nn.Module] = []
-    memo: dict[int, Any] = {}
-    for model in models:
-        for parameter in model.parameters():
-            moved = parameter.detach().to("cpu", copy=True)
-            memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-        for tensor in _kept_tensors(model):
-            memo.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
-    for model in models:
-        copies.append(copy.deepcopy(model, memo))
-    return copies
-
-
-def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a forward left on its modules (an auxiliary loss, hidden states).
-
-    They hang on the graph of the last step, and torch refuses to copy such tensors.
-    """
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in _MODULE_TABLES:
-                yield from tensors_in(value)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)

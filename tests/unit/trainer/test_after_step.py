@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep import TrainingOperator
-from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.keys import SCHEDULER_STEP
 
 DECAY = 0.8
@@ -94,6 +94,71 @@ def test_buffers_that_are_no_running_statistics_are_the_models():
         assert torch.equal(averaged.mask, fresh.mask)
         assert torch.equal(averaged.places, fresh.places)
         assert not torch.equal(averaged.linear.weight, one.get_model().linear.weight)
+
+
+class SetsBuffers(Masked):
+    """Buffers that a forward makes, or replaces by longer ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", None)
+        self.register_buffer("rows", torch.ones(2, dtype=torch.float64).to_sparse())
+        self.register_buffer("wide", torch.ones(1).expand(8))
+
+    def forward(self, x):
+        self.center = torch.full((1,), 100.0)
+        self.rows = torch.ones(len(x), dtype=torch.float64).to_sparse()
+        return super().forward(x)
+
+
+class Holds(nn.Module):
+    """An activation on the module, and weights that are computed from others."""
+
+    def __init__(self):
+        super().__init__()
+        with pytest.warns(FutureWarning):
+            self.linear = nn.utils.weight_norm(linear())
+        self(torch.ones(1, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        self.last = self.linear(x)
+        return self.last
+
+
+@pytest.mark.parametrize("make", [SetsBuffers, Holds])
+def test_an_average_goes_by_names(make, tmp_path):
+    class Named(Averaged):
+        def setup(self, config):
+            self.model = make()
+            self.optimizer, self.criterion = sgd(self.model), nn.MSELoss()
+            *_, self.ema = self.register(
+                models=self.model, optimizers=self.optimizer, criterion=self.criterion, ema=0.9
+            )
+            self.register_data(train_loader=loader())
+
+    with trainer(Named) as one:
+        one.train()
+        one.train()
+        averaged, model = (
+            dict(m.state_dict()) for m in (one.get_averaged_model(), one.get_model())
+        )
+        assert averaged.keys() == model.keys()
+        for name in averaged.keys() & {"mask", "places", "center", "rows", "wide"}:
+            assert torch.equal(averaged[name].to_dense(), model[name].to_dense()), name
+        assert not any(torch.equal(averaged[n], model[n]) for n in averaged if "linear" in n)
+        state = one.state_dict()
+        one.load_state_dict(state)
+        one.train()
+
+
+def test_a_parameter_that_an_average_has_not_is_refused():
+    class Grows(Averaged):
+        def compute_loss(self, batch, batch_info):
+            self.model.later = nn.Parameter(torch.ones(1))
+            return super().compute_loss(batch, batch_info)
+
+    with trainer(Grows) as one, pytest.raises(LockstepError, match="later"):
+        one.train()
 
 
 def test_an_average_counts_steps_and_not_the_batches_of_a_window():

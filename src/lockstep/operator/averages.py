@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages of models' weights: what ``register(ema=...)`` asks for, and when it is updated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep.errors import ConfigurationError
+from lockstep.operator.model_copies import copied_models
+from lockstep.sync.buffers import fits, write_into
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.operator.backstage import Backstage
+
+_USUAL_DECAY: Final = 0.999
+
+
+def averages_of(
+    given: Any, models: Sequence[nn.Module], device: torch.device
+) -> list[AveragedModel]:
+    """What ``register(ema=...)`` asks for: an average of each model, in eval mode.
+
+    Args:
+        given: True, or a decay between 0 and 1; a function from a model to an `AveragedModel`;
+            `AveragedModel`s, one for each model; or None.
+        models: without wrappers, on `device`.
+    """
+    if given is None:
+        return []
+    if callable(given) and not isinstance(given, nn.Module):
+        averages = [given(model) for model in models]
+    elif isinstance(given, list | tuple | nn.Module):
+        averages = [given] if isinstance(given, nn.Module) else list(given)
+    else:
+        averages = [_ExponentialAverage(model, _decay(given)) for model in models]
+    if not all(isinstance(each, AveragedModel) for each in averages):
+        raise _no_average(given, "a decay as in ema=0.999, or a torch AveragedModel")
+    if [_shapes(each) for each in averages] != [_shapes(each) for each in models]:
+        raise _no_average(given, "one AveragedModel(model, ...) for each registered model")
+    for average in averages:
+        average.module.to(device)
+        average.eval()
+    return averages
+
+
+def _decay(given: Any) -> float:
+    decay = _USUAL_DECAY if given is True else given
+    if not isinstance(decay, float) or not 0 < decay < 1:
+        raise _no_average(given, "a decay between 0 and 1, as in ema=0.999, or an AveragedModel")
+    return decay
+
+
+def _shapes(model: nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in model.parameters()]
+
+
+def _no_average(given: Any, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        "register(ema=...) was given something else", expected=expected, got=f"ema={given!r:.80}"
+    )
+
+
+class _ExponentialAverage(AveragedModel):
+    """An average of weights and of running statistics; other buffers are the model's own.
+
+    Torch's update pairs tensors by their order, so that a buffer that is set later shifts all
+    behind it, and with ``use_buffers=True`` averages every buffer: an infinity of an attention
+    mask becomes NaN, and positions of tokens, which are integers, become other positions.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        nn.Module.__init__(self)  # torch's own copies a model that has left no tensor behind
+        self.module = _copied(model)
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long))
+        self.avg_fn, self.multi_avg_fn, self.use_buffers = None, None, False
+        self._weight = 1 - decay
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take the weights of `model` in; the first ones as they are."""
+        weight = self._weight if self.n_averaged else 1.0
+        with torch.no_grad():
+            pairs = self._pairs(model)
+            mixed = [(m, t) for m, t in pairs if m.is_floating_point() or m.is_complex()]
+            if mixed:
+                torch._foreach_lerp_([m for m, _ in mixed], [t for _, t in mixed], weight)
+            for mine, theirs in pairs:
+                if not mine.is_floating_point() and not mine.is_complex():
+                    mine.copy_(theirs)
+            self._take_buffers(model, weight)
+        self.n_averaged += 1
+
+    def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        pairs = []
+        for name, theirs in model.named_parameters():
+            if name not in own:
+                raise ConfigurationError(
+                    f"`{name}` was added to a model after its average had been made",
+                    where=type(model).__name__,
+                    fix="make all parameters before self.register(..., ema=...)",
+                )
+            pairs.append((own[name].detach(), theirs.detach()))
+        return pairs
+
+    def _take_buffers(self, model: nn.Module, weight: float) -> None:
+        own_modules = dict(self.module.named_modules())
+        taken: dict[int, torch.Tensor] = {}
+        for path, part in model.named_modules():
+            own = own_modules[path]._buffers if path in own_modules else {}
+            for key, theirs in part._buffers.items():
+                if theirs is not None and id(theirs) not in taken:
+                    taken[id(theirs)] = _taken(own.get(key), theirs.detach(), weight)
+                own[key] = None if theirs is None else taken[id(theirs)]
+
+
+def _taken(mine: torch.Tensor | None, theirs: torch.Tensor, weight: float) -> torch.Tensor:
+    """The average's buffer: in place, unless the model's has become another kind of tensor."""
+    if mine is None or not fits(theirs, mine):
+        return theirs.clone()
+    if mine.is_floating_point():
+        mixed = mine.lerp(theirs, weight)
+        theirs = torch.where(mixed.isfinite(), mixed, theirs)
+    write_into(mine, theirs)
+    return mine
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copied_models([model], next(iter(_places(model)), torch.device("cpu")))[0]
+    except TypeError as error:
+        raise ConfigurationError(
+            "register(ema=...) cannot copy the model",
+            where=type(model).__name__,
+            cause=str(error),
+            fix="give the model a __deepcopy__, or pass an AveragedModel of your own as ema",
+        ) from error
+
+
+def _places(model: nn.Module) -> list[torch.device]:
+    return [each.device for each in (*model.parameters(), *model.buffers())]
+
+
+def update_averages(stage: Backstage) -> None:
+    """A global batch is over: average the models whose optimizers stepped in it, once each."""
+    stepped, stage.stepped = stage.stepped, []
+    run = stage.registered
+    if not stepped or run is None or not run.averages:
+        return
+    for model, average in zip(run.plain_models(), run.averages, strict=True):
+        if len(run.averages) == 1 or _holds_any(stepped, model):
+            average.update_parameters(model)
+
+
+def _holds_any(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> bool:
+    own = set(map(id, model.parameters()))
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return any(id(parameter) in own for group in groups for parameter in group["params"])

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of models, also of such as hold tensors that torch refuses to copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def copied_models(models: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
+    """Copies of `models` on `device`; what they share their copies share."""
+    copies: list[nn.Module] = []
+    memo: dict[int, Any] = {}
+    for model in models:
+        for parameter in model.parameters():
+            moved = parameter.detach().to(device, copy=True)
+            memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = buffer.detach().to(device, copy=True)
+        for tensor in _kept_tensors(model):
+            memo.setdefault(id(tensor), tensor.detach().to(device, copy=True))
+    for model in models:
+        copies.append(copy.deepcopy(model, memo))
+    return copies
+
+
+def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a forward left on its modules (an auxiliary loss, hidden states).
+
+    They hang on the graph of the last step, and torch refuses to copy such tensors.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in _MODULE_TABLES:
+                yield from tensors_in(value)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
