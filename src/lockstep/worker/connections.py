@@ -95,8 +95,12 @@ def _ports(one: socket.socket) -> tuple[int, int]:
 
 
 def _with_socket(descriptor: int, function: Callable[[socket.socket], _T]) -> _T:
+    blocks = os.get_blocking(descriptor)
     one = socket.socket(fileno=descriptor)
     try:
         return function(one)
     finally:
         one.detach()  # it belongs to somebody else, who closes it
+        if blocks:
+            # With `socket.setdefaulttimeout`, Python has made its owner's socket non-blocking.
+            os.set_blocking(descriptor, True)
