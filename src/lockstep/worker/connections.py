@@ -33,9 +33,13 @@ class Connections:
 
     They are those that were opened while a group was formed and whose other end was opened by
     another rank at that time: threads of Ray's or of the user's may open sockets of their own.
+
+    Args:
+        generation: the formation of the group that they belong to; None before the first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int | None = None) -> None:
+        self.generation = generation
         self._opened: dict[_Socket, tuple[int, int]] = {}
         self._to_ranks: set[_Socket] = set()
 
