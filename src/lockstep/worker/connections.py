@@ -42,6 +42,7 @@ class Connections:
         self.generation = generation
         self._opened: dict[_Socket, tuple[int, int]] = {}
         self._to_ranks: set[_Socket] = set()
+        self._groups: list[Group] = []
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -62,6 +63,7 @@ class Connections:
         Raises:
             PeerLostError: another rank went away.
         """
+        self._groups = [one for one in self._groups if not one.is_closed] + [group]
         opened, self._opened = self._opened, {}
         ports = group.exchange([local for local, _ in opened.values()])
         others = {port for rank, part in enumerate(ports) if rank != group.rank for port in part}
@@ -72,7 +74,12 @@ class Connections:
         self._to_ranks = set()
 
     def shut_down(self) -> None:
-        """End all waits for other ranks; from any thread. The groups are of no use afterwards."""
+        """End all waits for other ranks; from any thread. The groups are of no use afterwards.
+
+        They are the group of all, and those beside it (`Worker.copied`).
+        """
+        for group in self._groups:
+            group.give_up()
         for descriptor, inode in list(self._to_ranks):
             with suppress(OSError):  # it was closed meanwhile
                 if os.fstat(descriptor).st_ino == inode:

@@ -31,7 +31,6 @@ from lockstep.worker.handing_over import HandsOver
 from lockstep.worker.passes import Request, Underway
 from lockstep.worker.process_group import (
     Rendezvous,
-    abort_nccl,
     form_group,
     form_second_group,
     leave_group,
@@ -79,6 +78,7 @@ class Worker(HandsOver):
         self.rank = rank
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
+        self._handle: Group | None = None
         self._rendezvous: Rendezvous | None = None
         self._connections = Connections()
         self._num_copies = 0
@@ -149,12 +149,14 @@ class Worker(HandsOver):
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
     ) -> None:
         spec = self.spec
+        if self._handle is None:
+            self._handle = Group(self._group, device)
         setting = Setting(
             world_rank=self.rank,
             world_size=spec.num_workers,
             local_rank=self.local_rank,
             device=device,
-            group=Group(self._group, device),
+            group=self._handle,
             # A spare does not know yet whose shards it will carry; `join` tells it.
             placement=self._placement(spec.num_shards, spec.seed, 0 if is_spare else self.rank),
             options=spec.options,
@@ -193,16 +195,15 @@ class Worker(HandsOver):
         self._connections = Connections(rendezvous.generation)
         with self._connections.opening():
             self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
-        group = Group(self._group, device)
-        self._connections.learn(group)
-        return group
+        self._handle = Group(self._group, device)
+        self._connections.learn(self._handle)
+        return self._handle
 
     def break_group(self, generation: int) -> None:
         """End all waits in the group of `generation`, where a peer will never come."""
         connections = self._connections  # of one generation, whatever is formed meanwhile
         if connections.generation == generation:
             connections.shut_down()
-            abort_nccl(self._group)
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
@@ -210,8 +211,8 @@ class Worker(HandsOver):
         run = None if self._operator is None else self._operator._lockstep.registered
         if run is not None:
             run.part()
-        if self._operator is not None:
-            self._operator._lockstep.setting.group.close()
+        if self._handle is not None:
+            self._handle.close()
         if self._group is not None:
             held, self._group = [self._group], None
             self._connections.forget()
@@ -374,7 +375,7 @@ class Worker(HandsOver):
             Unless `alone`, every rank: forms the group.
         """
         copy = Worker(spec, 0 if alone else self.rank, self.local_rank)
-        if self._rendezvous is not None:
+        if self._rendezvous is not None and self._handle is not None:
             self._num_copies += not alone
             name = f"copy-{self._num_copies}"
             with self._connections.opening():
@@ -382,7 +383,8 @@ class Worker(HandsOver):
                     self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
                 )
             if not alone:
-                self._connections.learn(Group(copy._group))
+                copy._handle = Group(copy._group, self._handle.device)
+                self._connections.learn(copy._handle)
             copy._rendezvous = None if alone else self._rendezvous
         return copy
 
