@@ -6,6 +6,8 @@ import socket
 
 import pytest
 
+from lockstep.errors import PeerLostError
+from lockstep.group import Group
 from lockstep.worker.connections import Connections
 
 
@@ -33,3 +35,30 @@ def test_sockets_of_other_libraries_block_as_before(default_timeout):
             pass
         assert os.get_blocking(blocking.fileno())
         assert not os.get_blocking(other.fileno())
+
+
+class OverSocket(Group):
+    """Notes whether its connection still stood when it was given up."""
+
+    connection = None
+    stood = False
+
+    def give_up(self):
+        super().give_up()
+        self.stood = self.connection.send(b"there") == 5
+
+
+def test_a_group_refuses_before_its_connections_end():
+    """A sum that ends early is no error everywhere, unless the group says so by then."""
+    near, far = _pair()
+    with near, far:
+        connections, group = Connections(), OverSocket(None)
+        group.connection = near
+        connections.learn(group)
+        connections._to_ranks.add((near.fileno(), os.fstat(near.fileno()).st_ino))
+        connections.shut_down()
+        assert group.stood
+        with pytest.raises(OSError, match="Broken pipe"):
+            near.send(b"gone")
+        with pytest.raises(PeerLostError, match="given up"):
+            group.exchange(0)
