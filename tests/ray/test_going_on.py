@@ -178,6 +178,22 @@ def test_what_was_left_makes_room_for_another_trainer():
                 before.get_model()
 
 
+def test_a_worker_that_dies_after_a_call_was_left_is_an_incident(caplog):
+    """Nobody calls anything meanwhile; the next call finds one worker, and other bits."""
+    with trainer_of(Classifier, [Strike("raise", 1, 2, "backward")]) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        with pytest.raises(RuntimeError, match="struck"):
+            trainer.train()
+        os.kill(pids[1], signal.SIGKILL)
+        with caplog.at_level("WARNING", "lockstep.recovery"):
+            assert trainer.status()["workers"] == 1
+        (recovery,) = trainer.status()["recoveries"]
+        assert "rank 1" in recovery["lost"][0]
+        assert (recovery["step"], recovery["workers"]) == (2, 1)
+        assert not recovery["same_bits"]
+        assert [record.message for record in caplog.records if "recovered in" in record.message]
+
+
 def test_one_worker_elsewhere_goes_back():
     operator_cls = struck(DefaultLoop, Strike("raise", 0, 2, "backward"))
     arguments = {"num_workers": 1, "resources_per_worker": {"lane": 1}}
