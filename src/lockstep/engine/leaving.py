@@ -83,6 +83,21 @@ def between_steps(worker: Worker) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def made_room(cause: BaseException) -> TrainerClosedError:
+    """Why the workers of a call that was left because of `cause` end when another trainer comes."""
+    from lockstep.worker import shown_error  # imports torch, which a launch can do without
+
+    first_line = next(iter(shown_error(cause).splitlines()), "")
+    error = TrainerClosedError(
+        "another TorchTrainer needed the room of these workers, which were idle since"
+        f" {type(cause).__name__}: {first_line}",
+        fix="call save() or get_model() before the other trainer is made, or give both fewer"
+        " workers; load(path) in a new TorchTrainer goes on from a checkpoint",
+    )
+    error.__cause__ = cause
+    return error
+
+
 def no_way_back(cause: BaseException) -> LockstepError:
     """Why workers that live cannot go on after a call that was left because of `cause`."""
     error = TrainerClosedError(

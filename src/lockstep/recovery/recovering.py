@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import shards_of
-from lockstep.engine.leaving import note_left
+from lockstep.engine.leaving import made_room, note_left
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_counts import LostCounts
@@ -234,7 +234,9 @@ class RecoveringEngine:
         """End the workers, which nobody has asked for anything since they were left."""
         cause, self.left = self.left, None
         if cause is not None:
-            self._engine.end(cause)
+            gone = made_room(cause)
+            _log.warning("%s; the next time: %s", gone.what, gone.details["fix"])
+            self._engine.end(gone)
 
     def settle(self) -> None:
         cause, began = self.left, time.monotonic()
