@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from lockstep.backends import abort_nccl, metadata_device, timeout_s
 from lockstep.errors import PeerLostError
 from lockstep.gathered_sum import GatheredSum, is_quicker_gathered
 from lockstep.lending import Loan
@@ -53,19 +54,28 @@ _ENVELOPE: Final = 504
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
 
-    __slots__ = ("_loan", "_what", "_where", "_work")
+    __slots__ = ("_group", "_loan", "_what", "_where", "_work")
 
-    def __init__(self, work: Any, what: str, where: str, loan: Loan | None = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        what: str,
+        where: str,
+        loan: Loan | None = None,
+        group: Group | None = None,
+    ) -> None:
         self._work = work
         self._what = what
         self._where = where
         self._loan = loan
+        self._group = group
 
     def wait(self) -> None:
         """Wait. The second call returns at once.
 
         Raises:
-            PeerLostError: another rank went away, or did not come within the group's timeout.
+            PeerLostError: another rank went away, or did not come within the group's timeout; or
+                the group was given up.
         """
         if self._work is None:
             return
@@ -77,6 +87,8 @@ class Pending:
             self._work = None
             if self._loan is not None:
                 self._loan.settle()
+        if self._group is not None:
+            self._group._has_waited(self._what)
 
     def then(self, rest: Callable[[Any], Any]) -> Pending:
         """The same, with what `rest` makes of its ``Work``."""
@@ -106,9 +118,11 @@ class Group:
     def __init__(self, process_group: Any | None, device: torch.device | None = None) -> None:
         self._process_group = process_group
         self._closed = False
+        self._is_given_up = False
+        self._is_unconfirmed = False
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()
-        self.device = device or _metadata_device(process_group)
+        self.device = device or metadata_device(process_group)
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size}{', closed' if self._closed else ''})"
@@ -117,6 +131,11 @@ class Group:
     def is_alone(self) -> bool:
         """No process group behind it: nothing is communicated."""
         return self._process_group is None and not self._closed
+
+    @property
+    def is_closed(self) -> bool:
+        """`close` was called."""
+        return self._closed
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = SUM) -> Pending:
         """Start to reduce `tensor` in place over all ranks.
@@ -360,7 +379,7 @@ class Group:
 
     def _hear(self, mine: torch.Tensor, heard: torch.Tensor) -> RuntimeError | None:
         """Exchange messages with every other rank; the first failure, if there is one."""
-        limit = timedelta(seconds=min(ROLL_CALL_LIMIT_S, _timeout_s(self._process_group)))
+        limit = timedelta(seconds=min(ROLL_CALL_LIMIT_S, timeout_s(self._process_group)))
         works: list[Any] = []
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
@@ -385,6 +404,49 @@ class Group:
         self._process_group = None
         self._closed = True
 
+    def give_up(self) -> None:
+        """A peer will never come: end what runs, and refuse all that follows. From any thread."""
+        # First: whatever the abort ends early is read by nobody; see `confirm`.
+        self._is_given_up = True
+        abort_nccl(self._process_group)
+
+    def confirm(self) -> None:
+        """Make sure that what was waited for has come, before anything is made of it for good.
+
+        ``wait`` of a CUDA collective only puts the streams in order, and says nothing of one that
+        an abort ends half-way. The flag is set before the abort. So where the device has done all
+        its work and the flag is not set afterwards, no abort had begun when the collectives ended,
+        and each of them is whole. Without a collective since the last time nothing is waited for.
+
+        Gradient:
+            None: nothing is communicated.
+
+        Collective:
+            None. On CUDA it waits for this rank's device.
+
+        Raises:
+            PeerLostError: the group was given up meanwhile.
+        """
+        if not self._is_unconfirmed:
+            return
+        self._is_unconfirmed = False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._refuse_given_up("a step")
+
+    def _has_waited(self, what: str) -> None:
+        self._is_unconfirmed = True
+        self._refuse_given_up(what)
+
+    def _refuse_given_up(self, what: str) -> None:
+        if self._is_given_up:
+            raise PeerLostError(
+                f"{what} over a group that was given up",
+                where=f"rank {self.rank} of {self.size}",
+                cause="another rank was lost, or left the call that runs",
+                fix="look for the first failure among the other ranks",
+            )
+
     def _is_silent(self, what: str) -> bool:
         if self._closed:
             raise PeerLostError(
@@ -393,12 +455,14 @@ class Group:
                 cause="the group was left after a failure or at shutdown",
                 fix="form a new group and attach to it",
             )
+        self._refuse_given_up(what)
         return self._process_group is None
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
         where, loan = f"rank {self.rank} of {self.size}", Loan(arguments)
         try:
-            return Pending(getattr(self._process_group, method)(*arguments), what, where, loan)
+            work = getattr(self._process_group, method)(*arguments)
+            return Pending(work, what, where, loan, self)
         except RuntimeError as error:
             raise _peer_lost(what, where, error) from error
 
@@ -413,26 +477,6 @@ def resolve_group(group: Any | Group | None = None) -> Group:
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     return Group(group)
-
-
-def _metadata_device(process_group: Any | None) -> torch.device:
-    if process_group is None or not torch.cuda.is_available():
-        return torch.device("cpu")
-    # A raw backend has no list of devices; of those only NCCL cannot carry CPU tensors.
-    devices = getattr(process_group, "_device_types", None)
-    if devices is not None:
-        carries_cpu = torch.device("cpu") in devices
-    else:
-        carries_cpu = "nccl" not in str(process_group.name()).lower()
-    return torch.device("cpu") if carries_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-def _timeout_s(process_group: Any) -> float:
-    backend = process_group
-    if isinstance(process_group, dist.ProcessGroup) and hasattr(process_group, "_get_backend"):
-        backend = process_group._get_backend(torch.device("cpu"))
-    options = getattr(backend, "options", None)
-    return math.inf if options is None else float(options._timeout.total_seconds())
 
 
 def _peer_lost(what: str, where: str, error: RuntimeError) -> PeerLostError:

@@ -14,6 +14,7 @@ from lockstep import reduction
 from lockstep.errors import PeerLostError
 from lockstep.group import Group, resolve_group
 from lockstep.lending import Loan
+from lockstep.sync import replicate
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -191,6 +192,45 @@ def test_a_closed_group_refuses_everything():
     alone.close()
     with pytest.raises(PeerLostError, match="closed"):
         alone.exchange(1)
+
+
+def test_a_group_that_was_given_up_refuses_what_follows_and_what_had_not_come():
+    """Of NCCL's collectives, whose `wait` says nothing of an abort, most of all."""
+
+    def body(group):
+        value, confirmed = torch.zeros(1), torch.zeros(1)
+        group.all_reduce(confirmed).wait()
+        group.confirm()
+        pending = group.all_reduce(value)
+        group.give_up()
+        group.confirm()
+        with pytest.raises(PeerLostError, match="all_reduce over a group that was given up"):
+            pending.wait()
+        with pytest.raises(PeerLostError, match="a step over a group that was given up"):
+            group.confirm()
+        with pytest.raises(PeerLostError, match="all_gather over a group that was given up"):
+            group.all_gather(value)
+        with pytest.raises(PeerLostError, match="given up"):
+            group.roll_call([1.0])
+
+    run_ranks(2, body)
+
+
+def test_an_optimizer_takes_no_sums_of_a_group_that_was_given_up():
+    def body(group):
+        model = models[group.rank]
+        sync = replicate(model, group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+        before = model.weight.detach().clone()
+        group.give_up()
+        with pytest.raises(PeerLostError, match="given up"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        sync.detach()
+
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather", "exchange"])

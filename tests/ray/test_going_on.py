@@ -166,7 +166,7 @@ def test_rank_0_in_the_driver_goes_back_with_the_others():
         assert rest_of(trainer) == (1, expected)
 
 
-def test_what_was_left_makes_room_for_another_trainer():
+def test_what_was_left_makes_room_for_another_trainer(caplog):
     """Of two cells of a notebook the second, mended, is run again; the cluster has four CPUs."""
     failing = [Strike("raise", 0, 2, "backward")]
     with trainer_of(Classifier, failing, num_workers=3) as before:
@@ -174,8 +174,28 @@ def test_what_was_left_makes_room_for_another_trainer():
             before.train()
         with trainer_of(Classifier, num_workers=3) as after:
             after.train(num_steps=1)
-            with pytest.raises(TrainerClosedError, match="struck in step 2"):
+            said = "another TorchTrainer needed the room of these workers"
+            assert [one for one in caplog.messages if said in one and "call save()" in one]
+            with pytest.raises(TrainerClosedError, match="struck in step 2") as caught:
                 before.get_model()
+            assert said in caught.value.details["cause"]
+            assert "before the other trainer is made" in caught.value.details["fix"]
+
+
+def test_a_worker_that_dies_after_a_call_was_left_is_an_incident(caplog):
+    """Nobody calls anything meanwhile; the next call finds one worker, and other bits."""
+    with trainer_of(Classifier, [Strike("raise", 1, 2, "backward")]) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        with pytest.raises(RuntimeError, match="struck"):
+            trainer.train()
+        os.kill(pids[1], signal.SIGKILL)
+        with caplog.at_level("WARNING", "lockstep.recovery"):
+            assert trainer.status()["workers"] == 1
+        (recovery,) = trainer.status()["recoveries"]
+        assert "rank 1" in recovery["lost"][0]
+        assert (recovery["step"], recovery["workers"]) == (2, 1)
+        assert not recovery["same_bits"]
+        assert [record.message for record in caplog.records if "recovered in" in record.message]
 
 
 def test_one_worker_elsewhere_goes_back():

@@ -99,9 +99,9 @@ class WorkerActor:
             self._worker.dismiss()
 
     @ray.method(concurrency_group="control")
-    def break_group(self) -> None:
+    def break_group(self, generation: int) -> None:
         if self._worker is not None:
-            self._worker.break_group()
+            self._worker.break_group(generation)
 
     @ray.method(concurrency_group="control")
     def snapshot(self, is_requested: bool) -> tuple[int, bytes, list[Any]] | None:

@@ -53,8 +53,8 @@ def give_up_left() -> None:
 def between_steps(worker: Worker) -> Iterator[None]:
     """Inside, a Ctrl-C that comes in an optimizer's step has its effect when it is committed.
 
-    A second one has its effect at once. In another thread than the main one nothing changes, for
-    Python delivers signals there; nor where the program ignores the signal.
+    Or when the step fails; and a second one at once. In another thread than the main one nothing
+    changes, for Python delivers signals there; nor where the program ignores the signal.
     """
     before: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -77,10 +77,26 @@ def between_steps(worker: Worker) -> Iterator[None]:
     worker.on_boundary = take_effect
     try:
         yield
-        take_effect()
     finally:
         worker.on_boundary = None
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is received:  # else the program has set another one
+            signal.signal(signal.SIGINT, before)
+        take_effect()  # also where the step fails, whose error is the context then
+
+
+def made_room(cause: BaseException) -> TrainerClosedError:
+    """Why the workers of a call that was left because of `cause` end when another trainer comes."""
+    from lockstep.worker import shown_error  # imports torch, which a launch can do without
+
+    first_line = next(iter(shown_error(cause).splitlines()), "")
+    error = TrainerClosedError(
+        "another TorchTrainer needed the room of these workers, which were idle since"
+        f" {type(cause).__name__}: {first_line}",
+        fix="call save() or get_model() before the other trainer is made, or give both fewer"
+        " workers; load(path) in a new TorchTrainer goes on from a checkpoint",
+    )
+    error.__cause__ = cause
+    return error
 
 
 def no_way_back(cause: BaseException) -> LockstepError:

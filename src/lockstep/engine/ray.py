@@ -70,6 +70,7 @@ class RayEngine:
         self._resources = resources
         self._use_local = use_local
         self._hired = 0
+        self._generation = 0
         self._crew: Crew | None = None
         self._courier: RemoteCourier | None = None
         self._store: RendezvousStore | None = None
@@ -127,7 +128,7 @@ class RayEngine:
 
     def rendezvous(self, generation: int) -> Rendezvous:
         """Where the members meet to become generation `generation`, each in a store of its own."""
-        resources = self._resources
+        resources, self._generation = self._resources, generation
         only_node = this_node() if self._is_on_one_node() else None
         host = LOOPBACK if only_node else ray.util.get_node_ip_address()
         self.call_off()
@@ -154,16 +155,17 @@ class RayEngine:
     def break_group(self, ranks: Iterable[int]) -> None:
         """Free those of `ranks` that wait for a peer who will never come, nor close its sockets.
 
-        The group of all is of no use afterwards.
+        The group of all is of no use afterwards. A call that arrives when the next one has formed
+        does nothing.
         """
         if self._server is not None:
             self._server.call_off()
         for rank in ranks:
             member = self.members[rank]
             if member.worker is not None:
-                member.worker.break_group()
+                member.worker.break_group(self._generation)
             else:
-                member.actor.break_group.remote()
+                member.actor.break_group.remote(self._generation)
 
     def _is_on_one_node(self) -> bool:
         here = this_node()

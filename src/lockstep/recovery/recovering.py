@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import shards_of
-from lockstep.engine.leaving import note_left
+from lockstep.engine.leaving import made_room, note_left
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_counts import LostCounts
@@ -234,10 +234,12 @@ class RecoveringEngine:
         """End the workers, which nobody has asked for anything since they were left."""
         cause, self.left = self.left, None
         if cause is not None:
-            self._engine.end(cause)
+            gone = made_room(cause)
+            _log.warning("%s; the next time: %s", gone.what, gone.details["fix"])
+            self._engine.end(gone)
 
     def settle(self) -> None:
-        cause = self.left
+        cause, began = self.left, time.monotonic()
         if cause is None:
             return
         try:
@@ -246,9 +248,9 @@ class RecoveringEngine:
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
         else:
+            # A worker that died since the call was left is an incident like any other.
+            self._note(self._left_method, regrouped, time.monotonic() - began, has_failed=False)
             self._to_replace += regrouped.losses
-            step, generation = regrouped.point[0], regrouped.generation
-            _log.info("generation %d goes on after step %d", generation, step)
         self.left = None
 
     # ------------------------------------------------------------------------- recovering
@@ -263,7 +265,8 @@ class RecoveringEngine:
             else:
                 self._engine.end(error)
             raise
-        self._note(hearing, regrouped, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._note(hearing.method, regrouped, seconds, has_failed=hearing.has_failed)
         self._stop_poison(hearing, regrouped)
         self._to_replace += regrouped.losses
         return regrouped
@@ -287,18 +290,18 @@ class RecoveringEngine:
             for rank, died in hearing.deaths.items()
         ]
 
-    def _note(self, hearing: Hearing, regrouped: Regrouped, seconds: float) -> None:
+    def _note(self, method: str, regrouped: Regrouped, seconds: float, *, has_failed: bool) -> None:
         losses, spec = regrouped.losses, self._engine.spec
         is_whole = regrouped.size == spec.num_workers
         self._has_same_bits &= spec.options.reproducible or is_whole
-        if not losses and (self._has_dismissed or not hearing.has_failed):
+        if not losses and (self._has_dismissed or not has_failed):
             _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
             return
         incident = Incident(
             at=time.time(),
             lost=tuple(f"{loss.member}, rank {loss.rank}" for loss in losses),
             why="; ".join(self._why(loss) for loss in losses) or "the connections broke",
-            during=self._during(hearing.method, losses),
+            during=self._during(method, losses),
             step=regrouped.point[0],
             replayed=regrouped.replayed,
             seconds=seconds,

@@ -75,8 +75,7 @@ class WindowedSync:
         self.averages = averages
         self._window = Window()
         self._delivered: float | WeightError | None = None
-        self._is_paused = False
-        self._is_broken = False
+        self._is_paused = self._is_broken = False
         self._is_open = self._is_running = self._has_failed = False
         self._step = 0  # of the run, or of the optimizers, to which rounds belong
         self._steps_taken = 0
@@ -430,6 +429,8 @@ class WindowedSync:
 
     def note_step(self) -> None:
         """An optimizer is about to step, with gradients that it may use."""
+        if self._group is not None:
+            self._group.confirm()
         self._step += 1
         self._steps_taken += 1
         self._accept_changes()

@@ -97,9 +97,10 @@ def has_ended(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
     got = None
     if not spec.can_go_back:
         got = "{}: they cannot go back to the last committed step, for {}".format(*why_not(spec))
+    fix = "create a new TorchTrainer; load(path) goes on from a checkpoint"
     return TrainerClosedError(
         "this trainer's workers have ended",
         got=got,
         cause=f"{type(reason).__name__}: {first_line}",
-        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+        fix=reason.details["fix"] if isinstance(reason, TrainerClosedError) else fix,
     )

@@ -33,11 +33,16 @@ class Connections:
 
     They are those that were opened while a group was formed and whose other end was opened by
     another rank at that time: threads of Ray's or of the user's may open sockets of their own.
+
+    Args:
+        generation: the formation of the group that they belong to; None before the first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int | None = None) -> None:
+        self.generation = generation
         self._opened: dict[_Socket, tuple[int, int]] = {}
         self._to_ranks: set[_Socket] = set()
+        self._groups: list[Group] = []
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -58,6 +63,7 @@ class Connections:
         Raises:
             PeerLostError: another rank went away.
         """
+        self._groups = [one for one in self._groups if not one.is_closed] + [group]
         opened, self._opened = self._opened, {}
         ports = group.exchange([local for local, _ in opened.values()])
         others = {port for rank, part in enumerate(ports) if rank != group.rank for port in part}
@@ -68,7 +74,12 @@ class Connections:
         self._to_ranks = set()
 
     def shut_down(self) -> None:
-        """End all waits for other ranks; from any thread. The groups are of no use afterwards."""
+        """End all waits for other ranks; from any thread. The groups are of no use afterwards.
+
+        They are the group of all, and those beside it (`Worker.copied`).
+        """
+        for group in self._groups:
+            group.give_up()
         for descriptor, inode in list(self._to_ranks):
             with suppress(OSError):  # it was closed meanwhile
                 if os.fstat(descriptor).st_ino == inode:
@@ -95,8 +106,12 @@ def _ports(one: socket.socket) -> tuple[int, int]:
 
 
 def _with_socket(descriptor: int, function: Callable[[socket.socket], _T]) -> _T:
+    blocks = os.get_blocking(descriptor)
     one = socket.socket(fileno=descriptor)
     try:
         return function(one)
     finally:
         one.detach()  # it belongs to somebody else, who closes it
+        if blocks:
+            # With `socket.setdefaulttimeout`, Python has made its owner's socket non-blocking.
+            os.set_blocking(descriptor, True)

@@ -100,7 +100,12 @@ class Deliveries:
         return self._cursor.step
 
     def commit(self) -> None:
-        """The step in hand has happened."""
+        """The step in hand has happened.
+
+        Raises:
+            PeerLostError: nobody knows whether it has, for the group was given up meanwhile.
+        """
+        self._stage.setting.group.confirm()
         if self._purpose == "train":
             # A loop may step once more after its last batch.
             update_averages(self._stage)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from lockstep.backends import abort_nccl
 from lockstep.errors import PeerLostError, WrongUseError
 from lockstep.worker.interface import interface_towards
 
@@ -237,15 +238,6 @@ def leave_group(held: list[Any]) -> threading.Thread:
     closing = threading.Thread(target=held.clear, name="lockstep-closes-group")
     closing.start()
     return closing
-
-
-def abort_nccl(group: Any) -> None:
-    """End what runs on `group`, if NCCL does it; from any thread. For gloo see `Connections`."""
-    if isinstance(group, dist.ProcessGroup):
-        if dist.get_backend(group) == "nccl":
-            group._get_backend(torch.device("cuda")).abort()
-    elif "nccl" in type(group).__name__.lower():
-        group.abort()
 
 
 def _forget(group: Any) -> None:

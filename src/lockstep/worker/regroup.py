@@ -157,6 +157,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     handover.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
+    group.confirm()
     worker.watch_from(operator._lockstep.committed)
 
 

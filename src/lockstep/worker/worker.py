@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from lockstep.errors import ConfigurationError, NotAvailableError, PeerLostError
+from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.steps import StepLog
 from lockstep.operator.agreement import agree_on_steps
@@ -25,12 +25,12 @@ from lockstep.worker import prediction, regroup, trial
 from lockstep.worker.connections import Connections
 from lockstep.worker.cursor import Tally
 from lockstep.worker.determinism import deterministic
+from lockstep.worker.device import pick_device
 from lockstep.worker.feeding import Feed
 from lockstep.worker.handing_over import HandsOver
 from lockstep.worker.passes import Request, Underway
 from lockstep.worker.process_group import (
     Rendezvous,
-    abort_nccl,
     form_group,
     form_second_group,
     leave_group,
@@ -78,6 +78,7 @@ class Worker(HandsOver):
         self.rank = rank
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
+        self._handle: Group | None = None
         self._rendezvous: Rendezvous | None = None
         self._connections = Connections()
         self._num_copies = 0
@@ -135,7 +136,7 @@ class Worker(HandsOver):
         if spec.threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(spec.threads)
-        device = _pick_device(spec.use_gpu, self.local_rank)
+        device = pick_device(spec.use_gpu, self.local_rank)
         if spec.initialization_hook is not None:
             spec.initialization_hook()
         return device
@@ -148,12 +149,14 @@ class Worker(HandsOver):
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
     ) -> None:
         spec = self.spec
+        if self._handle is None:
+            self._handle = Group(self._group, device)
         setting = Setting(
             world_rank=self.rank,
             world_size=spec.num_workers,
             local_rank=self.local_rank,
             device=device,
-            group=Group(self._group, device),
+            group=self._handle,
             # A spare does not know yet whose shards it will carry; `join` tells it.
             placement=self._placement(spec.num_shards, spec.seed, 0 if is_spare else self.rank),
             options=spec.options,
@@ -189,16 +192,18 @@ class Worker(HandsOver):
             Every rank.
         """
         self._rendezvous = rendezvous
+        self._connections = Connections(rendezvous.generation)
         with self._connections.opening():
             self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
-        group = Group(self._group, device)
-        self._connections.learn(group)
-        return group
+        self._handle = Group(self._group, device)
+        self._connections.learn(self._handle)
+        return self._handle
 
-    def break_group(self) -> None:
-        """End whatever this worker waits for in its group, because a peer will never come."""
-        self._connections.shut_down()
-        abort_nccl(self._group)
+    def break_group(self, generation: int) -> None:
+        """End all waits in the group of `generation`, where a peer will never come."""
+        connections = self._connections  # of one generation, whatever is formed meanwhile
+        if connections.generation == generation:
+            connections.shut_down()
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
@@ -206,8 +211,8 @@ class Worker(HandsOver):
         run = None if self._operator is None else self._operator._lockstep.registered
         if run is not None:
             run.part()
-        if self._operator is not None:
-            self._operator._lockstep.setting.group.close()
+        if self._handle is not None:
+            self._handle.close()
         if self._group is not None:
             held, self._group = [self._group], None
             self._connections.forget()
@@ -370,7 +375,7 @@ class Worker(HandsOver):
             Unless `alone`, every rank: forms the group.
         """
         copy = Worker(spec, 0 if alone else self.rank, self.local_rank)
-        if self._rendezvous is not None:
+        if self._rendezvous is not None and self._handle is not None:
             self._num_copies += not alone
             name = f"copy-{self._num_copies}"
             with self._connections.opening():
@@ -378,13 +383,14 @@ class Worker(HandsOver):
                     self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
                 )
             if not alone:
-                self._connections.learn(Group(copy._group))
+                copy._handle = Group(copy._group, self._handle.device)
+                self._connections.learn(copy._handle)
             copy._rendezvous = None if alone else self._rendezvous
         return copy
 
     def build_as_trial(self) -> None:
         """Run `setup` again, for an operator that is thrown away after a few steps."""
-        self._build_operator(_pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
+        self._build_operator(pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
 
     def in_its_world(self) -> AbstractContextManager[None]:
         """Inside, torch's default group is this worker's, for what the user's code asks of it."""
@@ -480,21 +486,3 @@ class Worker(HandsOver):
 
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
         return function(self.operator)
-
-
-def _pick_device(use_gpu: bool, local_rank: int) -> torch.device:
-    if not use_gpu:
-        return torch.device("cpu")
-    # Ray shows a worker only its own GPUs; without that, ranks of one node share the list.
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise NotAvailableError(
-            "this worker was to use a GPU, and torch finds none",
-            where=f"a worker with local rank {local_rank}",
-            got="use_gpu=True, torch.cuda.device_count() == 0",
-            fix="use_gpu=False, or a torch that finds this machine's GPUs; if it was True,"
-            ' use_gpu="auto"',
-        )
-    device = torch.device("cuda", local_rank % count)
-    torch.cuda.set_device(device)
-    return device

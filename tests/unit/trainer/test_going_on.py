@@ -61,6 +61,38 @@ def test_a_ctrl_c_in_the_step_takes_effect_when_it_is_committed(operator_cls):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_ctrl_c_in_a_step_that_fails_is_not_lost():
+    """A loop that catches the step's error and goes on would have to be interrupted again."""
+    strikes = [Strike("interrupt", 0, 5, "applied"), Strike("raise", 0, 5, "applied")]
+    with one_worker(Classifier, *strikes) as run:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            run.train()
+        assert "struck in step 5" in str(caught.value.__context__)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class HandlesCtrlC(Classifier):
+    """The operator's code sets a handler of its own in the first step."""
+
+    def compute_loss(self, batch, batch_info):
+        signal.signal(signal.SIGINT, handle_nothing)
+        return super().compute_loss(batch, batch_info)
+
+
+def handle_nothing(number, frame):
+    """Does nothing."""
+
+
+def test_a_handler_that_the_operator_sets_stays():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with one_worker(HandlesCtrlC, scheduler_step_freq="batch") as run:
+            run.train(num_steps=1)
+            assert signal.getsignal(signal.SIGINT) is handle_nothing
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("phase", ["forward", "applied"])
 @pytest.mark.parametrize("action", ["raise", "interrupt"])
 def test_a_call_of_an_epoch_of_ones_own_is_taken_back_as_a_whole(action, phase):

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's group is broken from another thread."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ray.operators import DefaultLoop
+
+from harness import side_by_side
+from lockstep.errors import PeerLostError
+from lockstep.keys import BATCH_SIZE
+from lockstep.worker import Rendezvous, Worker
+from lockstep.worker.spec import WorkerSpec
+
+CPU = torch.device("cpu")
+
+
+class Pair:
+    """Two workers, which are threads, and the group of each in the generation that they are in."""
+
+    def __init__(self, operator_cls):
+        spec = WorkerSpec(operator_cls, {BATCH_SIZE: 10}, num_workers=2, num_shards=2, seed=0)
+        self.workers = [Worker(spec, rank, rank) for rank in range(2)]
+        self.groups = [None, None]
+        self._both, self._stores = threading.Barrier(2), []
+
+    def _place(self, generation):
+        store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
+        self._stores.append(store)
+        return Rendezvous("127.0.0.1", store.port, generation, "gloo", True, 20.0, as_default=False)
+
+    def meet(self, generation):
+        place = self._place(generation)
+
+        def one(rank):
+            self.workers[rank].leave()
+            self._both.wait(20)
+            self.groups[rank] = self.workers[rank].meet(place, CPU)
+
+        side_by_side(one, 2)
+
+    def start(self):
+        place = self._place(0)
+        side_by_side(lambda rank: self.workers[rank].start(place), 2)
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """A function that makes a pair, whose workers stop in the end."""
+    # Not set and taken away by several threads of one process.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    pairs = []
+
+    def made(operator_cls=DefaultLoop):
+        pairs.append(Pair(operator_cls))
+        return pairs[-1]
+
+    yield made
+    for one in pairs:
+        side_by_side(lambda rank, one=one: one.workers[rank].stop(), 2)
+
+
+def exchanged(groups):
+    """What an exchange brings on each rank: the values, or why not."""
+    found = [None, None]
+
+    def one(rank):
+        try:
+            found[rank] = groups[rank].exchange(rank)
+        except PeerLostError as error:
+            found[rank] = error
+
+    side_by_side(one, 2)
+    return found
+
+
+def test_a_call_that_comes_late_breaks_no_later_group(pair):
+    """It was sent because a peer was lost; by now the others have formed the next group."""
+    both = pair()
+    both.meet(0)
+    both.meet(1)
+    both.workers[0].break_group(0)
+    assert exchanged(both.groups) == [[0, 1], [0, 1]]
+    both.workers[0].break_group(1)
+    assert all(isinstance(one, PeerLostError) for one in exchanged(both.groups))
+
+
+class GivesUpLate(DefaultLoop):
+    """The group is given up when the optimizer has stepped, and something else was exchanged."""
+
+    def after_step(self):
+        group = self._lockstep.setting.group
+        group.exchange(0)
+        group.give_up()
+
+
+def test_a_step_is_not_committed_if_the_group_was_given_up_behind_it(pair):
+    both = pair(GivesUpLate)
+    both.start()
+    found = [None, None]
+
+    def one(rank):
+        with pytest.raises(PeerLostError, match="a step over a group that was given up") as caught:
+            both.workers[rank].train(1, False, {})
+        found[rank] = caught.value
+
+    side_by_side(one, 2)
+    assert all(found)
+    assert [worker.operator.global_step for worker in both.workers] == [0, 0]
+
+
+def test_a_group_beside_the_run_is_broken_with_it(pair):
+    """`verify` waits in one: with NCCL nobody is freed where its sockets are shut down."""
+    both = pair()
+    both.start()
+    copies, groups = [None, None], [None, None]
+
+    def one(rank):
+        worker = both.workers[rank]
+        copies[rank] = worker.copied(worker.spec, alone=False)
+        copies[rank].build_as_trial()
+        groups[rank] = copies[rank].operator._lockstep.setting.group
+
+    side_by_side(one, 2)
+    assert exchanged(groups) == [[0, 1], [0, 1]]
+    both.workers[0].break_group(0)
+    here, there = exchanged(groups)
+    assert "given up" in str(here)
+    assert isinstance(there, PeerLostError)
+    side_by_side(lambda rank: copies[rank].stop(), 2)
