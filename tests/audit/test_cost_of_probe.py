@@ -178,6 +178,7 @@ def test_without_any_step_only_the_first_backwards_are_looked_at():
     assert not _watching(train)
 
 
+@pytest.mark.slow
 def test_an_optimizer_for_each_round_is_not_written_down_for_ever():
     def train(probe):
         for number in range(2 * optimizers._TRACKS):
@@ -205,6 +206,7 @@ def test_later_optimizers_are_described_as_earlier_ones_without_a_search_of_the_
     assert not was_searched_for
 
 
+@pytest.mark.slow
 def test_an_optimizer_for_each_parameter_is_described_by_the_models_own_names():
     model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(described.SEARCHES)])
 

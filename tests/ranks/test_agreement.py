@@ -55,7 +55,7 @@ def sgd(params, **settings):
         (lambda model, rank: sgd(model.parameters(), momentum=0.9 * rank), "'momentum': '0.9'"),
         (lambda model, rank: sgd(list(model.parameters())[rank:]), "0.0.weight"),
         (lambda model, rank: sgd(list(model.parameters())[:: 1 - 2 * rank]), "0.1.bias"),
-        (lambda model, rank: [sgd(model.parameters())] * (rank + 1), "nothing more"),
+        (lambda model, rank: [sgd(model.parameters()) for _ in range(rank + 1)], "nothing more"),
         (
             lambda model, rank: [torch.optim.Adam, torch.optim.AdamW][rank](model.parameters()),
             "AdamW",

@@ -134,6 +134,7 @@ def test_rank_0_dies_and_the_averages_go_on_with_the_same_bits():
     assert averaged(Averaged, strikes, **arguments) == (*expected[:2], 1)
 
 
+@pytest.mark.slow
 def test_a_spare_takes_averages_over():
     strikes = [Strike("kill", rank=1, step=5, phase="buckets")]
     expected = averaged(Averaged)

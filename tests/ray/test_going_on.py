@@ -166,6 +166,7 @@ def test_rank_0_in_the_driver_goes_back_with_the_others():
         assert rest_of(trainer) == (1, expected)
 
 
+@pytest.mark.slow
 def test_what_was_left_makes_room_for_another_trainer(caplog):
     """Of two cells of a notebook the second, mended, is run again; the cluster has four CPUs."""
     failing = [Strike("raise", 0, 2, "backward")]
@@ -182,6 +183,7 @@ def test_what_was_left_makes_room_for_another_trainer(caplog):
             assert "before the other trainer is made" in caught.value.details["fix"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_after_a_call_was_left_is_an_incident(caplog):
     """Nobody calls anything meanwhile; the next call finds one worker, and other bits."""
     with trainer_of(Classifier, [Strike("raise", 1, 2, "backward")]) as trainer:
