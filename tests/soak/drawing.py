@@ -199,10 +199,16 @@ def _is_same_backward(spec: Spec, kinds: set[str]) -> bool:
     if "forgotten_window" in kinds and (before & {"hold"} or setup & {"flat"}):
         return False  # one process leaves the window's backwards out altogether
     # One process's window is one backward, which leaves its gradients in tensors of its own;
-    # a rank without rows has no second backward that would add to what it holds.
-    is_other = spec.clearing != "none" or bool(setup) or _leaves_out_a_rank(spec)
+    # a rank without rows, or without tokens, has no second backward that would add to what it
+    # holds.
+    counts_nothing = _leaves_out_a_rank(spec) or spec.way == "tokens"
+    is_other = spec.clearing != "none" or bool(setup) or counts_nothing
     if "window_held" in kinds and is_other:
         return False
+    if "hold" in before and any(
+        step.update == "none" and step.gradients["kind"] in RAW for step in spec.steps
+    ):
+        return False  # a share that was asked for: refused by a step with it, and there is none
     is_caught = bool(before & {"caught_inside", "caught_inside_one", "caught_midway"})
     # In one process hooks have run on what came before the exception, and so much of its
     # gradients lies in memory of the user's, from where `zero_grad` takes none of them away.
