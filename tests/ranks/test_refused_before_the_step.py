@@ -136,6 +136,25 @@ def test_parameters_of_another_kind_than_when_they_were_attached(way, change, ca
         assert "another shape, dtype or device" in str(error)
 
 
+@every_way
+def test_a_gradient_that_a_copy_would_spread_over_the_old_shape(way):
+    """One element, held by the program, in the place of several."""
+
+    def body(rank):
+        bias = rank.plain[2].bias
+        bias.data = bias.data[:1].clone()
+        x = torch.ones(2 + rank.number, 4)
+        with rank.sync.no_sync():
+            rank.sync.backward(rank.model(x).square().mean(), weight=len(x))
+        held = bias.grad
+        rank.sync.backward(rank.model(x).square().mean(), weight=len(x))
+        assert held is not None
+        rank.optimizer.step()
+
+    for error in refused(way, "LS101", body, moved=True, before=lambda plain: plain.float()):
+        assert "another shape, dtype or device" in str(error)
+
+
 @our_buckets
 def test_one_rank_alone_has_parameters_of_another_kind(way):
     def body(rank):

@@ -221,6 +221,8 @@ class Bucket:
             if grad is None:
                 absent.append(view)
             elif grad is not view:
+                if grad.shape != view.shape:
+                    raise RuntimeError("a gradient of another shape, which a copy may broadcast")
                 strays.append(grad)
                 places.append(view)
                 if is_ours:
