@@ -103,7 +103,12 @@ class _StepCheck:
     def _named(self, found: _Held) -> str:
         run = self._operator._lockstep.registered
         assert run is not None
-        names = {id(p): name for module in run.modules() for name, p in module.named_parameters()}
+        modules = run.modules()
+        names = {
+            id(p): f"{number}.{name}" if len(run.models) > 1 else name
+            for number, module in enumerate(modules)
+            for name, p in module.named_parameters()
+        }
         shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])
         return shown + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 

@@ -53,6 +53,13 @@ def computing(
     return reduction.activate(reduction_of(operator, num_samples, per_shard=per_shard))
 
 
+def computing_alone(
+    operator: TrainingOperator, num_samples: int
+) -> AbstractContextManager[reduction.Reduction]:
+    """Around a forward that the other ranks do not run: nothing may be gathered in it."""
+    return reduction.activate(reduction_of(operator, num_samples, per_shard=True))
+
+
 def refuse_borrowed(operator: TrainingOperator) -> None:
     """Before a batch that this worker only borrows: its rows would enter the statistics twice.
 

@@ -33,7 +33,7 @@ from lockstep.operator.counting import (
     step_counts,
     take_weight,
 )
-from lockstep.operator.joint import computing
+from lockstep.operator.joint import computing, computing_alone
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.staging import Part, ShardedBatch
 
@@ -253,7 +253,7 @@ def loss_again(
 ) -> torch.Tensor:
     """The loss of a part once more, with the same random numbers."""
     part.seed_randomness()
-    with operator._lockstep.precision.autocast():
+    with operator._lockstep.precision.autocast(), computing_alone(operator, part.num_samples):
         return _loss_and_metrics(operator, operator.to_device(part.batch), batch_info)[0]
 
 

@@ -42,12 +42,24 @@ def collect(
         if isinstance(run.criterion, nn.Module)
         else None,
         "precision": take(operator._lockstep.precision.state_dict()),
-        "operator": take(operator.state_dict()),
+        "operator": _state_of_its_own(operator, take),
         "global_step": operator._lockstep.committed,
     }
     if run.averages:
         state["ema"] = [take(average.state_dict()) for average in run.averages]
     return state
+
+
+def _state_of_its_own(operator: TrainingOperator, take: Callable[[Any], Any]) -> Any:
+    """What the user's `state_dict` returns."""
+    try:
+        return take(operator.state_dict())
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{type(operator).__name__}.state_dict returned something that cannot be copied",
+            cause=f"{type(error).__name__}: {error}",
+            fix="return what can be pickled: numbers, strings, tensors, and dicts or lists of them",
+        ) from error
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tests.unit.integrations.test_lightning_refused import Rows
 from torch import nn
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.errors import NotAvailableError
+from lockstep.errors import NonFiniteError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -40,6 +40,18 @@ def trainer(module, train=None, validation=None, **arguments):
         module, loader() if train is None else train, loader() if validation is None else validation
     )
     return TorchTrainer(training_operator_cls=operator, **arguments)
+
+
+class Diverges(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * float("nan")
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    with trainer(Diverges) as one, pytest.raises(NonFiniteError) as caught:
+        one.train()
+    assert "(dataset[0, 1, 2" in str(caught.value)
+    assert "the loss is nan" in str(caught.value)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -101,6 +101,23 @@ def test_a_caught_step_is_left_out_and_leaves_nothing_behind(accumulate):
         assert all(map(torch.equal, average.values(), now.values()))
 
 
+def test_several_models_are_told_apart():
+    class Two(Poisoned):
+        def setup(self, config):
+            first, second = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+            self.model, self.criterion = nn.Sequential(first, second), nn.MSELoss()
+            self.optimizer = sgd(second)
+            self.register(
+                models=[first, second], optimizers=self.optimizer, criterion=self.criterion
+            )
+            x = torch.full((8, 3), float("nan"), dtype=torch.float64)
+            self.register_data(train_loader=DataLoader(TensorDataset(x, x[:, :1]), 2))
+
+    with trainer(Two, num_shards=4) as run, pytest.raises(NonFiniteError) as caught:
+        run.train()
+    assert "the gradient of `1.weight`, `1.bias`" in str(caught.value)
+
+
 def test_a_micro_batch_before_the_last_is_looked_at_too():
     """The first of two global batches has the sample; the step is taken after the second."""
     with poisoned(accumulate=2, bad_row=3) as run, pytest.raises(NonFiniteError) as caught:

@@ -3,6 +3,7 @@
 
 import copy
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.unit.trainer.programs import (
 )
 from torch import nn
 
-from lockstep.errors import CheckpointError, CheckpointNotFoundError
+from lockstep.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lockstep.keys import BATCH_SIZE
 
 SHUFFLED = {"shuffle": True}
@@ -226,6 +227,15 @@ def test_a_state_that_does_not_fit_changes_nothing(make_state, named):
         assert named in str(caught.value)
         one.train(num_steps=5)
         assert same(weights(one.get_model()), by_hand(8))
+
+
+def test_a_state_of_ones_own_that_cannot_be_copied_is_named():
+    class Locked(Regression):
+        def state_dict(self):
+            return {"lock": threading.Lock()}
+
+    with trainer(Locked) as one, pytest.raises(ConfigurationError, match=r"Locked\.state_dict"):
+        one.state_dict()
 
 
 class FailsToLoad(Everything):

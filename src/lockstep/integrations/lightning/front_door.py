@@ -251,7 +251,10 @@ class LightningOperator(TrainingOperator):
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         module, index, num_samples = self.module, self._index(batch_info), _samples_now()
-        with self._speech.of_batch(num_samples, first_time=True):
+        with (
+            self._speech.ignored_outside_passes(),
+            self._speech.of_batch(num_samples, first_time=True),
+        ):
             if module.on_train_batch_start(batch, index) == -1:
                 raise NotAvailableError(
                     "on_train_batch_start returned -1: the rest of an epoch cannot be skipped",

@@ -15,7 +15,7 @@ from lockstep.integrations.lightning.logged import Sums, merged, reduction_named
 from lockstep.integrations.lightning.sources import is_lightning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -39,6 +39,7 @@ class Speech:
         self._of_epoch: dict[str, Sums] = {}
         self._purpose = "train"
         self._seen = {"train": 0.0, "validation": 0.0}
+        self._is_heard = False
         self.step = 0
         self.batch: float | None = None
 
@@ -68,20 +69,38 @@ class Speech:
         self._of_epoch.setdefault(purpose, Sums())
         metrics = _metrics_in(self._module)
         before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
-        speakers = [one for one in self._module.modules() if is_lightning(one, "LightningModule")]
         gather = _gather_over(self._group)
         try:
-            for one in speakers:
-                vars(one)["log"] = self._log
             for one in metrics:
                 one.distributed_available_fn = lambda: self._group.size > 1
                 one.dist_sync_fn = gather
-            yield
+            with self._logging_to(self._log):
+                yield
         finally:
-            for one in speakers:
-                vars(one).pop("log", None)
             for one, available, sync in before:
                 one.distributed_available_fn, one.dist_sync_fn = available, sync
+
+    @contextmanager
+    def ignored_outside_passes(self) -> Iterator[None]:
+        """A step that is computed again, to explain an error, logs to nobody."""
+        if self._is_heard:
+            yield
+            return
+        with self._logging_to(lambda *_, **__: None):
+            yield
+
+    @contextmanager
+    def _logging_to(self, log: Callable[..., None]) -> Iterator[None]:
+        speakers = [one for one in self._module.modules() if is_lightning(one, "LightningModule")]
+        try:
+            self._is_heard = True
+            for one in speakers:
+                vars(one)["log"] = log
+            yield
+        finally:
+            self._is_heard = False
+            for one in speakers:
+                vars(one).pop("log", None)
 
     def _log(
         self,
