@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.base import Roster
-from lockstep.engine.leaving import between_steps, no_way_back
+from lockstep.engine.leaving import between_steps, no_way_back, note_lack
 from lockstep.worker import Worker, add_rank
 
 if TYPE_CHECKING:
@@ -62,9 +62,12 @@ class InlineEngine:
         cause = self.left
         if cause is None:
             return
-        if not self._worker.go_back(self._left_method):
+        standing = self._worker.go_back(self._left_method)
+        if standing.point is None:
             self.ended = no_way_back(cause)
             self.close(force=True)
+        elif standing.lacks_rest:
+            note_lack(standing.point[0], cause)
         self._generation += 1
         self.left = None
 

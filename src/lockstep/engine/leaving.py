@@ -7,6 +7,7 @@ waits for the end of such a step; an exception cannot.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import weakref
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lockstep.worker import Worker
+
+
+_log = logging.getLogger("lockstep")
 
 
 class Left(Protocol):
@@ -97,6 +101,17 @@ def made_room(cause: BaseException) -> TrainerClosedError:
     )
     error.__cause__ = cause
     return error
+
+
+def note_lack(steps: int, cause: BaseException) -> None:
+    """Say that the last of `steps` steps counts, though its loop failed because of `cause`."""
+    _log.warning(
+        "step %d counts: its optimizers had stepped when the loop failed (%s: %s). What the loop"
+        " does behind them in a step was not done for this one",
+        steps - 1,
+        type(cause).__name__,
+        next(iter(str(cause).splitlines()), ""),
+    )
 
 
 def no_way_back(cause: BaseException) -> LockstepError:

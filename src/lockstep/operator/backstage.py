@@ -48,6 +48,7 @@ class Backstage:
         partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
         is_default_step: the default loop lets an optimizer step, with all that belongs to it.
+        has_scheduled: the default `train_epoch` has let schedulers step after the batch in hand.
         num_computed: how often the batch in hand went through the default `train_batch`.
         stepped: the optimizers that stepped since a global batch was over, one entry a step.
         window: the parts since the window that is open began, with the `batch_info` of each.
@@ -74,6 +75,7 @@ class Backstage:
         self.ran_our_epoch = False
         self.is_default_step = False
         self.num_computed = 0
+        self.has_scheduled = False
         self.stepped: list[torch.optim.Optimizer] = []
         self.step_log: StepLog | None = None
         self.window: list[tuple[Part, Mapping[str, Any]]] = []
@@ -95,7 +97,7 @@ class Backstage:
 
     def forget_step(self) -> None:
         """What was noted of a step that did not come to its end."""
-        self.stepped, self.num_computed = [], 0
+        self.stepped, self.num_computed, self.has_scheduled = [], 0, False
 
     def forget_counts(self) -> None:
         """What the call has counted so far is not its own."""

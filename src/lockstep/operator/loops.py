@@ -123,6 +123,7 @@ def train_epoch(
             metrics = checked_metrics(operator, "train_batch", result)
             if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._lockstep.place.closes:
                 step_schedulers(parts.schedulers)
+            operator._lockstep.has_scheduled = True
             recorder.add(metrics)
             operator._lockstep.latest = metrics
             if operator._lockstep.place.closes:

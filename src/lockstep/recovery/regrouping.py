@@ -64,6 +64,7 @@ class Regrouped:
         point: steps of the run, and the epoch.
         replayed: steps that have to be computed again.
         progress: of the call that was interrupted.
+        lacks_rest: see `Standing`.
         losses: the workers that are gone, those that went meanwhile last.
     """
 
@@ -72,6 +73,7 @@ class Regrouped:
     point: tuple[int, int]
     replayed: int
     progress: Progress | None
+    lacks_rest: bool
     losses: Sequence[Loss]
 
 
@@ -270,12 +272,16 @@ class Regrouping:
         self, roster: Sequence[Member], standings: dict[Member, Standing], best: Standing
     ) -> Formation:
         self.generation += 1
-        points = [standings[member].point if member in standings else None for member in roster]
+        found = [standings.get(member) for member in roster]
+        source = found.index(best)
         return Formation(
             rendezvous=self._engine.rendezvous(self.generation),
             size=len(roster),
-            source=points.index(best.point),
-            stale=tuple(rank for rank, point in enumerate(points) if point != best.point),
+            source=source,
+            stale=tuple(rank for rank, one in enumerate(found) if not _agrees(one, best))
+            if not best.lacks_rest
+            # Ranks may have come to different lines behind the step.
+            else tuple(rank for rank in range(len(roster)) if rank != source),
             local_ranks=tuple(local_ranks([member.node for member in roster])),
         )
 
@@ -311,6 +317,7 @@ class Regrouping:
             point=best.point,
             replayed=1 if best.progress is not None and not best.progress.is_over else 0,
             progress=best.progress,
+            lacks_rest=best.lacks_rest,
             losses=lost,
         )
 
@@ -321,7 +328,11 @@ def _stay(_: BaseException) -> None:
 
 def _best(standings: dict[Member, Standing]) -> Standing | None:
     able = [standing for standing in standings.values() if standing.point is not None]
-    return max(able, key=lambda standing: standing.point or (0, 0), default=None)
+    return max(able, key=lambda one: (one.point or (0, 0), not one.lacks_rest), default=None)
+
+
+def _agrees(one: Standing | None, best: Standing) -> bool:
+    return one is not None and (one.point, one.lacks_rest) == (best.point, best.lacks_rest)
 
 
 def _nobody_left(losses: Sequence[Loss], alive: Sequence[Member]) -> WorkerDiedError:

@@ -113,7 +113,7 @@ class Deliveries:
             return
         if self._purpose == "train":
             refuse_left_out(self._operator)
-            self._stage.num_computed = 0
+            self._stage.num_computed, self._stage.has_scheduled = 0, False
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:

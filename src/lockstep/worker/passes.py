@@ -11,7 +11,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.keys import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_EPOCH, USE_FP16
+from lockstep.keys import (
+    NUM_STEPS,
+    SCHEDULER_STEP,
+    SCHEDULER_STEP_BATCH,
+    SCHEDULER_STEP_EPOCH,
+    USE_FP16,
+)
 from lockstep.operator.explaining import explained
 from lockstep.operator.joint import reduction_of
 from lockstep.operator.loops import checked_metrics, registered
@@ -117,6 +123,7 @@ class Underway:
         self.is_over = False
         self._shards = operator._lockstep.setting.placement.shards
         self._pass_began = 0
+        self._deliveries: Deliveries | None = None
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
         # A newcomer's steps before were those of somebody who is gone.
@@ -155,6 +162,14 @@ class Underway:
         self.first_epoch, self.first_step = progress.epoch, progress.step
         self.tally.steps, self.is_over = progress.steps, progress.is_over
         self._pass_began = progress.pass_began
+
+    def finish_step(self) -> None:
+        """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
+        assert self._deliveries is not None
+        run, stage = registered(self._operator), self._operator._lockstep
+        if self._info[SCHEDULER_STEP] == SCHEDULER_STEP_BATCH and not stage.has_scheduled:
+            step_schedulers(run.schedulers)
+        self._deliveries.commit()
 
     def note_counts(self) -> None:
         """Now and then, for who asks from another thread; the meters are not to be read there."""
@@ -202,6 +217,7 @@ class Underway:
             rollback=self._rollback,
             first_index=tally.steps - self._pass_began,
         )
+        self._deliveries = deliveries
         metrics = self._loop(deliveries)
         deliveries.commit()
         self._metrics.append(metrics)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
-Undone = Literal["all", "step", "nothing"]
-"""What of a call was taken back: the whole of it, the step that was not counted; or it cannot."""
+Undone = Literal["all", "step", "rest", "nothing"]
+"""What of a call was taken back: the whole of it, or the step that was not counted. Or that step
+counts, without the rest of what the loop does behind its optimizers; or there is no way back."""
 
 Point = tuple[int, int]
 """Steps of the run that have happened, and the epoch; further on is larger."""
@@ -42,10 +43,13 @@ class Standing:
         point: how far its state has come; None if it has no state of the run (it is a spare, or
             an optimizer stepped in the middle of a batch that cannot be computed again).
         progress: of the call that was interrupted; None without one.
+        lacks_rest: a loop of the user's own failed behind the last step's optimizers, and what it
+            does there was not done.
     """
 
     point: Point | None
     progress: Progress | None = None
+    lacks_rest: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,25 +82,26 @@ def stand_down(worker: Worker, interrupted: str | None, *, is_given_up: bool = F
         if call is not None and interrupted == "train":
             # Of a window that an earlier call has begun, and counted.
             worker.owed = max(worker.owed, -call.tally.steps)
-        return Standing(standing.point)
+        return Standing(standing.point, lacks_rest=standing.lacks_rest)
     return standing
 
 
-def go_back_alone(worker: Worker, interrupted: str) -> bool:
+def go_back_alone(worker: Worker, interrupted: str) -> Standing:
     """Without peers, undo what was not committed, and be ready for the next call.
 
     Returns:
-        False if what an optimizer has changed cannot be undone.
+        Where it stands; `point` is None if what an optimizer has changed cannot be undone.
     """
-    if stand_down(worker, interrupted, is_given_up=True).point is None:
-        return False
+    standing = stand_down(worker, interrupted, is_given_up=True)
+    if standing.point is None:
+        return standing
     stage = worker.operator._lockstep
     stage.setting = replace(stage.setting, group=Group(None, stage.setting.device))
     worker.snapshots.forget()
     rejoin(worker.run, stage.setting, stage.committed)
     worker.expect_usual_weight()
     worker.watch_from(stage.committed)
-    return True
+    return standing
 
 
 def _stand_down(worker: Worker, interrupted: str | None) -> Standing:
@@ -129,7 +134,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> Standing:
         return Standing(
             _point(worker), Progress(call.first_epoch, call.first_step, steps, 0, False)
         )
-    return Standing(_point(worker), call.progress)
+    return Standing(_point(worker), call.progress, lacks_rest=undone == "rest")
 
 
 def _point(worker: Worker) -> Point:

@@ -95,6 +95,7 @@ class Rollback:
         # None: not known yet.
         self._steps_early: bool | None = None
         self._stepped_once: set[int] = set()
+        self._usual_steps = 0
         # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
         self._call_began: int | None = None
         self._carried: Carried | None = None
@@ -255,6 +256,7 @@ class Rollback:
                 self._steps_early = bool(self._steps_early)
         if opened is not None:
             self._learn(opened)
+            self._usual_steps = max(self._usual_steps, self._taken(opened))
         self._open = self._carried = None
         self._tell(None)
 
@@ -312,8 +314,22 @@ class Rollback:
 
     def _has_moved(self, opened: OpenStep) -> bool:
         # Whether weights have changed cannot be asked: fused kernels raise no version counter.
-        taken = opened.num_stepped - self._operator._lockstep.steps_taken_back
-        return taken > 0 and opened.everything is None
+        return self._taken(opened) > 0 and opened.everything is None
+
+    def _taken(self, opened: OpenStep) -> int:
+        return opened.num_stepped - self._operator._lockstep.steps_taken_back
+
+    @property
+    def is_complete(self) -> bool:
+        """There is no way back, and as many optimizers have stepped as in any step before.
+
+        What a loop of the user's own does behind them is not known, and communicates nothing.
+        """
+        opened = self._open
+        if opened is None or not self._has_moved(opened) or self._rounds != opened.stepped_at:
+            return False
+        has_old = opened.gradients is not None or self._has_added(opened)
+        return self._taken(opened) == self._usual_steps and not has_old
 
     @property
     def is_settled(self) -> bool:

@@ -248,8 +248,8 @@ class Worker(HandsOver):
         """
         return regroup.stand_down(self, interrupted, is_given_up=is_given_up)
 
-    def go_back(self, interrupted: str) -> bool:
-        """Without peers: to the last committed step; False if that cannot be had any more."""
+    def go_back(self, interrupted: str) -> regroup.Standing:
+        """Without peers: to the last committed step, if that can still be had."""
         return regroup.go_back_alone(self, interrupted)
 
     @property
@@ -285,6 +285,9 @@ class Worker(HandsOver):
         if call.request.purpose == "validation":
             call.rewind()
             return "all"
+        if self.before_call is None and self._rollback is not None and self._rollback.is_complete:
+            call.finish_step()
+            return "rest"
         self.operator._lockstep.forget_step()
         self.operator._lockstep.precision.forget_unscaled()
         for held in vars(self.operator).values():

@@ -210,7 +210,7 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
                 loading.has_ended = True
             raise
         if loading is not None:
-            loading.has_ended = probe.harmlessly(_is_last, self) or False
+            loading.has_ended = probe.harmlessly(_ends_evaluation, self) or False
         if probe.is_on:
             probe.delivered = loading  # None: a loader that is not written down
         if probe.is_on and loading is not None and len(loading.batches) < _BATCHES:
@@ -222,8 +222,13 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
     return watched
 
 
-def _is_last(iterator: Any) -> bool:
-    """Was this the loader's last batch? Loops that count (Lightning's) never ask for one more."""
+def _ends_evaluation(iterator: Any) -> bool:
+    """Was this the last batch of one? Loops that count (Lightning's) never ask for one more.
+
+    Where gradients are on it may have been read ahead, by a step that fails for want of memory.
+    """
+    if torch.is_grad_enabled():
+        return False
     try:
         return bool(iterator._num_yielded >= len(iterator))
     except (TypeError, NotImplementedError):  # a sampler or a dataset that has no length
