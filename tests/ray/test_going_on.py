@@ -5,8 +5,10 @@ import os
 import signal
 
 import pytest
+import torch
 from tests.ray.operators import DefaultLoop
 from tests.ray.surviving import (
+    GLOBAL_BATCH,
     Classifier,
     OwnEpoch,
     TwoPlayers,
@@ -56,6 +58,41 @@ def test_the_run_ends_with_the_bits_of_one_that_nobody_left(sync, phase):
         assert done == (5 if phase == "applied" else 4)
         assert rest_of(trainer) == (7 - done, expected)
         assert trainer.apply_all_workers(os.getpid) == pids
+        assert trainer.status()["recoveries"] == []
+
+
+class Late(Classifier):
+    """Both ranks fail behind the optimizer's step; the second one has done more by then."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), classes)
+        loss.backward()
+        self.optimizer.step()
+        if self.global_step == 5 and self.world_rank in self.config["failing"]:
+            if self.world_rank == 1:
+                with torch.no_grad():
+                    self.model.get_parameter("0.bias").add_(1)
+            raise LookupError("no such metric")
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize("sync", ["replicate", "ddp"])
+def test_a_step_whose_loop_fails_behind_its_optimizer_on_all_ranks_counts(sync, caplog):
+    arguments = {"sync": sync, "scheduler_step_freq": "batch"}
+    none = {"config": {BATCH_SIZE: GLOBAL_BATCH, "failing": ()}}
+    with trainer_of(Late, **{**arguments, **none}) as trainer:
+        trainer.train()
+        expected = digest(trainer)
+    both = {"config": {BATCH_SIZE: GLOBAL_BATCH, "failing": (0, 1)}}
+    with trainer_of(Late, **{**arguments, **both}) as trainer:
+        with pytest.raises(LookupError):
+            trainer.train()
+        assert trainer.status()["step"] == 6
+        assert "step 5 counts: its optimizers had stepped when the loop failed" in caplog.text
+        assert trainer.train()["batch_count"] == 1
+        assert digest(trainer) == expected
         assert trainer.status()["recoveries"] == []
 
 

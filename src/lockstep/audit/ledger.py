@@ -21,7 +21,7 @@ from lockstep.audit.prints import Fingerprint
 
 FIRST_STEPS: Final = 64
 """This many steps are kept whole in `full` mode, then four of the next as many, and four each time
-that a run has doubled: one step in 16 costs less than 1 % of a run (`benchmarks/audit.py`)."""
+that a run has doubled; `benchmarks/audit.py` measures what they cost."""
 
 FIRST_STEPS_WATCH: Final = 8
 

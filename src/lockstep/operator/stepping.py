@@ -49,14 +49,13 @@ def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
 
 def _follow(operator: TrainingOperator, optimizer: torch.optim.Optimizer) -> None:
     stage = operator._lockstep
+    number = len(stage.stepped)
+    stage.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
     if operator._brings("after_step"):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
-        seed = derive_seed(
-            stage.setting.placement.seed, "after_step", operator.global_step, len(stage.stepped)
-        )
+        seed = derive_seed(stage.setting.placement.seed, "after_step", operator.global_step, number)
         with torch.no_grad(), preserved(seed):
             operator.after_step()
-    stage.stepped.append(optimizer)
 
 
 # ------------------------------------------------------- what only the default loop can do

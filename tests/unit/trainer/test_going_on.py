@@ -9,8 +9,19 @@ from tests.ray.surviving import Classifier, OwnEpoch, TwoPlayers, Windows, diges
 from torch import nn
 
 from lockstep.errors import NonFiniteError, TrainerClosedError
+from lockstep.operator.model_copies import tensors_in
 from lockstep.testing import Strike
-from unit.trainer.programs import STEPS_PER_EPOCH, Regression, by_hand, same, trainer, weights
+from unit.trainer.programs import (
+    STEPS_PER_EPOCH,
+    Regression,
+    by_hand,
+    linear,
+    loader,
+    same,
+    sgd,
+    trainer,
+    weights,
+)
 
 # `Windows` steps its scheduler with each batch, and its optimizer with each second one.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -181,8 +192,80 @@ class LateError(Regression):
         return result
 
 
-def test_weights_that_have_moved_are_not_given_out_as_those_of_before():
-    with trainer(LateError) as run:
+class LateOwnLoop(LateError):
+    """Its scheduler steps with each batch, behind the loop's own code."""
+
+    def setup(self, config):
+        self.model = linear()
+        self.optimizer, self.criterion = sgd(self.model), nn.MSELoss()
+        schedulers = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
+        self.register(
+            models=self.model,
+            optimizers=self.optimizer,
+            criterion=self.criterion,
+            schedulers=schedulers,
+            ema=0.5,
+        )
+        self.register_data(train_loader=loader())
+
+
+class LateAfterStep(LateOwnLoop):
+    """What is done after each step fails in one of them."""
+
+    train_batch = Regression.train_batch
+
+    def after_step(self):
+        if self.global_step == 3:
+            raise LookupError("no such metric")
+
+
+@pytest.mark.parametrize("operator", [LateOwnLoop, LateAfterStep])
+def test_a_step_whose_loop_fails_behind_its_optimizer_counts(operator, caplog):
+    arguments = {"scheduler_step_freq": "batch"}
+    with trainer(
+        type("Good", (LateOwnLoop,), {"train_batch": Regression.train_batch}), **arguments
+    ) as good:
+        good.train()
+        good.train()
+        expected = good.state_dict()
+    with trainer(operator, **arguments) as run:
+        with pytest.raises(LookupError):
+            run.train()
+        assert run.status()["step"] == 4
+        assert "step 3 counts: its optimizers had stepped when the loop failed" in caplog.text
+        run.train()
+        assert run.status()["step"] == 2 * STEPS_PER_EPOCH
+        got = run.state_dict()
+    for key in ("models", "optimizers", "schedulers", "ema"):
+        assert repr(got[key]) == repr(expected[key]), key
+        assert all(
+            map(torch.equal, tensors_in(got[key]), tensors_in(expected[key])),
+        ), key
+
+
+def test_weights_that_have_moved_in_part_are_not_given_out_as_those_of_before():
+    class TwoSteps(Regression):
+        """Both optimizers step behind all communication; an error comes between them."""
+
+        def setup(self, config):
+            self.model, self.other = linear(1), linear(2)
+            self.optimizers = [sgd(self.model), sgd(self.other)]
+            self.register(models=[self.model, self.other], optimizers=self.optimizers)
+            self.register_data(train_loader=loader())
+
+        def train_batch(self, batch, batch_info):
+            features, target = batch
+            loss = (self.model(features) + self.other(features) - target).square().mean()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            self.optimizers[0].step()
+            if self.global_step == 3:
+                raise LookupError("no such metric")
+            self.optimizers[1].step()
+            return {"train_loss": loss.item()}
+
+    with trainer(TwoSteps) as run:
         with pytest.raises(LookupError):
             run.train()
         for call in (run.train, run.get_model, run.state_dict):
