@@ -4,13 +4,13 @@
 A step that is interrupted, by a peer's death, by an error or by Ctrl-C, is computed again. In the
 default loop nothing but buffers (running statistics) has changed when a peer dies, for the
 optimizer steps when everything has been communicated; an error that comes behind that step leaves
-weights that cannot be had back: then the step counts, if it is complete. A `train_batch` of the user's own may communicate after an
-optimizer has stepped (two models with two optimizers): then the weights and the optimizers' state
-are copied before the first of them steps. Whether it does is learned from its first batches, which
-are copied in any case: until each optimizer has stepped, for one may do so in few batches only.
-Optimizers that step elsewhere, at a parameter server, are told to which step they may have to go
-back, and do so there; a step of theirs communicates, so that the weights are copied here before
-each. A forward may write to weights in any loop; see `written`.
+weights that cannot be had back: then the step counts, if it is complete. A `train_batch` of the
+user's own may communicate after an optimizer has stepped (two models with two optimizers): then the
+weights and the optimizers' state are copied before the first of them steps. Whether it does is
+learned from its first batches, which are copied in any case: until each optimizer has stepped, for
+one may do so in few batches only. Optimizers that step elsewhere, at a parameter server, are told
+to which step they may have to go back, and do so there; a step of theirs communicates, so that the
+weights are copied here before each. A forward may write to weights in any loop; see `written`.
 """
 
 from __future__ import annotations
