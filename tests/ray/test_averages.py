@@ -70,7 +70,10 @@ def truth():
     return one_process()
 
 
-@pytest.mark.parametrize("sync", ["replicate", "ddp", "fsdp", "parameter_server"])
+@pytest.mark.parametrize(
+    "sync",
+    ["replicate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp", "parameter_server"))],
+)
 def test_two_workers_average_what_one_process_averages(sync, truth, tmp_path):
     arguments = {"training_operator_cls": AveragedLoop, "num_workers": 2, "sync": sync}
     with TorchTrainer(config={BATCH_SIZE: GLOBAL_BATCH}, **arguments) as two:

@@ -281,7 +281,10 @@ class NotFinite(DefaultLoop):
         return loss * float("nan") if is_it else loss
 
 
-@pytest.mark.parametrize("sync", ["replicate", "ddp", "fsdp", "parameter_server"])
+@pytest.mark.parametrize(
+    "sync",
+    ["replicate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp", "parameter_server"))],
+)
 def test_a_loss_that_is_not_finite_is_named_with_its_rank_under_every_sync(sync):
     with (
         TorchTrainer(

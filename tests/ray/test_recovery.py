@@ -64,6 +64,7 @@ def test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits():
     assert recovery["same_bits"]
 
 
+@pytest.mark.slow
 def test_five_workers_die_one_after_the_other_and_no_bit_changes():
     """Rank 0 too, in every phase; a spare takes over, then fewer go on, then they are complete."""
     strikes = [

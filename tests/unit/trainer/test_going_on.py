@@ -48,7 +48,14 @@ def undisturbed(operator_cls, **arguments):
 
 @pytest.mark.parametrize("phase", BEFORE_THE_STEP)
 @pytest.mark.parametrize("action", ["raise", "interrupt"])
-@pytest.mark.parametrize("operator_cls", [Classifier, TwoPlayers, Windows])
+@pytest.mark.parametrize(
+    "operator_cls",
+    [
+        Classifier,
+        pytest.param(TwoPlayers, marks=pytest.mark.slow),
+        pytest.param(Windows, marks=pytest.mark.slow),
+    ],
+)
 def test_the_run_ends_with_the_bits_of_one_that_nobody_left(operator_cls, action, phase):
     error = KeyboardInterrupt if action == "interrupt" else RuntimeError
     batches, expected = undisturbed(operator_cls)
