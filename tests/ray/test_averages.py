@@ -16,6 +16,10 @@ from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
 
+OTHERS = [
+    pytest.param(sync, marks=pytest.mark.slow) for sync in ("ddp", "fsdp", "parameter_server")
+]
+
 pytestmark = pytest.mark.timeout(240)
 
 STEPS = 6
@@ -70,10 +74,7 @@ def truth():
     return one_process()
 
 
-@pytest.mark.parametrize(
-    "sync",
-    ["replicate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp", "parameter_server"))],
-)
+@pytest.mark.parametrize("sync", ["replicate", *OTHERS])
 def test_two_workers_average_what_one_process_averages(sync, truth, tmp_path):
     arguments = {"training_operator_cls": AveragedLoop, "num_workers": 2, "sync": sync}
     with TorchTrainer(config={BATCH_SIZE: GLOBAL_BATCH}, **arguments) as two:

@@ -25,6 +25,10 @@ from lockstep.errors import (
 )
 from lockstep.keys import BATCH_SIZE
 
+OTHERS = [
+    pytest.param(sync, marks=pytest.mark.slow) for sync in ("ddp", "fsdp", "parameter_server")
+]
+
 CONFIG = {BATCH_SIZE: 12}
 
 
@@ -281,10 +285,7 @@ class NotFinite(DefaultLoop):
         return loss * float("nan") if is_it else loss
 
 
-@pytest.mark.parametrize(
-    "sync",
-    ["replicate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp", "parameter_server"))],
-)
+@pytest.mark.parametrize("sync", ["replicate", *OTHERS])
 def test_a_loss_that_is_not_finite_is_named_with_its_rank_under_every_sync(sync):
     with (
         TorchTrainer(
