@@ -73,7 +73,7 @@ class Late(Classifier):
         if self.global_step == 5 and self.world_rank in self.config["failing"]:
             if self.world_rank == 1:
                 with torch.no_grad():
-                    self.model.get_parameter("0.bias").add_(1)
+                    next(self.model.parameters()).add_(1)
             raise LookupError("no such metric")
         return {"train_loss": loss.item()}
 
