@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.base import Roster
-from lockstep.engine.leaving import between_steps, no_way_back, note_lack
+from lockstep.engine.leaving import between_steps, no_way_back, warn_of_cut_short_step
 from lockstep.worker import Worker, add_rank
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class InlineEngine:
         if standing.point is None:
             self.ended = no_way_back(cause)
             self.close(force=True)
-        elif standing.lacks_rest:
-            note_lack(standing.point[0], cause)
+        elif standing.is_cut_short:
+            warn_of_cut_short_step(standing.point[0], cause)
         self._generation += 1
         self.left = None
 

@@ -103,7 +103,7 @@ def made_room(cause: BaseException) -> TrainerClosedError:
     return error
 
 
-def note_lack(steps: int, cause: BaseException) -> None:
+def warn_of_cut_short_step(steps: int, cause: BaseException) -> None:
     """Say that the last of `steps` steps counts, though its loop failed because of `cause`."""
     _log.warning(
         "step %d counts: its optimizers had stepped when the loop failed (%s: %s). What the loop"

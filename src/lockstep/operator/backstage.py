@@ -48,7 +48,7 @@ class Backstage:
         partial: the weights of the latest batch's metrics that not all of its shards reported.
         latest: the metrics of the latest batch, for the progress bar.
         is_default_step: the default loop lets an optimizer step, with all that belongs to it.
-        has_scheduled: the default `train_epoch` has let schedulers step after the batch in hand.
+        has_scheduled: schedulers had their turn after the batch in hand.
         num_computed: how often the batch in hand went through the default `train_batch`.
         stepped: the optimizers that stepped since a global batch was over, one entry a step.
         window: the parts since the window that is open began, with the `batch_info` of each.

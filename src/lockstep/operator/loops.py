@@ -121,14 +121,19 @@ def train_epoch(
             _note_window(operator, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)
-            if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._lockstep.place.closes:
-                step_schedulers(parts.schedulers)
-            operator._lockstep.has_scheduled = True
+            follow_batch(operator, info)
             recorder.add(metrics)
             operator._lockstep.latest = metrics
             if operator._lockstep.place.closes:
                 operator._lockstep.window.clear()
     return recorder.summary()
+
+
+def follow_batch(operator: TrainingOperator, info: Mapping[str, Any]) -> None:
+    """Let schedulers step that step with each batch."""
+    if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and operator._lockstep.place.closes:
+        step_schedulers(registered(operator).schedulers)
+    operator._lockstep.has_scheduled = True
 
 
 def _note_window(operator: TrainingOperator, batch: Any, batch_info: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import shards_of
-from lockstep.engine.leaving import made_room, note_lack, note_left
+from lockstep.engine.leaving import made_room, note_left, warn_of_cut_short_step
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_counts import LostCounts
@@ -251,8 +251,8 @@ class RecoveringEngine:
             # A worker that died since the call was left is an incident like any other.
             self._note(self._left_method, regrouped, time.monotonic() - began, has_failed=False)
             self._to_replace += regrouped.losses
-            if regrouped.lacks_rest:
-                note_lack(regrouped.point[0], cause)
+            if regrouped.is_cut_short:
+                warn_of_cut_short_step(regrouped.point[0], cause)
         self.left = None
 
     # ------------------------------------------------------------------------- recovering

@@ -64,7 +64,7 @@ class Regrouped:
         point: steps of the run, and the epoch.
         replayed: steps that have to be computed again.
         progress: of the call that was interrupted.
-        lacks_rest: see `Standing`.
+        is_cut_short: see `Standing`.
         losses: the workers that are gone, those that went meanwhile last.
     """
 
@@ -73,7 +73,7 @@ class Regrouped:
     point: tuple[int, int]
     replayed: int
     progress: Progress | None
-    lacks_rest: bool
+    is_cut_short: bool
     losses: Sequence[Loss]
 
 
@@ -278,10 +278,12 @@ class Regrouping:
             rendezvous=self._engine.rendezvous(self.generation),
             size=len(roster),
             source=source,
-            stale=tuple(rank for rank, one in enumerate(found) if not _agrees(one, best))
-            if not best.lacks_rest
-            # Ranks may have come to different lines behind the step.
-            else tuple(rank for rank in range(len(roster)) if rank != source),
+            # Ranks that were cut short may have come to different lines behind the step.
+            stale=tuple(
+                rank
+                for rank, one in enumerate(found)
+                if rank != source and (best.is_cut_short or not _agrees(one, best))
+            ),
             local_ranks=tuple(local_ranks([member.node for member in roster])),
         )
 
@@ -317,7 +319,7 @@ class Regrouping:
             point=best.point,
             replayed=1 if best.progress is not None and not best.progress.is_over else 0,
             progress=best.progress,
-            lacks_rest=best.lacks_rest,
+            is_cut_short=best.is_cut_short,
             losses=lost,
         )
 
@@ -328,11 +330,11 @@ def _stay(_: BaseException) -> None:
 
 def _best(standings: dict[Member, Standing]) -> Standing | None:
     able = [standing for standing in standings.values() if standing.point is not None]
-    return max(able, key=lambda one: (one.point or (0, 0), not one.lacks_rest), default=None)
+    return max(able, key=lambda one: (one.point or (0, 0), not one.is_cut_short), default=None)
 
 
 def _agrees(one: Standing | None, best: Standing) -> bool:
-    return one is not None and (one.point, one.lacks_rest) == (best.point, best.lacks_rest)
+    return one is not None and (one.point, one.is_cut_short) == (best.point, best.is_cut_short)
 
 
 def _nobody_left(losses: Sequence[Loss], alive: Sequence[Member]) -> WorkerDiedError:

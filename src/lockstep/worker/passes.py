@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.keys import (
     NUM_STEPS,
     SCHEDULER_STEP,
-    SCHEDULER_STEP_BATCH,
     SCHEDULER_STEP_EPOCH,
     USE_FP16,
 )
 from lockstep.operator.explaining import explained
 from lockstep.operator.joint import reduction_of
-from lockstep.operator.loops import checked_metrics, registered
+from lockstep.operator.loops import checked_metrics, follow_batch, registered
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
 from lockstep.reduction import activate
@@ -166,9 +165,8 @@ class Underway:
     def finish_step(self) -> None:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
         assert self._deliveries is not None
-        run, stage = registered(self._operator), self._operator._lockstep
-        if self._info[SCHEDULER_STEP] == SCHEDULER_STEP_BATCH and not stage.has_scheduled:
-            step_schedulers(run.schedulers)
+        if not self._operator._lockstep.has_scheduled:
+            follow_batch(self._operator, self._info)
         self._deliveries.commit()
 
     def note_counts(self) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
-Undone = Literal["all", "step", "rest", "nothing"]
+Undone = Literal["all", "step", "cut short", "nothing"]
 """What of a call was taken back: the whole of it, or the step that was not counted. Or that step
 counts, without the rest of what the loop does behind its optimizers; or there is no way back."""
 
@@ -43,13 +43,13 @@ class Standing:
         point: how far its state has come; None if it has no state of the run (it is a spare, or
             an optimizer stepped in the middle of a batch that cannot be computed again).
         progress: of the call that was interrupted; None without one.
-        lacks_rest: a loop of the user's own failed behind the last step's optimizers, and what it
+        is_cut_short: a loop of the user's own failed behind the last step's optimizers, and what it
             does there was not done.
     """
 
     point: Point | None
     progress: Progress | None = None
-    lacks_rest: bool = False
+    is_cut_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def stand_down(worker: Worker, interrupted: str | None, *, is_given_up: bool = F
         if call is not None and interrupted == "train":
             # Of a window that an earlier call has begun, and counted.
             worker.owed = max(worker.owed, -call.tally.steps)
-        return Standing(standing.point, lacks_rest=standing.lacks_rest)
+        return Standing(standing.point, is_cut_short=standing.is_cut_short)
     return standing
 
 
@@ -134,7 +134,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> Standing:
         return Standing(
             _point(worker), Progress(call.first_epoch, call.first_step, steps, 0, False)
         )
-    return Standing(_point(worker), call.progress, lacks_rest=undone == "rest")
+    return Standing(_point(worker), call.progress, is_cut_short=undone == "cut short")
 
 
 def _point(worker: Worker) -> Point:

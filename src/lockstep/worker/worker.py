@@ -287,7 +287,7 @@ class Worker(HandsOver):
             return "all"
         if self.before_call is None and self._rollback is not None and self._rollback.is_complete:
             call.finish_step()
-            return "rest"
+            return "cut short"
         self.operator._lockstep.forget_step()
         self.operator._lockstep.precision.forget_unscaled()
         for held in vars(self.operator).values():
