@@ -37,8 +37,10 @@ class StepMetrics:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = callbacks
-        asking = [each for each in callbacks if _listens(each) and _says_how_often(each)]
-        self._listeners = [each for each in asking if each.every is not None]
+        listening = [each for each in callbacks if _listens(each)]
+        for each in listening:
+            _require_every(each)
+        self._listeners = [each for each in listening if each.every is not None]
         for each in self._listeners:
             require(is_positive_int(each.every), "every", each.every, "an int, 1 or more")
         self.every = math.gcd(*(each.every or 0 for each in self._listeners))
@@ -98,7 +100,7 @@ def _listens(callback: Callback) -> bool:
     return getattr(callback.on_step, "__func__", None) is not Callback.on_step
 
 
-def _says_how_often(callback: Callback) -> bool:
+def _require_every(callback: Callback) -> None:
     """Refuse an `on_step` that would never be called; ``every = None`` turns it off by name."""
     classes = type(callback).__mro__
     own = [vars(callback), *(vars(each) for each in classes[: classes.index(Callback)])]
@@ -109,7 +111,6 @@ def _says_how_often(callback: Callback) -> bool:
         "an int: `on_step` is called each so many steps",
         fix="every = 1 in the class",
     )
-    return True
 
 
 def _together(sums: Sequence[dict[str, Any]]) -> dict[str, Any]:
