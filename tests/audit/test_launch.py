@@ -196,7 +196,7 @@ def test_steps_ends_the_watch_and_not_the_script(tmp_path):
     ("script", "code", "found", "said"),
     [
         ("trains_alone.py", 0, {"LS404"}, "none started a process group"),
-        ("own_optimizer.py", 66, {"LS406"}, "cannot be watched"),
+        ("own_optimizer.py", 66, {"LS406"}, "are not watched"),
         ("compiled.py", 0, {"LS508"}, "0 errors, 1 warning"),
         ("sets_the_environment_first.py", 0, {"LS405"}, "no optimizer step was seen"),
         ("forgets_its_rank.py", 0, {"LS405"}, "no optimizer step was seen"),

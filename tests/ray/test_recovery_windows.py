@@ -190,6 +190,28 @@ def test_gradients_that_are_never_cleared(operator_cls, strikes, parts):
     same_as_undisturbed(operator_cls, strikes, parts)
 
 
+class WarmUpByHand(Classifier):
+    """Sets the learning rate of a group that it has kept since its setup."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.group = self.optimizer.param_groups[0]
+
+    def train_batch(self, batch, batch_info):
+        self.group["lr"] = 0.01 * (1 + self.global_step)
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_is_set_by_hand():
+    """The group stays the one that the optimizer reads, on survivors and newcomers."""
+    strikes = [
+        Strike("kill", rank=1, step=1, phase="backward"),
+        Strike("kill", rank=0, step=5, phase="optimizer"),
+    ]
+    same_as_undisturbed(WarmUpByHand, strikes, (8,))
+
+
 class TwoPlayersByTwo(TrainingOperator):
     """Two optimizers step after every second batch, the second after further communication."""
 

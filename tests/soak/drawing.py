@@ -332,7 +332,7 @@ class Drawing:
         return self._source.choices(list(table), list(table.values()))[0]
 
     def _model(self, sync: str) -> str:
-        usual = {"mlp": 8, "deep": 3, "tied": 3, "branches": 5, "linear": 2}
+        usual = {"mlp": 8, "deep": 3, "tied": 3, "branches": 8, "linear": 2}
         weights = {name: usual.get(name, 1.0) for name in MODELS}
         for name, model in MODELS.items():
             if "slow" in model.tags:
@@ -455,6 +455,6 @@ class Drawing:
         return found
 
 
-_WAYS = ("equal", "delivered", "sums", "weighted", "weighted", "tokens")
+_WAYS = ("equal", "delivered", "sums", "weighted", "weighted", "tokens", "tokens")
 _OPTIMIZERS = {"momentum": 6, "decay": 3, "sgd": 1}
 _CLEARINGS = {"none": 10, "zeros": 4, "model": 2, "never": 2}

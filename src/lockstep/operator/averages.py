@@ -153,7 +153,7 @@ def update_averages(stage: Backstage) -> None:
     if not stepped or run is None or not run.averages:
         return
     for model, average in zip(run.plain_models(), run.averages, strict=True):
-        if len(run.averages) == 1 or _holds_any(stepped, model):
+        if _holds_any(stepped, model):
             average.update_parameters(model)
 
 

@@ -12,14 +12,14 @@ optimizer's state are copied, and after it the weights are looked at.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep.errors import NonFiniteError
-from lockstep.sync import copy_over, is_local, overwrite
+from lockstep.operator.state_copy import StateCopy
+from lockstep.sync import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class _StepCheck:
 
     def __init__(self, operator: TrainingOperator) -> None:
         self._operator = operator
-        self._before: _Before | None = None
+        self._before: StateCopy | None = None
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -64,14 +64,14 @@ class _StepCheck:
         if getattr(optimizer, "found_inf", None) is not None:
             return  # fused: it is told of infinities, and leaves the step out by itself
         if _is_given_closure(args, kwargs):
-            self._before = _Before(optimizer)
+            self._before = StateCopy(_held(optimizer), [optimizer])
             return
         gradients = [p.grad for p in _held(optimizer) if p.grad is not None]
         norm = _norm(gradients)
         if not math.isfinite(norm) and not _are_finite(gradients):
             self._refuse_gradients(optimizer)
         if _may_overflow(optimizer, norm):
-            self._before = _Before(optimizer)
+            self._before = StateCopy(_held(optimizer), [optimizer])
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         before, self._before = self._before, None
@@ -118,26 +118,6 @@ class _StepCheck:
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
         error.is_alike = any(not is_local(p) for p in found)
         return error
-
-
-class _Before:
-    """Weights and state of an optimizer, before a step."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._live = [parameter.detach() for parameter in _held(optimizer)]
-        self._weights: list[torch.Tensor] = []
-        copy_over(self._live, self._weights)
-        self._state = copy.deepcopy(optimizer.state_dict())
-
-    def put_back(self) -> None:
-        overwrite(self._live, self._weights)
-        groups = self._optimizer.param_groups
-        self._optimizer.load_state_dict(self._state)
-        # The very groups that were there before: others may hold them.
-        for group, settings in zip(groups, self._optimizer.param_groups, strict=True):
-            group.update(settings)
-        self._optimizer.param_groups = groups
 
 
 def _held(optimizer: Optimizer) -> _Held:

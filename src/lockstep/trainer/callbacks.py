@@ -62,14 +62,15 @@ class Callback:
         """A `validate` call has ended."""
 
     def on_failure(self, trainer: TorchTrainer, error: BaseException) -> None:
-        """The run ends by `error`, which left the ``with`` block or has ended the workers.
+        """The run ends by `error`.
 
-        Called once, at the latest by `shutdown`, and before `on_shutdown`, which is called
-        only if the workers still live.
+        It left the ``with`` block, has ended the workers, or ended the last call before
+        `shutdown`. Called once, at the latest by `shutdown`. `on_shutdown` follows only where
+        the last call came to its end.
         """
 
     def on_shutdown(self, trainer: TorchTrainer) -> None:
-        """The trainer is about to end its workers."""
+        """The trainer is about to end its workers, whose last call came to its end."""
 
 
 def steps_done(trainer: TorchTrainer) -> int:

@@ -431,6 +431,7 @@ class TorchTrainer(BesideTraining):
             finally:
                 engine.close(force=True)
                 self._all_written(force=force)
+                self._feeding.forget()
             return
         try:
             # While calls still work: a callback may save.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.lazy_compiler import outside_graphs
 from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import copy_over, overwrite
 from lockstep.worker.carried import Carried
 from lockstep.worker.written import Written
@@ -73,7 +74,7 @@ class OpenStep:
     settings: _Settings | None
     stepped_at: int | None = None
     num_stepped: int = 0
-    everything: _Everything | None = None
+    everything: StateCopy | None = None
     gradients: Carried | None = None
 
 
@@ -303,7 +304,7 @@ class Rollback:
         optimizers = self._run.optimizers
         here = [each for each in optimizers if not self._steps_elsewhere(each)]
         if self._steps_early is not False or len(here) < len(optimizers):
-            opened.everything = _Everything(self._run, here)
+            opened.everything = _everything(self._run, here)
         opened.stepped_at = self._rounds
 
     @property
@@ -430,23 +431,9 @@ class _Settings:
                 group.update(settings)
 
 
-class _Everything:
-    """Weights, their averages, and the states of optimizers and schedulers, before the first steps.
-
-    Args:
-        optimizers: those whose state is here.
-    """
-
-    def __init__(self, run: Registered, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._live = [parameter.detach() for parameter in run.parameters()]
-        for average in run.averages:
-            self._live += [each.detach() for each in (*average.parameters(), *average.buffers())]
-        self._weights: list[torch.Tensor] = []
-        copy_over(self._live, self._weights)
-        self._steppers: list[Any] = [*optimizers, *run.schedulers]
-        self._states = [copy.deepcopy(each.state_dict()) for each in self._steppers]
-
-    def put_back(self) -> None:
-        overwrite(self._live, self._weights)
-        for stepper, state in zip(self._steppers, self._states, strict=True):
-            stepper.load_state_dict(state)
+def _everything(run: Registered, optimizers: list[torch.optim.Optimizer]) -> StateCopy:
+    """Weights, their averages, and the states of schedulers and of these optimizers."""
+    averages = [
+        each for average in run.averages for each in (*average.parameters(), *average.buffers())
+    ]
+    return StateCopy((*run.parameters(), *averages), (*optimizers, *run.schedulers))

@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
+from lockstep.operator.state_copy import load_state
 from lockstep.sync import is_block, is_expanded
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
     _load_averages(run, state.get("ema"))
     for optimizer, saved in zip(run.optimizers, state.get("optimizers") or [], strict=True):
         # Optimizers keep what they are given; another rank's copy must not be shared.
-        optimizer.load_state_dict(copied(saved))
+        load_state(optimizer, copied(saved))
     for scheduler, saved in zip(run.schedulers, state.get("schedulers") or [], strict=True):
         scheduler.load_state_dict(copy.deepcopy(saved))
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})

@@ -169,12 +169,14 @@ def _unseen(world: World, backwards: int) -> Finding:
     why = (
         "its step is compiled with fullgraph=True, where nothing can look in"
         if any(world.fact("fullgraph"))
-        else "an optimizer that does not derive from torch.optim.Optimizer cannot be watched"
+        else "weights that are changed by hand, or by an optimizer that does not derive from "
+        "torch.optim.Optimizer, are not watched"
     )
     return BLIND.finding(
         f"{backwards} backwards ran and no step of a torch optimizer was seen, so that nothing was "
         f"compared: {why}",
-        "derive the optimizer from torch.optim.Optimizer, or compile its step without fullgraph",
+        "derive the optimizer from torch.optim.Optimizer, or compile its step without fullgraph; "
+        "`--fail-on never` for a script that asks for gradients and trains nothing",
         rank=world.ranks,
         evidence={"backwards": backwards},
     )
