@@ -36,12 +36,12 @@ def rest_of(trainer):
 @pytest.mark.parametrize(
     ("sync", "phase"),
     [
-        ("replicate", "data"),
-        ("replicate", "forward"),
+        pytest.param("replicate", "data", marks=pytest.mark.slow),
+        pytest.param("replicate", "forward", marks=pytest.mark.slow),
         ("replicate", "backward"),
         ("replicate", "applied"),
         ("ddp", "backward"),
-        ("parameter_server", "forward"),
+        pytest.param("parameter_server", "forward", marks=pytest.mark.slow),
         ("parameter_server", "backward"),
     ],
 )

@@ -89,13 +89,10 @@ def test_five_workers_die_one_after_the_other_and_no_bit_changes():
     assert validated["num_samples"] == 104
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operator_cls",
-    [
-        TwoPlayers,
-        pytest.param(OwnEpoch, marks=pytest.mark.slow),
-        pytest.param(Windows, marks=pytest.mark.slow),
-    ],
+    [TwoPlayers, OwnEpoch, Windows],
 )
 def test_loops_of_ones_own_are_computed_again(operator_cls):
     """A spare in the place of the dead: the same bits without any further promise."""

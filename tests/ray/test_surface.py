@@ -277,6 +277,7 @@ def test_resources_that_are_not_there_are_named(monkeypatch):
     assert "2 of 2 lane" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_loop_that_reads_ahead_is_exact_or_refused():
     """Which batch a plain backward belongs to is not known; it matters in the short last one."""
     whole, uneven = {BATCH_SIZE: 11, "rows": 33}, {**CONFIG, "rows": 37}

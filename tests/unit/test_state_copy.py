@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Going back leaves an optimizer the very groups that a user may have kept."""
 
 import torch
