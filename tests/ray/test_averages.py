@@ -74,9 +74,7 @@ def truth():
     return one_process()
 
 
-@pytest.mark.parametrize(
-    "sync", ["replicate", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
-)
+@pytest.mark.parametrize("sync", ["replicate", *OTHERS])
 def test_two_workers_average_what_one_process_averages(sync, truth, tmp_path):
     arguments = {"training_operator_cls": AveragedLoop, "num_workers": 2, "sync": sync}
     with TorchTrainer(config={BATCH_SIZE: GLOBAL_BATCH}, **arguments) as two:

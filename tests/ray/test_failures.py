@@ -285,9 +285,7 @@ class NotFinite(DefaultLoop):
         return loss * float("nan") if is_it else loss
 
 
-@pytest.mark.parametrize(
-    "sync", ["replicate", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
-)
+@pytest.mark.parametrize("sync", ["replicate", *OTHERS])
 def test_a_loss_that_is_not_finite_is_named_with_its_rank_under_every_sync(sync):
     with (
         TorchTrainer(

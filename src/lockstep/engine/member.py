@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from lockstep.worker import Worker
 
 _ANSWER_S: Final = 0.3
+
+# No file descriptor, memory or port is left to ask with, which says nothing of the other machine.
+_OF_THIS_PROCESS: Final = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.EADDRNOTAVAIL,
+}
 
 
 @dataclass(eq=False)
@@ -92,13 +102,17 @@ def host_answers(node_id: str) -> bool:
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     if node is None or not node["Alive"]:
         return False
+    return is_reached((node["NodeManagerAddress"], node["NodeManagerPort"]))
+
+
+def is_reached(address: tuple[str, int]) -> bool:
+    """Whether the machine at (host, port) answers a connection, with a refusal perhaps."""
     try:
-        address = node["NodeManagerAddress"], node["NodeManagerPort"]
         socket.create_connection(address, timeout=_ANSWER_S).close()
     except ConnectionRefusedError:
         return True  # the machine says that nobody listens: Ray will tell of it
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in _OF_THIS_PROCESS
     return True
 
 
