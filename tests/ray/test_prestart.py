@@ -92,6 +92,7 @@ def _break_the_next_step(operator):
     operator.compute_loss = fail
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_a_trainer_with_a_worker_here_and_a_spare_takes_over_its_own():
     lockstep.prestart(num_workers=2, use_local=True, spare_workers=1)

@@ -58,6 +58,7 @@ def set_failing(place):
     return on_worker
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_as_if_nothing_had_been_verified():
     with TorchTrainer(training_operator_cls=Failing, num_workers=3, config=CONFIG) as trainer:
         trainer.train(num_steps=3)

@@ -157,7 +157,13 @@ print("all of it")
 """
 
 
-@pytest.mark.parametrize("program", [_PROGRAM, _DETERMINISTIC], ids=["optimizers", "determinism"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(_PROGRAM, id="optimizers", marks=pytest.mark.slow),
+        pytest.param(_DETERMINISTIC, id="determinism"),
+    ],
+)
 def test_the_same_before_and_after_somebody_compiles(program):
     told = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
