@@ -34,12 +34,13 @@ class OwnSchedule(DefaultLoop):
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1 + self.world_rank)
 
 
-def start(operator, **config):
+def start(operator, sync="replicate", **config):
     return TorchTrainer(
         training_operator_cls=operator,
         num_workers=2,
         config={BATCH_SIZE: 12, **config},
         scheduler_step_freq="epoch",
+        sync=sync,
     )
 
 
@@ -72,3 +73,32 @@ def test_numbers_of_backwards():
         pytest.raises(GradientNotReducedError, match="left a step out"),
     ):
         trainer.train()
+
+
+class LeavesStepOut(DefaultLoop):
+    """Rank 1 runs the second backward, and does not step."""
+
+    def train_batch(self, batch, batch_info):
+        features, targets = batch
+        self.optimizer.zero_grad()
+        self.criterion(self.model(features), targets).backward()
+        if self.world_rank == 0 or batch_info["global_step"] != 1:
+            self.optimizer.step()
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("sync", "steps"),
+    [
+        ("replicate", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        # Ranks meet in the step itself.
+        pytest.param("parameter_server", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_that_one_rank_leaves_out(sync, steps):
+    """The next round is refused: until then the replicas have been apart for one step only."""
+    with start(LeavesStepOut, sync) as trainer:
+        with pytest.raises(GradientNotReducedError):
+            trainer.train()
+        assert trainer.status()["step"] == steps

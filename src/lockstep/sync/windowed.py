@@ -129,13 +129,13 @@ class WindowedSync:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
 
         Gradient:
-            A round in which the ranks' steps differ is refused on all of them: it would average
-            the gradients of one batch with those of another.
+            A round of ranks at different steps, or whose optimizers have stepped more or less
+            often, is refused on all of them: it would average what does not belong together.
 
         Collective:
             None.
         """
-        self._step = step
+        self._step = 16 * step + self._steps_taken  # a step that was left out shows in the next
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
