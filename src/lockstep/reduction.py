@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
+
+    import torch
 
     from lockstep.group import Group
 
@@ -30,6 +33,8 @@ class Reduction:
         averages: the losses of the ranks are averaged by weight; False: added.
         at_root: the weight was put on the root of the backward that runs. False: it will be
             applied where the gradients are reduced.
+        earlier: gradients that earlier steps left, by the ids of their parameters: out of sight
+            during the backward, whose own are added to them when they are reduced.
     """
 
     group: Group
@@ -37,6 +42,7 @@ class Reduction:
     per_shard: bool = False
     averages: bool = True
     at_root: bool = False
+    earlier: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class _OfThisThread(threading.local):
@@ -92,14 +98,19 @@ class _Active:
                     break
 
 
-def backward_of(group: Group, weight: float | None) -> AbstractContextManager[Reduction]:
+def backward_of(
+    group: Group, weight: float | None, earlier: Mapping[int, torch.Tensor]
+) -> AbstractContextManager[Reduction]:
     """Around a backward that a `GradientSync` over `group` runs.
 
     Args:
         weight: what was put on its root; None for a plain one.
+        earlier: see `Reduction`.
     """
     # Of this thread: the user's, and on it no other rank runs.
     around = _of_this_thread.current or Reduction(group, _of_this_thread.delivered)
+    if earlier:
+        around = replace(around, earlier=earlier)
     if weight is not None:
         around = replace(around, weight=weight, at_root=True)
     return activate(around)

@@ -305,7 +305,7 @@ class DDPSync(WindowedSync):
         if not self._is_paused:
             self._show_marked()
         try:
-            with reduction.backward_of(self.attached(), weight):
+            with reduction.backward_of(self.attached(), weight, self._window.aside_by_id):
                 run()
             self._put_back_kept()
         except RuntimeError as error:

@@ -256,7 +256,7 @@ class GradientSync(WindowedSync):
                 self._arrive = None
             elif not self._is_paused:
                 self._begin_round()
-            with reduction.backward_of(self.attached(), weight):
+            with reduction.backward_of(self.attached(), weight, self._window.aside_by_id):
                 run()
         except BaseException:
             if muted:

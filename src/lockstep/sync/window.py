@@ -160,6 +160,11 @@ class Window:
     is_edited: bool = False
     left: list[Left | None] | None = None
 
+    @property
+    def aside_by_id(self) -> dict[int, Any]:
+        """`aside`, by the ids of the parameters."""
+        return {id(slot.param): grad for slot, grad in self.aside.items()}
+
     def enter(self, kind: str, where: str) -> bool:
         """Note a backward of `kind`. True if it is the first of the window.
 

@@ -18,13 +18,30 @@ class OwnLoop(Regression):
         if self.clears_every and self.global_step % self.clears_every == 0:
             self.optimizer.zero_grad()
         loss = nn.functional.mse_loss(self.model(features), target)
-        loss.backward()
+        self.differentiate(loss, len(features))
         if self.steps():
             self.optimizer.step()
         return {"train_loss": loss.item()}
 
+    def differentiate(self, loss, count):
+        loss.backward()
+
     def steps(self):
         return True
+
+
+class OwnBackward(OwnLoop):
+    def differentiate(self, loss, count):
+        self.backward(loss)
+
+
+class OwnBackwardWeighted(OwnLoop):
+    def differentiate(self, loss, count):
+        self.backward(loss, weight=float(count))
+
+
+class ClearsOwnBackward(OwnBackwardWeighted):
+    clears_every = 1
 
 
 class Clears(OwnLoop):
@@ -60,8 +77,9 @@ def told(operator, caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_gradients_that_nobody_clears_are_told_once_with_the_line_of_the_step(caplog):
-    (said,) = told(OwnLoop, caplog)
+@pytest.mark.parametrize("operator", [OwnLoop, OwnBackward, OwnBackwardWeighted])
+def test_gradients_that_nobody_clears_are_told_once_with_the_line_of_the_step(operator, caplog):
+    (said,) = told(operator, caplog)
     lines, first = inspect.getsourcelines(OwnLoop)
     line = first + next(n for n, text in enumerate(lines) if "optimizer.step()" in text)
     assert said.startswith("[LS116] ")
@@ -70,6 +88,9 @@ def test_gradients_that_nobody_clears_are_told_once_with_the_line_of_the_step(ca
     assert "optimizer.zero_grad()" in said
 
 
-@pytest.mark.parametrize("operator", [Regression, Clears, ClearsModel, Gathers, GathersOverSteps])
+@pytest.mark.parametrize(
+    "operator",
+    [Regression, Clears, ClearsModel, ClearsOwnBackward, Gathers, GathersOverSteps],
+)
 def test_gradients_that_are_cleared_or_gathered_on_purpose_are_not(operator, caplog):
     assert told(operator, caplog) == []

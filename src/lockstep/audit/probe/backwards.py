@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch._C._functorch import maybe_current_level
 
+from lockstep import reduction
 from lockstep.audit.ledger import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
 from lockstep.audit.probe.arguments import targets_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.audit.ledger import Loading
+    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.probe import Probe
 
 _WITHOUT_STEP: Final = 512
@@ -52,7 +54,7 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
             place, name = (1, "grad_tensors") if kind == "backward" else (2, "grad_outputs")
             given = args[place] if len(args) > place else kwargs.get(name)
             probe.harmlessly(_describe, probe, record, roots, given)
-            record.before = probe.harmlessly(fingerprint_gradients, probe) or {}
+            record.before = probe.harmlessly(_fingerprint_before, probe) or {}
             written = probe.harmlessly(gradient_versions, probe) or {}
             if kind == "backward":  # and not a look at the gradients of an input
                 probe.harmlessly(note_mode, probe)
@@ -73,6 +75,13 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
         return watched
 
     return around
+
+
+def _fingerprint_before(probe: Probe) -> dict[str, Fingerprint]:
+    """With gradients that lockstep keeps out of a backward which it runs itself."""
+    current = reduction.active()
+    earlier = {} if current is None else current.earlier
+    return fingerprint_gradients(probe, earlier)
 
 
 def _note_use(loading: Loading) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -34,10 +35,12 @@ from lockstep.audit.probe.unheld import note_told_within, note_unheld
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.probe import Probe
+
+_NONE: Final[Mapping[int, torch.Tensor]] = MappingProxyType({})
 
 CLOSELY: Final = 8
 """So many steps are looked at more closely: gradients also after each backward, the optimizer's
@@ -308,13 +311,21 @@ def _is_next_detailed(probe: Probe) -> bool:
     return any(w.next_is_detailed for w in watched if w.track.count or waits)
 
 
-def fingerprint_gradients(probe: Probe) -> dict[str, Fingerprint]:
-    """Of every optimizer's gradients now, by its track's key; for the first steps only."""
+def fingerprint_gradients(
+    probe: Probe, earlier: Mapping[int, torch.Tensor] = _NONE
+) -> dict[str, Fingerprint]:
+    """Of every optimizer's gradients now, by its track's key; for the first steps only.
+
+    Args:
+        earlier: gradients that are out of sight, by the ids of their parameters.
+    """
     found = {}
     watch_made(probe)
     for watched in probe.optimizers.values():
         if watched.track.count < CLOSELY:
-            gradients = [p.grad for p in watched.parameters]
+            gradients = [
+                earlier.get(id(p)) if p.grad is None else p.grad for p in watched.parameters
+            ]
             found[watched.track.key] = take(gradients, watched.counts)
     return found
 
