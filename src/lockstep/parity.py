@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NOT_SYNCHRONISED: Final = "differs between ranks: it is not synchronised"
 
+NO_NUMBERS: Final = "NaN or infinite, in one process as well"
+
 FLOOR: Final = 1e-3
 """The part of the whole gradient's norm below which a parameter's own does not count."""
 
@@ -187,7 +189,7 @@ def _unbounded_row(name: str, reference: torch.Tensor, values: Sequence[torch.Te
     """Numbers say nothing here; right is what is infinite, and NaN, in the same places."""
     same = [torch.allclose(value, reference, equal_nan=True) for value in values]
     if all(same):
-        return ParityRow(name, 0.0, 1.0, 1.0, 0, True, "NaN or infinite, in one process as well")
+        return ParityRow(name, 0.0, 1.0, 1.0, 0, True, NO_NUMBERS)
     text = "NaN or infinite on one side only: an overflow, or an empty batch that was not left out"
     return ParityRow(name, float("inf"), 0.0, 0.0, same.index(False), False, text)
 

@@ -17,6 +17,7 @@ from tests.ray.surviving import (
     undisturbed,
 )
 
+from lockstep.engine.leaving import give_up_left
 from lockstep.errors import NonFiniteError, TrainerClosedError
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike, struck
@@ -218,6 +219,18 @@ def test_what_was_left_makes_room_for_another_trainer(caplog):
                 before.get_model()
             assert said in caught.value.details["cause"]
             assert "before the other trainer is made" in caught.value.details["fix"]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_was_left_and_closed_has_no_room_to_give(caplog):
+    failing = [Strike("raise", 0, 2, "backward")]
+    with (
+        trainer_of(Classifier, failing, num_workers=3) as closed,
+        pytest.raises(RuntimeError, match="struck"),
+    ):
+        closed.train()
+    give_up_left()
+    assert not [one for one in caplog.messages if "needed the room" in one]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from lockstep.cli.options import SAVING, TRAINER
 from lockstep.cli.settings import config_of
 from lockstep.cli.words import shown
 from lockstep.errors import ConfigurationError, LockstepError, NotAvailableError
+from lockstep.keys import BATCH_SIZE
 from lockstep.trainer import TorchTrainer
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ def _opened(
         )
     except KeyError as error:
         if error.args and error.args[0] not in config:
-            error.add_note(
-                f"the config has no {error.args[0]!r}: --set {error.args[0]}=..., or --config FILE"
-            )
+            key = error.args[0]
+            given = "--batch-size 64" if key == BATCH_SIZE else f"--set {key}=..."
+            error.add_note(f"the config has no {key!r}: {given}, or --config FILE")
         raise
 
 

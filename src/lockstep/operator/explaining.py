@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.errors import NonFiniteError
-from lockstep.operator.finite import FIX
+from lockstep.operator.finite import FIX, SKIP_CHECK
 from lockstep.operator.loops import loss_again
 
 if TYPE_CHECKING:
@@ -58,11 +58,12 @@ def explained(operator: TrainingOperator) -> Iterator[None]:
 
 def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:
     said = [f"{look.place}, {look.suspicion}" for look in looks if look.suspicion is not None]
-    cause = error.details["cause"]
+    cause, fix = error.details["cause"], FIX
     if said:
         cause = None
     elif looks and all(look.is_sure for look in looks) and "was not taken" in error.what:
         cause = "every forward and every loss is finite: the backward is not"
+        fix = f"torch.autograd.set_detect_anomaly(True) in setup names the operation; {SKIP_CHECK}"
     else:
         said = [f"the batch {look.place}" for look in looks]
     explained_error = NonFiniteError(
@@ -70,7 +71,7 @@ def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:
         where=error.details["where"],
         got="; ".join([str(error.details["got"]), *said[:4]]),
         cause=cause,
-        fix=FIX,
+        fix=fix,
     )
     explained_error.is_alike = error.is_alike
     return explained_error

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
 
+SKIP_CHECK: Final = "TorchTrainer(check_finite=False) steps all the same"
+
 FIX: Final = (
     "look at these samples and layers (log or sqrt of 0, a division by an empty count, a learning"
-    " rate that is too large); TorchTrainer(check_finite=False) steps all the same"
+    f" rate that is too large); {SKIP_CHECK}"
 )
 
 _Held = list[torch.nn.Parameter]
@@ -114,9 +116,12 @@ class _StepCheck:
 
     def _error(self, what: str, got: str, cause: str, found: _Held) -> NonFiniteError:
         operator = self._operator
-        where = f"rank {operator.world_rank}, step {operator.global_step}"
+        is_alike = any(not is_local(p) for p in found)
+        # Gradients that all ranks share do not tell whose samples they come from.
+        rank = "" if is_alike else f"rank {operator.world_rank}, "
+        where = f"{rank}step {operator.global_step}"
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
-        error.is_alike = any(not is_local(p) for p in found)
+        error.is_alike = is_alike
         return error
 
 

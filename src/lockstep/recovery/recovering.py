@@ -96,7 +96,8 @@ class RecoveringEngine:
 
     def close(self, *, force: bool) -> None:
         # Whoever was left in the middle of a step may be there for long.
-        self._engine.close(force=force or self.left is not None)
+        was_left, self.left = self.left is not None, None  # whose room is given back here
+        self._engine.close(force=force or was_left)
 
     def cut_anew(self, num_shards: int) -> None:
         self._engine.cut_anew(num_shards)

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _STALE: Final = (
     "assigned by hand (after autograd.grad?), or no backward since the last step",
-    "use loss.backward(), or lockstep.average_gradients on a model without a sync",
+    "use loss.backward(); lockstep.average_gradients serves models that nothing synchronises, and"
+    " what a trainer's operator has registered is synchronised",
 )
 """Why a gradient was not reduced, and what to type; a way of its own may say `stale_advice`."""
 

@@ -61,6 +61,9 @@ def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
             )
         alike = difflib.get_close_matches(name, list(known), n=1)
         fix = f"did you mean {alike[0]}?" if alike else None
+        for method in (TrainingOperator.register, TrainingOperator.register_data):
+            if name in inspect.signature(method).parameters:
+                fix = f"give it to self.{method.__name__}({name}=...) in the operator's setup"
         raise WrongTypeError(f"TorchTrainer has no argument {name!r}", fix=fix)
 
 

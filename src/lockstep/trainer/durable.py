@@ -112,7 +112,8 @@ class Durability:
                 where=self._source,
                 expected=f"at most {shards} workers",
                 got=f"num_workers={spec.num_workers}",
-                fix=f"TorchTrainer(..., num_workers={shards})",
+                fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
+                " num_shards of the most workers that it will have",
             )
         return replace(spec, num_shards=shards, seed=self.found.get("seed", spec.seed))
 

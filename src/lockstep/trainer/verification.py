@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import NotAvailableError
-from lockstep.parity import NOT_SYNCHRONISED, ParityReport, ParityRow, compare
+from lockstep.parity import NO_NUMBERS, NOT_SYNCHRONISED, ParityReport, ParityRow, compare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,6 +65,9 @@ def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:
     # The replicas of one process are the workers that the user asked for.
     workers = max(len(trials), spec.options.replicas)
     inconclusive = next((trial.inconclusive for trial in trials if trial.inconclusive), "")
+    without_numbers = [row.parameter for row in rows.values() if row.explanation == NO_NUMBERS]
+    if without_numbers and not inconclusive:
+        inconclusive = f"the gradient of `{without_numbers[0]}` is NaN or infinite in one process"
     return ParityReport(list(shown), workers, list(notes), inconclusive)
 
 

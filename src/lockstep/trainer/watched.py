@@ -84,7 +84,8 @@ def _is_news(ledger: Ledger | None) -> bool:
 
 def _as_error(findings: Sequence[Finding]) -> AuditError:
     first = findings[0]
-    ranks = f"ranks {', '.join(map(str, first.rank))}" if first.rank else None
+    many = "rank" if len(first.rank) == 1 else "ranks"
+    ranks = f"{many} {', '.join(map(str, first.rank))}" if first.rank else None
     step = f"step {first.step}" if first.step is not None else None
     named = ", ".join(f"`{name}`" for name in first.parameters[:4])
     more = f" and {len(first.parameters) - 4} more" if len(first.parameters) > 4 else ""

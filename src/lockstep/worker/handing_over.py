@@ -109,7 +109,8 @@ class HandsOver(Inquiries):
                 "the state cuts every global batch into fewer shards than there are workers",
                 expected=f"at most {shards} workers",
                 got=f"num_workers={self.spec.num_workers}",
-                fix=f"TorchTrainer(..., num_workers={shards})",
+                fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
+                " num_shards of the most workers that it will have",
             )
 
     def apply_state(self, state: Mapping[str, Any]) -> None:

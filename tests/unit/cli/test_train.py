@@ -48,6 +48,10 @@ PROGRAM = textwrap.dedent('''
         def train_batch(self, batch, batch_info):
             raise LookupError("mine")
 
+    class NeedsBatchSize(Line):
+        def setup(self, config):
+            super().setup({**config, BATCH_SIZE: config[BATCH_SIZE]})
+
     not_an_operator = 3
     ''')
 
@@ -110,7 +114,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(here, capsys):
         ("straigth:Line", "there is no module straigth"),
         ("missing.py:Line", "there is no such file"),
         ("straight:Lime", "did you mean straight:Line?"),
-        ("straight:Lime", "one of Line, Wrong"),
+        ("straight:Lime", "one of Line, NeedsBatchSize, Wrong"),
         ("straight:not_an_operator", "not_an_operator is no TrainingOperator"),
         (".straight:Line", "MODULE:OPERATOR"),
     ],
@@ -147,6 +151,9 @@ def test_errors_of_the_trainer_and_of_the_user(here, capsys):
     with pytest.raises(KeyError) as caught:
         lockstep("straight:Line")
     assert "--set lr=..." in "\n".join(caught.value.__notes__)
+    with pytest.raises(KeyError) as caught:
+        lockstep("straight:NeedsBatchSize", "--set=lr=0.1")
+    assert "--batch-size 64" in "\n".join(caught.value.__notes__)
     with pytest.raises(SystemExit) as wrong:
         lockstep("straight:Line", "--epochs=1e3")
     assert wrong.value.code == 2

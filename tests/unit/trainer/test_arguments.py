@@ -186,6 +186,11 @@ def test_a_misspelt_argument_is_recognised():
         trainer(num_worker=2)
 
 
+def test_an_argument_of_register_is_told_where_it_belongs():
+    with pytest.raises(TypeError, match=r"self\.register\(ema=\.\.\.\)"):
+        trainer(ema=0.9)
+
+
 def test_what_is_no_dataset_is_refused():
     with trainer() as one:
         with pytest.raises(WrongTypeError, match="register a loader"):

@@ -72,6 +72,8 @@ def test_a_step_that_is_not_finite_is_not_taken_and_says_why(bad):
     assert "[LS115] a step would put NaN or infinity into the weights, and was not taken" in said
     batch = "in shard 2, 2 samples on rank 0 (dataset[12, 13], global batch 1 of epoch 0)"
     assert f"{batch}, the loss is" in said
+    # The gradient is all ranks': the samples tell whose they are.
+    assert caught.value.details["where"] == "step 1"
     assert ("first in the output of `0` (Linear)" in said) == (bad != 1e308)
     assert "check_finite=False" in said
 
@@ -159,6 +161,7 @@ def test_a_backward_that_is_not_finite_is_told_from_a_loss():
         run.train()
     assert "the gradient of `0.weight`" in str(caught.value)
     assert "every forward and every loss is finite: the backward is not" in str(caught.value)
+    assert "set_detect_anomaly(True)" in caught.value.details["fix"]
 
 
 class OwnEpoch(Poisoned):

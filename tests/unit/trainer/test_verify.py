@@ -159,6 +159,18 @@ def test_what_is_no_mean_over_samples_is_found(operator, explanation):
     assert {row.parameter for row in report.rows if not row.ok} == {"weight", "bias"}
 
 
+class NotANumber(Small):
+    def compute_loss(self, batch, batch_info):
+        return super().compute_loss(batch, batch_info) * torch.nan
+
+
+def test_gradients_that_are_no_numbers_are_inconclusive():
+    with four_shards(NotANumber) as run:
+        report = run.verify(num_steps=1)
+    assert report.ok is None, str(report)
+    assert "is NaN or infinite in one process" in str(report).splitlines()[0]
+
+
 def regularised(make_layer, as_function=None):
     class Regularised(Small):
         def setup(self, config):
