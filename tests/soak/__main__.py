@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="where scripts go")
     parser.add_argument("--trainer", type=float, default=None, help="share of trainer's programs")
     parser.add_argument("--ray", type=float, default=None, help="share of the time on real Ray")
+    parser.add_argument("--clearing", default=None, help="on Ray: only this way to clear gradients")
     parser.add_argument("--no-shrink", action="store_true", help="count failures only")
     parser.add_argument("--first", action="store_true", help="end with the first failure")
     parser.add_argument("--page", action="store_true", help="print the table of refusals")
@@ -35,6 +36,7 @@ def main() -> int:
         return 0
     fixed = {"sync": options.sync, "workers": options.workers}
     fixed |= {} if options.trainer is None else {"trainer": options.trainer}
+    fixed |= {} if options.clearing is None else {"clearing": options.clearing}
     is_long = options.count is None and (options.seconds is None or options.seconds >= 120)
     share = options.ray if options.ray is not None else 0.15 * is_long
     soak = Soak(fixed, options.out, shrinks=not options.no_shrink, on_ray=share)

@@ -232,7 +232,7 @@ def named(name: str, **fixed: Any) -> Spec:
     if "ray" in name:
         source = random.Random(f"disturbed {name}")
         peaceful = named(name.replace("ray", "trainer"), trainer=1.0, sync="replicate")
-        return disturbed(peaceful, source)
+        return disturbed(peaceful.but(clearing=fixed.get("clearing", peaceful.clearing)), source)
     return Drawing(random.Random(f"program {name}"), fixed).spec(zlib.crc32(name.encode()) % 10**6)
 
 

@@ -88,7 +88,7 @@ MUTANTS = {
         "worker/rollback.py",
         "self._adds_up or self._steps_to_learn > 0\n",
         "False\n",
-        ("--ray", "1"),
+        ("--ray", "1", "--processes", "0", "--clearing", "never"),
     ),
     "moved_parameters_are_not_named": Mutant(
         "sync/reducer.py",

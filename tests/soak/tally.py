@@ -109,6 +109,8 @@ class Soak:
             started = time.monotonic()
             if deadline is None or started > deadline:
                 break
+            if self.ends_with_first and self._has_failed():
+                break
             self._try(f"{seed}:ray{number}", member)
             used = time.monotonic() - started
             time.sleep(min(used * (1 / self._on_ray - 1), max(0.0, deadline - time.monotonic())))

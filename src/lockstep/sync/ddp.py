@@ -212,6 +212,7 @@ class DDPSync(WindowedSync):
         self.place = f"rank {group.rank} of {group.size}"
         self._units = Units(group.size, fixed=not self.averages)
         self._captures = Captures(self._slots)  # a step that is made again asks again
+        self._step = self._steps_taken = 0  # a rank that is new has taken none
         self._group = group
         self._is_broken = False
         self._reset()
