@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from tests.ray.operators import DefaultLoop, farthest, net, problem, sgd
+from tests.ray.surviving import digest, trainer_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer
 from lockstep.engine.travel import pickled
 from lockstep.keys import BATCH_SIZE
+from lockstep.testing import Strike
 
 
 def parametrized():
@@ -54,6 +56,31 @@ def test_two_workers_give_the_model_of_one(sync):
     features, _ = problem()
     assert torch.allclose(model.eval()(features), alone.eval()(features), rtol=1e-12)
     model.load_state_dict(alone.state_dict())
+
+
+class Orthogonal(Parametrized):
+    """The parametrization holds a buffer that lies in memory column by column."""
+
+    def setup(self, config):
+        model = net()
+        parametrizations.orthogonal(model.first)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+
+
+@pytest.mark.slow
+def test_a_spare_takes_a_buffer_over_as_it_lies():
+    arguments = {"config": {BATCH_SIZE: 12}, "num_workers": 2}
+    with trainer_of(Orthogonal, **arguments) as run:
+        run.train()
+        expected = digest(run)
+    strikes = [Strike("kill", rank=0, step=2, phase="backward")]
+    with trainer_of(Orthogonal, strikes, spare_workers=1, **arguments) as run:
+        run.train()
+        assert len(run.status()["recoveries"]) == 1
+        assert digest(run) == expected
 
 
 def test_there_and_back():

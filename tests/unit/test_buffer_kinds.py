@@ -74,6 +74,19 @@ def test_a_buffer_that_changed_gets_the_value_and_another_one_stays(make):
     assert same_bits(module.held, make(3.0))
 
 
+def test_one_in_the_place_of_a_saved_buffer_lies_in_memory_alike():
+    module = holding(torch.ones(2, 3).t())
+    (place,) = buffer_places([module])
+    parameter = torch.ones(3, 2, requires_grad=True)
+    product = parameter * module.held  # its graph saves the buffer
+    with torch.no_grad():
+        put_buffer(place, torch.full((3, 2), 2.0))
+    product.sum().backward()
+    assert torch.equal(parameter.grad, torch.ones(3, 2))
+    assert torch.equal(module.held, torch.full((3, 2), 2.0))
+    assert module.held.stride() == (1, 3)
+
+
 @ALL
 def test_a_state_is_handed_over(make):
     tensors = []

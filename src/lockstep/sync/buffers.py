@@ -263,7 +263,9 @@ def put(place: BufferPlace, value: torch.Tensor) -> None:
     if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):
         return
     if is_saved:
-        place.owner._buffers[place.key] = value.clone()
+        fresh = torch.empty_like(tensor)  # laid out alike, as ranks agree when a group forms
+        write_into(fresh, value)
+        place.owner._buffers[place.key] = fresh
     else:
         write_into(tensor, value)
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from lockstep.group import Group
 from lockstep.operator.attachment import rejoin
+from lockstep.sync import is_block, is_expanded
 from lockstep.worker import handover
 from lockstep.worker.carried import Carried
 from lockstep.worker.passes import Progress
 from lockstep.worker.sources import open_source
 
 if TYPE_CHECKING:
-    import torch
-
     from lockstep.operator import TrainingOperator
     from lockstep.operator.registered import Registered
     from lockstep.worker.process_group import Rendezvous
@@ -210,7 +211,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": _buffers(run),
+        "buffers": [(buffer, _strides(buffer)) for buffer in _buffers(run)],
         "weighed_by": worker.operator._lockstep.weighed_by,
         "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
@@ -223,8 +224,12 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     run: Registered = worker.run
     for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    for mine, theirs in zip(_buffers(run), given["buffers"], strict=True):
-        mine.data = theirs.to(mine.device)
+    for mine, (theirs, strides) in zip(_buffers(run), given["buffers"], strict=True):
+        value = theirs.to(mine.device)
+        if strides is not None:
+            # Ranks agree on layouts, and what travels is contiguous.
+            value = torch.empty_strided(value.shape, strides, **_kind(value)).copy_(value)
+        mine.data = value
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
     if given["carried"] is not None:
         worker.carried = Carried(given["carried"])
@@ -236,3 +241,11 @@ def _buffers(run: Registered) -> list[torch.Tensor]:
     """Those of a state, and those that no state holds."""
     modules = [*run.modules(), *run.averages]
     return [buffer for module in modules for buffer in module.buffers()]
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if is_block(tensor) and not is_expanded(tensor) else None
+
+
+def _kind(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "device": tensor.device}
