@@ -410,7 +410,10 @@ class Drawing:
             return []
         weights = {kind: 0.15 if kind in FEW else 1.0 for kind in BEFORE}
         weights |= dict.fromkeys(_PLACED, 0.0)
-        weights["caught_inside"] = weights["caught_inside_one"] = 0.5
+        # Interesting where gradients of an earlier step are there.
+        weights["caught_midway"] = 4.0 if number else 1.0
+        weights["caught_inside"] = 1.0
+        weights["caught_inside_one"] = 0.5
         weights["unfreeze"] = 1.0 if number else 0.0
         weights["hold"] = 2.0 if number and "forgotten_window" not in kinds else 0.0
         if any(SETUP[piece["kind"]].startswith(("handle", "seen", "def")) for piece in spec.setup):
@@ -447,11 +450,13 @@ class Drawing:
         found: Piece = {"kind": kind}
         text = {**BEFORE, **AFTER}[kind]
         if "{i}" in text:
-            found["i"] = self._source.randrange(4)
+            # Layers 1 and 2 lie in the middle: some parameters have their gradient by then.
+            found["i"] = self._source.choice((1, 2) if kind == "caught_midway" else range(4))
         if "{rank}" in text:
             found["rank"] = self._source.randrange(spec.workers)
         if "{to_none}" in text:
-            found["to_none"] = self._chance(0.5)
+            # None hides what was there before; zeros show whether anything was.
+            found["to_none"] = self._chance(0.25 if kind.startswith("caught") else 0.5)
         return found
 
 
