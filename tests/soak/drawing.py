@@ -396,11 +396,13 @@ class Drawing:
         after += [{"kind": "see_held"} for _ in held]
         if any(piece["kind"] in _READING for piece in spec.setup):
             after.append({"kind": "see_hooked"})
-        update = "step" if is_last else self._weighted({"step": 90, "none": 5, "twice": 3})
+        weights = {"step": 90, "none": 0 if is_last else 5, "twice": 1 if is_last else 4}
+        update = self._weighted(weights)
         if kind == "window_left_open":
             update = "step"
-        if self._chance(0.01):
-            update = "twice" if is_last or spec.workers == 1 else "one_rank_leaves_out"
+        # Few programs around it are fair.
+        if spec.workers > 1 and not is_last and self._chance(0.06):
+            update = "one_rank_leaves_out"
         if any(piece["kind"] == "post_step" for piece in spec.setup):
             update = "none"
         return Step(gradients, tuple(before), tuple(after), update)
@@ -413,7 +415,7 @@ class Drawing:
         # Interesting where gradients of an earlier step are there.
         weights["caught_midway"] = 4.0 if number else 1.0
         weights["caught_inside"] = 1.0
-        weights["caught_inside_one"] = 0.5
+        weights["caught_inside_one"] = weights["extra_backward"] = 0.5
         weights["unfreeze"] = 1.0 if number else 0.0
         weights["hold"] = 2.0 if number and "forgotten_window" not in kinds else 0.0
         if any(SETUP[piece["kind"]].startswith(("handle", "seen", "def")) for piece in spec.setup):
