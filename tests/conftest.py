@@ -7,11 +7,13 @@ fail, at another time, for a reason that nobody finds. Here the test that did it
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
+
+
+@contextmanager
+def _locked(place: Path, how: int) -> Iterator[None]:
+    """Lock a file or folder that is there anyway, so that no lock file is left behind."""
+    opened = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, how)
+        yield
+    finally:
+        # Closing alone would leave the lock with a process that the test has forked.
+        fcntl.flock(opened, fcntl.LOCK_UN)
+        os.close(opened)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that is marked `alone` runs while the other pytest processes run none.
+
+    Bounds on seconds mean nothing on a machine that a neighbour keeps busy. Around the protocol,
+    and not in a fixture, because a test's timeout does not count the wait.
+    """
+    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    here = Path(__file__)
+    with ExitStack() as turn:
+        # The folder is the gate: a test that waits for the others to end lets none begin.
+        with _locked(here.parent, fcntl.LOCK_EX):
+            turn.enter_context(_locked(here, how))
+        return (yield)
 
 
 @dataclass(frozen=True)

@@ -77,3 +77,42 @@ def test_each_kind_of_leak_is_blamed_on_the_test_that_left_it(tmp_path: Path) ->
     assert blamed.keys() == CAUGHT.keys(), done.stdout
     for test, words in CAUGHT.items():
         assert words in done.stdout, test
+
+
+TESTS_OF_TWO_PROCESSES = """
+import os, pathlib, time
+import pytest
+
+def spend():
+    began = time.monotonic()
+    time.sleep(0.2)
+    return f"{began} {time.monotonic()}"
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", range(3))
+def test_alone(number):
+    pathlib.Path(f"alone{number}").write_text(spend())
+
+@pytest.mark.parametrize("number", range(12))
+def test_other(number):
+    pathlib.Path(f"other{number}").write_text(spend())
+"""
+
+
+def test_nothing_runs_beside_a_test_that_is_marked_alone(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone\n    slow\n")
+    (tmp_path / "test_turns.py").write_text(TESTS_OF_TWO_PROCESSES)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+
+    def spans(kind: str) -> list[tuple[float, float]]:
+        read = [file.read_text().split() for file in sorted(tmp_path.glob(f"{kind}*"))]
+        return [(float(began), float(ended)) for began, ended in read]
+
+    alone, others = spans("alone"), spans("other")
+    assert (len(alone), len(others)) == (3, 12)
+    pairs = [(a, b) for a in alone for b in alone + others if a != b]
+    assert [(a, b) for a, b in pairs if a[0] < b[1] and b[0] < a[1]] == []
+    # The neighbours of the others do run beside them, or the marker would show nothing.
+    assert any(a[0] < b[1] and b[0] < a[1] for a in others for b in others if a != b)

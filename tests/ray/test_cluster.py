@@ -179,30 +179,25 @@ def test_other_peoples_ray_is_as_it_was_after_an_example(tmp_path):
 
 
 THROUGH_A_CLIENT = """
-import socket, subprocess, sys
+import socket, subprocess, sys, ray
 from ray.cluster_utils import Cluster
+from ray.util.client.server.server import init_and_serve, shutdown_with_server
 with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
-head = {"num_cpus": 1, "include_dashboard": False, "ray_client_server_port": port}
+head = {"num_cpus": 1, "include_dashboard": False}
 cluster = Cluster(initialize_head=True, head_node_args=head)
+# The head's own server starts one more for each client, which a busy machine starts too late.
+server = init_and_serve("127.0.0.1", port, address=cluster.address)
 program = f"address = 'ray://127.0.0.1:{port}'" + '''
-import os, pathlib, ray
+import ray
 from lockstep.engine.cluster import connect
-for _ in range(3):
-    try:
-        ray.init(address)
-        break
-    except (ConnectionError, RuntimeError) as error:
-        # What Ray starts for this client alone can end as it starts, on a busy machine.
-        print(error)
-        for log in pathlib.Path(os.environ["RAY_TMPDIR"]).rglob("ray_client_server*"):
-            print(log.name, log.read_text())
-        ray.shutdown()
+ray.init(address)
 connect()
 '''
 try:
     sys.exit(subprocess.run([sys.executable, "-c", program]).returncode)
 finally:
+    shutdown_with_server(server.grpc_server)
     cluster.shutdown()
 """
 

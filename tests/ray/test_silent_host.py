@@ -14,6 +14,7 @@ HANG_S = 3.0
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not are_possible(), reason="no network namespaces of one's own here"),
 ]
