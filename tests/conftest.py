@@ -75,31 +75,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @contextmanager
-def _locked(place: Path, how: int) -> Iterator[None]:
-    """Lock a file or folder that is there anyway, so that no lock file is left behind."""
-    opened = os.open(place, os.O_RDONLY)
-    try:
+def _locked(file: Path, how: int) -> Iterator[None]:
+    with file.open("a") as opened:
         fcntl.flock(opened, how)
-        yield
-    finally:
-        # Closing alone would leave the lock with a process that the test has forked.
-        fcntl.flock(opened, fcntl.LOCK_UN)
-        os.close(opened)
+        try:
+            yield
+        finally:
+            # Closing alone would leave the lock with a process that the test has forked.
+            fcntl.flock(opened, fcntl.LOCK_UN)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that is marked `alone` runs while the other pytest processes run none.
+    """A test that is marked `alone` runs while xdist's other processes run none.
 
-    Bounds on seconds mean nothing on a machine that a neighbour keeps busy. Around the protocol,
-    and not in a fixture, because a test's timeout does not count the wait.
+    Bounds on seconds mean nothing on a machine that a neighbour keeps busy. The turn is taken
+    around the protocol, and not in a fixture, because pytest-timeout counts fixtures.
     """
+    if not hasattr(item.config, "workerinput"):
+        return (yield)  # no other process runs tests of this run
+    # xdist gives each process a folder in the one of the run, which pytest clears away.
+    shared = Path(item.config.option.basetemp).parent
     how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    here = Path(__file__)
     with ExitStack() as turn:
-        # The folder is the gate: a test that waits for the others to end lets none begin.
-        with _locked(here.parent, fcntl.LOCK_EX):
-            turn.enter_context(_locked(here, how))
+        # A test that waits at the lock keeps the gate, so that no other test overtakes it.
+        with _locked(shared / "gate", fcntl.LOCK_EX):
+            turn.enter_context(_locked(shared / "lock", how))
         return (yield)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leak police catches what it says it catches, and lets a tidy test pass."""
+"""What tests/conftest.py does for every test: it catches leaks, and gives turns."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_each_kind_of_leak_is_blamed_on_the_test_that_left_it(tmp_path: Path) ->
 
 
 TESTS_OF_TWO_PROCESSES = """
-import os, pathlib, time
+import pathlib, time
 import pytest
 
 def spend():
@@ -114,5 +114,5 @@ def test_nothing_runs_beside_a_test_that_is_marked_alone(tmp_path: Path) -> None
     assert (len(alone), len(others)) == (3, 12)
     pairs = [(a, b) for a in alone for b in alone + others if a != b]
     assert [(a, b) for a, b in pairs if a[0] < b[1] and b[0] < a[1]] == []
-    # The neighbours of the others do run beside them, or the marker would show nothing.
+    # Unmarked tests do run side by side, or the line above would show nothing.
     assert any(a[0] < b[1] and b[0] < a[1] for a in others for b in others if a != b)

@@ -400,7 +400,7 @@ class Drawing:
         update = self._weighted(weights)
         if kind == "window_left_open":
             update = "step"
-        # Few programs around it are fair.
+        # Drawn often, because `is_fair` drops most programs in which a rank leaves a step out.
         if spec.workers > 1 and not is_last and self._chance(0.06):
             update = "one_rank_leaves_out"
         if any(piece["kind"] == "post_step" for piece in spec.setup):
@@ -412,7 +412,7 @@ class Drawing:
             return []
         weights = {kind: 0.15 if kind in FEW else 1.0 for kind in BEFORE}
         weights |= dict.fromkeys(_PLACED, 0.0)
-        # Interesting where gradients of an earlier step are there.
+        # A broken backward must keep the gradients of an earlier step: break it where there are.
         weights["caught_midway"] = 4.0 if number else 1.0
         weights["caught_inside"] = 1.0
         weights["caught_inside_one"] = weights["extra_backward"] = 0.5
@@ -457,7 +457,7 @@ class Drawing:
         if "{rank}" in text:
             found["rank"] = self._source.randrange(spec.workers)
         if "{to_none}" in text:
-            # None hides what was there before; zeros show whether anything was.
+            # Zeros show whether a parameter had a gradient before; None does not.
             found["to_none"] = self._chance(0.25 if kind.startswith("caught") else 0.5)
         return found
 
