@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import signal
 import threading
 import time
@@ -36,6 +37,11 @@ _SET_BY_THE_RUNNER = frozenset(
 
 # Ray's workers would give way to whatever else runs, as another test's ranks do, and starve.
 os.environ.update({"RAY_worker_niceness": "0"})
+
+# A plain `ray.init()` leaves a token in the home directory where none is given. From then on every
+# other Ray of this account asks for it. The clusters of a test run have one that ends with them.
+if not any(name.startswith("RAY_AUTH") for name in os.environ):
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 # A shell's background job ignores Ctrl-C, and so would each program that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

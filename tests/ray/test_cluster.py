@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,23 @@ def test_a_ray_of_its_own_leaves_no_token_in_the_home_directory(tmp_path):
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.stdout.splitlines() == ["a task ran", "and another", "[]"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_ray_of_the_tests_leaves_no_token_in_the_home_directory(tmp_path):
+    """A plain `ray.init()`, as in tests/ray/conftest.py, would."""
+    folder = tempfile.mkdtemp(prefix="ls")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = kept | {"RAY_TMPDIR": folder, "HOME": str(tmp_path)}
+    one = f"{Path(__file__).with_name('test_tune.py')}::test_what_a_trial_asks_for"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", one]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 0, done.stdout
+    assert not (tmp_path / ".ray").exists()
 
 
 CHANGES_NOTHING = """

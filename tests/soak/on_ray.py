@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ def _start() -> None:
 
     if ray.is_initialized():
         return
-    os.environ.update({"RAY_worker_niceness": "0"})  # as in tests/conftest.py
+    os.environ.update({"RAY_worker_niceness": "0"})  # this and the token as in tests/conftest.py
+    if not any(name.startswith("RAY_AUTH") for name in os.environ):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray.init(num_cpus=8, logging_level=logging.ERROR, include_dashboard=False, log_to_driver=False)
     lockstep.prestart(num_workers=2, keep=True)
