@@ -153,7 +153,7 @@ def test_a_fork_that_goes_through_the_end_of_the_script_does_not_report(tmp_path
 
 
 def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
-    # One write a rank: `print` is two where Python's output is unbuffered, and ranks share the pipe.
+    # One write a rank: an unbuffered `print` is two, and ranks share the pipe.
     (tmp_path / "waits.py").write_text("import os\nos.write(1, b'here\\n')\ninput()")
     command = [sys.executable, "-m", "lockstep.cli", "audit", tmp_path / "waits.py"]
     pipe = subprocess.PIPE

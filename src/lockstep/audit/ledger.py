@@ -20,7 +20,7 @@ from lockstep.audit.finding import Place
 from lockstep.audit.prints import Fingerprint
 
 FIRST_STEPS: Final = 64
-"""This many steps are kept whole in `full` mode, then four of the next as many, and four each time
+"""This many steps are kept whole in `full` mode, then two of the next as many, and two each time
 that a run has doubled; `benchmarks/audit.py` measures what they cost."""
 
 FIRST_STEPS_WATCH: Final = 8
@@ -43,7 +43,7 @@ def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:
         return True
     doublings: int = (step // first).bit_length()
     if rarest is None:
-        return step % max(1, (first << doublings) // 8) == 0
+        return step % max(1, (first << doublings) // 4) == 0
     # Twice as fast: a run that is watched to its end pays for each of them.
     return step % min(1 << 2 * doublings, rarest) == 0
 

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
-
 SMALL: Final = 1 << 15
 """Elements; a larger tensor is not worth its copy."""
-MOST_BYTES: Final = 4 << 20
-"""Of one buffer; its sums need as much again, twice."""
+MOST_BYTES: Final = 1 << 20
+"""Of one buffer, which a processor's cache holds; its sums need as much again."""
 _FEW: Final = 4
 _LANE: Final = 8
 
@@ -48,11 +47,9 @@ class Packed:
         """For each, the sum of its bits as 64-bit numbers, which overflow; shape (P,)."""
         lanes = self.buffer.view(torch.int64)
         per_lane = _LANE // self.buffer.element_size()
-        sums = torch.cat([lanes.new_zeros(1), lanes.cumsum(0)])
-        edges = [start // per_lane for start in self.starts] + [len(lanes)]
-        at_edges = sums[torch.tensor(edges, device=sums.device)]
-        result: np.ndarray[Any, Any] = (at_edges[1:] - at_edges[:-1]).cpu().numpy()
-        return result
+        ends = [start // per_lane - 1 for start in self.starts[1:]] + [len(lanes) - 1]
+        up_to_ends = lanes.cumsum(0)[torch.tensor(ends, device=lanes.device)]
+        return np.diff(up_to_ends.cpu().numpy(), prepend=0)
 
     def elements(self, places: Sequence[int]) -> np.ndarray[Any, Any]:
         """Those at `places` of the buffer, as float64."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._functorch import maybe_current_level
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lockstep.audit.fingerprint import random_states, take
 from lockstep.audit.probe.arguments import arguments_of
@@ -40,9 +40,9 @@ _LINES_PER_WINDOW = 8
 
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
-    probe.patches.wrap(DistributedDataParallel, "__init__", functools.partial(_constructor, probe))
+    probe.patches.wrap(DDP, "__init__", functools.partial(_constructor, probe))
     register = functools.partial(_registrar, probe)
-    probe.patches.wrap(DistributedDataParallel, "register_comm_hook", register)
+    probe.patches.wrap(DDP, "register_comm_hook", register)
     hook = _ForwardHook(probe)
     if probe.mode == "watch":
         probe.forward_hook = hook
@@ -114,7 +114,11 @@ def _registrar(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
 
 def _module_hook(probe: Probe) -> Callable[..., None]:
     def before_forward(module: torch.nn.Module, args: Any) -> None:
-        if is_recorded() or not probe.is_on:
+        if torch.compiler.is_compiling() or not probe.is_on:
+            return
+        if not probe.detailed and module.training and not isinstance(module, DDP):
+            return  # most of a run's calls: nothing of them is of interest
+        if is_recorded():
             return
         if probe.detailed and maybe_current_level() is None:
             # Inside a transform of torch.func tensors have no numbers to read.
@@ -136,13 +140,13 @@ def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
 
 
 def _note_forward(probe: Probe, module: torch.nn.Module, args: Any) -> None:
-    if isinstance(module, DistributedDataParallel):
+    if isinstance(module, DDP):
         _arm(probe, module)
         if probe.detailed:
             probe.harmlessly(_note_inputs, probe, args)
     elif probe.detailed and is_root(module):
         probe.harmlessly(_note_inputs, probe, args)
-    elif DistributedDataParallel._active_ddp_module is None and probe.detailed:
+    elif DDP._active_ddp_module is None and probe.detailed:
         known = probe.owned.get(id(module))
         if known is not None and known() is module:
             _note_bypass(probe)
