@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LEAKING_TESTS = """
 import os, threading
 import torch
@@ -99,6 +101,7 @@ def test_other(number):
 """
 
 
+@pytest.mark.slow
 def test_nothing_runs_beside_a_test_that_is_marked_alone(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone\n    slow\n")

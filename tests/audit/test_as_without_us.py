@@ -103,6 +103,7 @@ def test_a_module_with_a_syntax_error_is_shown_once(package, monkeypatch, capsys
     assert capsys.readouterr().err.count("SyntaxError") == 1
 
 
+@pytest.mark.slow
 def test_steps_of_a_thread_that_python_waits_for_are_seen(tmp_path):
     script = tmp_path / "threaded.py"
     later = "def later():\n    threading.main_thread().join()\n    train()\n"
@@ -143,6 +144,7 @@ def test_what_a_script_leaves_running_runs_on_only_if_the_script_ended_well(
     assert ended != runs_on
 
 
+@pytest.mark.slow
 def test_a_fork_that_goes_through_the_end_of_the_script_does_not_report(tmp_path):
     script = tmp_path / "forks.py"
     script.write_text(f"import os\nimport torch\n{STEPS}\ntrain()\nif os.fork():\n    os.wait()")

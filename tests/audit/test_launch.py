@@ -79,6 +79,7 @@ def test_the_script_is_what_it_is_without_us(tmp_path):
     assert codes(report) == set()
 
 
+@pytest.mark.slow
 def test_what_the_script_asks_of_python_and_torch_is_as_without_us(tmp_path):
     for name in ("types.py", "lockstep.py"):
         (tmp_path / name).write_text("raise ImportError('not the module that was meant')")

@@ -116,6 +116,7 @@ class Workers:
         return "run" in vars(multiprocessing.process.current_process())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_workers_of_data_loaders_stay_as_they_are(tmp_path, monkeypatch, method):
     for owner, name in [

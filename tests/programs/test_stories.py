@@ -49,9 +49,6 @@ FACTS = {
 }
 """What the prose of each page rests on: a refreshed page that lost it needs other prose."""
 
-QUICK = {"all_gather"}
-"""The others start Ray."""
-
 
 def _refresh(*arguments):
     return subprocess.run(
@@ -82,14 +79,9 @@ def test_the_prose_rests_on_what_is_shown(page):
     assert [fact for fact in FACTS[page.stem] if fact not in shown] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page.stem in QUICK else [pytest.mark.slow], id=page.stem)
-        for page in PAGES
-    ],
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_programs_print_what_the_pages_show(page):
     done = _refresh(page)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -231,7 +231,7 @@ def test_a_second_differentiation(function):
     refused_everywhere(2, body, WrongUseError, "differentiated once")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_rank_that_leaves_its_backward_out_is_named(function, size):
     """By the time-out of the group, which the others' backward is bounded by."""

@@ -131,6 +131,7 @@ def averaged(operator_cls, strikes=(), **arguments):
         return digest(run.get_averaged_model()), digest(run.get_model()), recoveries
 
 
+@pytest.mark.slow
 def test_rank_0_dies_and_the_averages_go_on_with_the_same_bits():
     arguments = {"num_shards": 4, "reproducible": True}
     strikes = [Strike("kill", rank=0, step=5, phase="applied")]

@@ -70,6 +70,7 @@ def test_a_way_around_the_wrapper_ends_every_worker():
         run.train(num_steps=1)
 
 
+@pytest.mark.slow
 def test_a_model_handed_over_holds_the_trained_weights_with_rank_0_here():
     model = net()
     loader = DataLoader(TensorDataset(*problem()), GLOBAL_BATCH // 2)

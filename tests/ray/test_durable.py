@@ -110,6 +110,7 @@ class Fails(Classifier):
         return super().compute_loss(batch, batch_info)
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_made_before_a_failure_is_written(tmp_path):
     arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 5, **BY_BATCH}
     with pytest.raises(ZeroDivisionError), trainer_of(Fails, **arguments) as trainer:

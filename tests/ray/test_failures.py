@@ -91,6 +91,7 @@ def test_a_users_exception_arrives_as_itself_with_rank_and_traceback():
     assert not any(map(_alive, pids))  # and nobody is left in the middle of the step
 
 
+@pytest.mark.slow
 def test_an_exception_that_cannot_travel_is_shown():
     with (
         start(Misbehaving, num_workers=2, what=raise_unpicklable) as trainer,
@@ -101,6 +102,7 @@ def test_an_exception_that_cannot_travel_is_shown():
     assert "raise_unpicklable" in "\n".join(caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_a_death_that_may_not_be_recovered_from_is_named():
     trainer = start(Misbehaving, what=exit_process)
     pids = trainer.apply_all_workers(os.getpid)
@@ -126,6 +128,7 @@ def test_an_exception_in_setup_arrives_and_frees_the_others():
     assert "rank 1" in "\n".join(caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_an_exception_of_an_applied_function_leaves_the_trainer_usable():
     with start(num_workers=2) as trainer:
         with pytest.raises(OwnError):

@@ -75,6 +75,7 @@ def part_of_first_layer(operator):
     return momentum.to_local().numel()
 
 
+@pytest.mark.slow
 def test_the_weights_of_one_process_and_a_directory_that_goes_on_anywhere(tmp_path):
     # 37 samples in batches of 12: the last batch of an epoch has one sample, for rank 0.
     with trainer(num_workers=3, sync="fsdp") as run:

@@ -43,7 +43,7 @@ def rest_of(trainer):
         ("replicate", "applied"),
         ("ddp", "backward"),
         pytest.param("parameter_server", "forward", marks=pytest.mark.slow),
-        ("parameter_server", "backward"),
+        pytest.param("parameter_server", "backward", marks=pytest.mark.slow),
     ],
 )
 def test_the_run_ends_with_the_bits_of_one_that_nobody_left(sync, phase):

@@ -50,6 +50,7 @@ def test_a_rank_that_fails_before_it_came_frees_the_local_one(hook, expected):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_two_trainers_with_a_local_rank_each():
     with start() as one, start() as other:
         one.train(num_steps=STEPS)
@@ -81,6 +82,7 @@ def form_a_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+@pytest.mark.slow
 def test_a_default_group_that_a_hook_formed_is_refused():
     with pytest.raises(WrongUseError, match="default process group already"):
         TorchTrainer(

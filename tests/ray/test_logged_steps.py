@@ -98,6 +98,7 @@ def test_steps_are_told_of_while_the_call_runs(tmp_path):
     assert [metrics["num_samples"] for _, metrics in steps.told] == [12, 12, 12, 1]
 
 
+@pytest.mark.slow
 def test_a_death_changes_no_step_and_doubles_none():
     strikes = [Strike("kill", rank=1, step=5, phase="backward")]
     arguments = {"num_shards": 4, "reproducible": True}

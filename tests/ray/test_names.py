@@ -22,6 +22,7 @@ def start(**arguments):
     )
 
 
+@pytest.mark.slow
 def test_workers_that_serve_one_trainer_after_the_other_are_named_so():
     with start():
         first = names()

@@ -48,6 +48,7 @@ def test_plain_backward_and_custom_method_in_an_own_train_batch(num_workers):
     assert result["num_samples"] == 3 * 37 + 36
 
 
+@pytest.mark.slow
 def test_more_shards_than_workers():
     with TorchTrainer(
         training_operator_cls=DefaultLoop, num_workers=2, num_shards=5, config=CONFIG

@@ -41,6 +41,7 @@ def server_of(trainer):
     return trainer._engine._engine._server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_default_loop_saved_and_loaded(num_workers, tmp_path):
     with start(num_workers=num_workers, num_shards=4) as trainer:
@@ -66,6 +67,7 @@ def test_a_loop_of_ones_own_with_rank_0_here():
     assert farthest(by_method, one_process("another_way")) < 1e-12
 
 
+@pytest.mark.slow
 def test_objects_handed_in_hold_the_trained_weights():
     model = net()
     optimizer = sgd(model)
@@ -99,6 +101,7 @@ class EndsTheServer(DefaultLoop):
         return super().compute_loss(batch, batch_info)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_a_step_is_named():
     trainer = start(EndsTheServer)
     pids = [*trainer.apply_all_workers(os.getpid), server_of(trainer).pid]

@@ -33,6 +33,7 @@ SERVED = {"sync": "parameter_server"}
 PARTS = (4, 4, 4, 4, 4, 4)
 
 
+@pytest.mark.slow
 def test_a_worker_dies_between_two_optimizers_and_the_other_goes_on_alone():
     """Rank 0, whose gradients the server took; it has made a step that nobody has counted."""
     strike = Strike("kill", rank=0, step=5, phase="applied")

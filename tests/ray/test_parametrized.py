@@ -41,14 +41,8 @@ def trained(**arguments):
         return run.get_model()
 
 
-@pytest.mark.parametrize(
-    "sync",
-    [
-        "replicate",
-        *(pytest.param(sync, marks=pytest.mark.slow) for sync in ("ddp", "fsdp")),
-        pytest.param("parameter_server", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["replicate", "ddp", "fsdp", "parameter_server"])
 def test_two_workers_give_the_model_of_one(sync):
     model, alone = trained(num_workers=2, sync=sync), trained(num_shards=2)
     assert farthest(model, alone) < 1e-12

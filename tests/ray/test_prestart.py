@@ -22,6 +22,7 @@ def start(num_workers):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_a_trainer_takes_over_the_workers_that_wait_for_it():
     (waiting,) = crew._waiting
@@ -38,6 +39,7 @@ def _actor_id():
     return ray.get_runtime_context().get_actor_id()
 
 
+@pytest.mark.slow
 def test_workers_that_are_kept_serve_one_trainer_after_the_other():
     processes = []
     for _ in range(2):

@@ -44,6 +44,7 @@ def start(operator, sync="replicate", **config):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operator", "named"),
     [(OwnRate, "'lr': '2'"), (LoadsLate, "second.bias"), (OwnSchedule, "'step_size': '2'")],

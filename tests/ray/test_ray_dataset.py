@@ -161,6 +161,7 @@ def test_a_pass_that_was_left_is_read_anew(tmp_path):
     assert sorted(chain.from_iterable(steps)) == list(range(ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_after_an_exception_the_rows_are_read_anew(num_workers):
     """No worker but the one that raised knows which rows it had; no step is lost with them."""

@@ -198,6 +198,7 @@ def test_A1_the_users_sampler_decides():
         assert seen(two) == [9] * 6
 
 
+@pytest.mark.slow
 def test_B8_fewer_samples_than_workers_in_a_global_batch():
     config = {BATCH_SIZE: 2}
     with start(config=config) as three:
@@ -246,6 +247,7 @@ def test_C20_the_port_is_bound_before_anybody_hears_of_it():
         store.close()
 
 
+@pytest.mark.slow
 def test_E30_a_regression_has_no_accuracy_and_the_loss_of_one_process():
     class Column(TrainingOperator):
         def setup(self, config):

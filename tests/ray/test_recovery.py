@@ -238,6 +238,7 @@ def test_deaths_in_one_validation_after_the_other_accuse_no_samples(tmp_path):
         assert len(trainer.status()["recoveries"]) == 3
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_may_take_as_long_as_it_takes():
     """A rank that is slow in it makes no step, and keeps nobody waiting who should not wait."""
     with trainer_of(Classifier, hang_timeout_s=0.3) as trainer:
@@ -266,6 +267,7 @@ def test_bits_that_are_lost_stay_lost():
     assert [each["same_bits"] for each in recoveries] == [False, False]
 
 
+@pytest.mark.slow
 def test_nobody_left():
     strikes = [Strike("kill", rank=rank, step=2, phase="forward") for rank in range(2)]
     with (

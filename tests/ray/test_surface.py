@@ -46,6 +46,7 @@ def criterion_scale(one):
     return one.apply_all_operators(lambda operator: operator.criterion.scale.detach())
 
 
+@pytest.mark.slow
 def test_a_saved_run_goes_on_with_any_number_of_workers(undisturbed, tmp_path):
     (train, validation), model, state = undisturbed
     arguments = {"scheduler_step_freq": "epoch"}

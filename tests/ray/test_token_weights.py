@@ -40,6 +40,7 @@ class OnOneRank(Tokens):
         return loss.nan_to_num(), metrics if self.world_rank else {}
 
 
+@pytest.mark.slow
 def test_ranks_that_weigh_by_different_things_are_refused():
     with (
         TorchTrainer(training_operator_cls=OnOneRank, num_workers=2, config=CONFIG) as trainer,

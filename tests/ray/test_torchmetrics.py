@@ -35,6 +35,7 @@ class OwnBatches(Classifier):
         return {"counted": int(self.seen.tp.sum() + self.seen.fn.sum())}
 
 
+@pytest.mark.slow
 def test_two_workers_count_as_one_process_does():
     with TorchTrainer(
         training_operator_cls=OwnBatches, num_workers=2, config={BATCH_SIZE: 12}

@@ -133,6 +133,7 @@ def placement_group():
     return ray.get_runtime_context().get_placement_group_id()
 
 
+@pytest.mark.slow
 def test_one_worker_is_the_trial_itself(tmp_path):
     trainable = TorchTrainer.as_trainable(**ARGUMENTS, override_tune_step=described)
     at_end = tune.CheckpointConfig(checkpoint_at_end=True)

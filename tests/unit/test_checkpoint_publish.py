@@ -100,6 +100,7 @@ def test_a_killed_writer_leaves_the_old_file(old: Path) -> None:
     assert checkpoint.read(old) == {"step": 3}
 
 
+@pytest.mark.slow
 def test_a_killed_writer_at_any_moment_leaves_a_whole_file(old: Path) -> None:
     # In its own process, since this one has threads, and a fork with threads is no clean start.
     with python(KILLED_AT_ANY_MOMENT, str(old)) as writers:

@@ -157,10 +157,11 @@ print("all of it")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(_PROGRAM, id="optimizers", marks=pytest.mark.slow),
+        pytest.param(_PROGRAM, id="optimizers"),
         pytest.param(_DETERMINISTIC, id="determinism"),
     ],
 )

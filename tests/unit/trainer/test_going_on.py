@@ -123,6 +123,7 @@ def test_a_call_of_an_epoch_of_ones_own_is_taken_back_as_a_whole(action, phase):
         assert finished(run) == (batches, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
 def test_an_accumulation_window_is_begun_again(step):
     """Two calls, so that the second may begin in the middle of a window."""
@@ -167,6 +168,7 @@ def test_save_and_get_model_give_the_last_committed_step(tmp_path):
         assert same(weights(another.get_model()), by_hand(4))
 
 
+@pytest.mark.slow
 def test_several_replicas_in_one_process_go_back_too():
     expected = undisturbed(Classifier, sync="data_parallel")[1]
     strike = Strike("raise", 0, 4, "backward")
@@ -177,6 +179,7 @@ def test_several_replicas_in_one_process_go_back_too():
         assert finished(run)[1] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["wrap_ddp", "add_dist_sampler"])
 def test_one_worker_goes_back_also_where_several_could_not(argument):
     arguments = {argument: False}

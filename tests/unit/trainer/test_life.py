@@ -308,6 +308,7 @@ def test_the_bar_shows_total_loss_and_speed_in_a_terminal():
     assert re.search(r"samples/s=\d", text), text
 
 
+@pytest.mark.slow
 def test_no_bar_where_nobody_looks():
     with _draw(subprocess.PIPE) as process:
         assert process.stderr.read() == b""

@@ -211,6 +211,7 @@ print("ray" in sys.modules, "torch.distributed" in sys.modules and
 """
 
 
+@pytest.mark.slow
 def test_one_worker_needs_neither_ray_nor_a_process_group():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
