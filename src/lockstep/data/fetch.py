@@ -24,8 +24,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.data.structure import concatenate
-from lockstep.data.whole_tensors import rows_at_once
+from lockstep.data.batch_structure import concatenate
+from lockstep.data.tensor_dataset import rows_at_once
 from lockstep.randomness import derive_seed, preserved, seed_all
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lockstep.data.batch_size import share_bounds
-from lockstep.data.sharded import Part, Step
-from lockstep.data.structure import leading_length
+from lockstep.data.batch_structure import leading_length
+from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import ConfigurationError, NotShardableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from lockstep.data.placement import Placement
+    from lockstep.data.shard_placement import ShardPlacement
     from lockstep.group import Group
 
 
@@ -74,7 +74,7 @@ class RayShare:
         self,
         rows: TorchBatches,
         batches: RayBatches,
-        placement: Placement,
+        placement: ShardPlacement,
         group: Group,
         *,
         joint: bool,
@@ -120,9 +120,9 @@ class RayShare:
                 return
             if mine:
                 self._borrowed = (batch,) if self.joint else ()
-                parts = [Part(batch, mine, shards)]
+                parts = [LoadedPart(batch, mine, shards)]
             else:
-                parts = [Part(each, 0, shards) for each in self._borrowed]
+                parts = [LoadedPart(each, 0, shards) for each in self._borrowed]
             if self.joint and -1 in counts:
                 raise _nothing_to_borrow(counts)
             yield Step(index, parts, sum(max(count, 0) for count in counts))
@@ -157,7 +157,7 @@ class RayShare:
         return [int(count) for count in torch.cat(gathered).tolist()]
 
 
-def _own_rows(batch_size: int, placement: Placement) -> int:
+def _own_rows(batch_size: int, placement: ShardPlacement) -> int:
     bounds = [share_bounds(batch_size, placement.num_shards, shard) for shard in placement.shards]
     rows = sum(stop - start for start, stop in bounds)
     if rows < 1:

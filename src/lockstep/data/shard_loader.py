@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lockstep.data.placement import Placement
-from lockstep.data.sharded import ShardedLoader
-from lockstep.data.structure import rows_of
+from lockstep.data.batch_structure import rows_of
+from lockstep.data.shard_placement import ShardPlacement
+from lockstep.data.sharded_loader import ShardedLoader
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class RankLoader:
 
     def __init__(self, loader: Any, *, rank: int, size: int, seed: int) -> None:
         self.loader = loader
-        self._placement = Placement(size, range(rank, rank + 1), seed)
+        self._placement = ShardPlacement(size, range(rank, rank + 1), seed)
         self._sharded = self._share(None)
         self._epoch = 0  # of the position below: the epoch being read, or read next
         self._step = 0
@@ -139,7 +139,7 @@ class RankLoader:
                 got=f"keys {sorted(state)}, version {state.get('version')}",
             )
         size, shards = self._placement.num_shards, self._placement.shards
-        self._placement = Placement(size, shards, int(state["seed"]))
+        self._placement = ShardPlacement(size, shards, int(state["seed"]))
         self._sharded.close()
         self._sharded = self._share(state["global_batch_size"])
         self._move_to(int(state["epoch"]), int(state["step"]), int(state["offset"]))

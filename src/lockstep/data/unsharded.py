@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from lockstep.data.batch_structure import leading_length
 from lockstep.data.isolation import Isolation, held_generators
 from lockstep.data.layout import announce_epoch, check_reiterable, known_length
-from lockstep.data.sharded import Part, Step
-from lockstep.data.structure import leading_length
+from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from lockstep.data.placement import Placement
+    from lockstep.data.shard_placement import ShardPlacement
 
 
 class Unsharded:
@@ -41,7 +41,7 @@ class Unsharded:
         WrongTypeError: `loader` is no loader.
     """
 
-    def __init__(self, loader: Any, placement: Placement) -> None:
+    def __init__(self, loader: Any, placement: ShardPlacement) -> None:
         if not isinstance(loader, DataLoader):
             check_reiterable(loader, allow_shared_out=True)
         self.placement = placement
@@ -74,10 +74,10 @@ class Unsharded:
         for batch in islice(self._read(epoch), num_steps):
             last = (batch,)
             if step >= start_step:
-                yield Step(step, [Part(batch, leading_length(batch), self._shards)], None)
+                yield Step(step, [LoadedPart(batch, leading_length(batch), self._shards)], None)
             step += 1
         for index in range(max(step, start_step), num_steps or 0):
-            yield Step(index, [Part(last[0], 0, self._shards)] if last else [], None)
+            yield Step(index, [LoadedPart(last[0], 0, self._shards)] if last else [], None)
 
     def close(self) -> None:
         """Nothing to end: the loader, and its worker processes, are the user's."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data.structure import leading_length
+from lockstep.data.batch_structure import leading_length
 from lockstep.errors import (
     ConfigurationError,
     NonFiniteError,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.structure import map_children
+from lockstep.data.batch_structure import map_children
 from lockstep.randomness import seed_all
 
 

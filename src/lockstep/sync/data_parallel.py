@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
-from lockstep.data.structure import concatenate, map_leaves
+from lockstep.data.batch_structure import concatenate, map_leaves
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
 from lockstep.sync.buffers import fits, same_bits
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.data.structure import leading_length, rows_of
+from lockstep.data.batch_structure import leading_length, rows_of
 from lockstep.errors import ConfigurationError, ParityError
 from lockstep.group import Group
 from lockstep.parity import compare

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.rows import rows
+from lockstep.data.output_rows import rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -181,7 +181,7 @@ class Deliveries:
         part.seed_randomness()
         return part.batch
 
-    def _with_seed(self, step: Step, part: data.Part) -> Part:
+    def _with_seed(self, step: Step, part: data.LoadedPart) -> Part:
         shard = part.shards[0] if part.shards else -1
         run = self._stage.setting.placement.seed
         seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)

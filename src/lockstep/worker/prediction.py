@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data import ShardedLoader
-from lockstep.data.structure import map_leaves
+from lockstep.data.batch_structure import map_leaves
 from lockstep.operator.joint import computing
 from lockstep.operator.staging import Part, ShardedBatch
 from lockstep.randomness import derive_seed, preserved

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.data import Placement, RayBatches
+    from lockstep.data import RayBatches, ShardPlacement
     from lockstep.operator import TrainingOperator
     from lockstep.worker.carried import Carried
     from lockstep.worker.passes import Progress
@@ -353,7 +353,7 @@ class Worker(HandsOver):
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
 
-    def placement_for(self, before: Placement) -> Placement:
+    def placement_for(self, before: ShardPlacement) -> ShardPlacement:
         """The shards that this rank carries now."""
         return self._placement(before.num_shards, before.seed, self.rank)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data import Placement, ShardedLoader, split_batch_size
+from lockstep.data import ShardedLoader, ShardPlacement, split_batch_size
 from lockstep.errors import ConfigurationError
 from sharing import by_shard, placements, plain, samples, share_out
 
@@ -98,7 +98,7 @@ def test_reshuffled_every_epoch_by_seed_and_epoch() -> None:
     def make() -> DataLoader:
         return DataLoader(range(40), batch_size=4, shuffle=True)
 
-    sharded = ShardedLoader(make(), Placement(2, range(2), 5), joint=True, borrow=False)
+    sharded = ShardedLoader(make(), ShardPlacement(2, range(2), 5), joint=True, borrow=False)
 
     def order(epoch: int) -> list[int]:
         return [v for step in sharded.batches(epoch) for v in plain(step.parts[0].batch)]
@@ -125,7 +125,7 @@ def test_a_later_start_yields_what_the_whole_run_yields(start_step: int) -> None
     for shuffle in (False, True):
         sharded = ShardedLoader(
             DataLoader(Data(), batch_size=3, shuffle=shuffle),
-            Placement(3, range(1, 3), 0),
+            ShardPlacement(3, range(1, 3), 0),
             joint=True,
             borrow=True,
         )
@@ -176,11 +176,11 @@ def test_drop_last_drops_an_incomplete_global_batch() -> None:
 def test_steps_per_epoch() -> None:
     for size, drop_last in itertools.product((1, 8, 9, 16), (False, True)):
         loader = DataLoader(range(size), batch_size=4, drop_last=drop_last)
-        sharded = ShardedLoader(loader, Placement(2, range(2), 0), joint=False, borrow=False)
+        sharded = ShardedLoader(loader, ShardPlacement(2, range(2), 0), joint=False, borrow=False)
         assert sharded.steps_per_epoch == len(list(sharded.batches(0)))
 
 
 @pytest.mark.parametrize("shards", [range(3), range(-1, 1), range(0, 2, 2)])
 def test_shards_that_do_not_exist_are_refused(shards: range) -> None:
     with pytest.raises(ConfigurationError, match="contiguous range"):
-        Placement(2, shards, 0)
+        ShardPlacement(2, shards, 0)

@@ -17,12 +17,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data import Placement, ShardedLoader
+from lockstep.data import ShardedLoader, ShardPlacement
 from lockstep.data.isolation import Isolation, held_generators
 from lockstep.errors import NotShardableError
 from sharing import by_shard, plain, samples, share_out
 
-ALONE = Placement(1, range(1), 0)
+ALONE = ShardPlacement(1, range(1), 0)
 REPLACED = {"dataset", "batch_sampler", "collate_fn", "_dataset_kind", "_iterator"}
 
 
@@ -149,7 +149,7 @@ def test_a_lazy_sampler_draws_the_same_everywhere_and_disturbs_nobody() -> None:
     drawn = (torch.rand(1).item(), np.random.rand(), random.random())
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     # Draws of the training step, in between, do not shift the sampler's.
-    placement = Placement(4, range(4), 0)
+    placement = ShardPlacement(4, range(4), 0)
     disturbed = {}
     for step in ShardedLoader(make(), placement, joint=False, borrow=False).batches(0, 3):
         torch.rand(3), np.random.rand(3), random.random(), sampler.numpy.random()

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lockstep.data import Placement, ShardedLoader, check_agreement, shard_loader
+from lockstep.data import ShardedLoader, ShardPlacement, check_agreement, shard_loader
 from lockstep.errors import DataOrderError, NotShardableError, WrongTypeError
 from sharing import by_shard, placements, plain, samples, share_out
 
-ALONE = Placement(1, range(1), 0)
+ALONE = ShardPlacement(1, range(1), 0)
 
 
 class Stream(IterableDataset):

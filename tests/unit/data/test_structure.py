@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data.structure import concatenate, content_digest, leading_length, rows_of
+from lockstep.data.batch_structure import concatenate, content_digest, leading_length, rows_of
 from lockstep.errors import NotShardableError
 
 Pair = namedtuple("Pair", "x y")

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep.data import Placement, Unsharded
+from lockstep.data import ShardPlacement, Unsharded
 from lockstep.errors import NotShardableError, WrongTypeError
 from sharing import plain
 
-SECOND = Placement(2, range(1, 2), 0)
+SECOND = ShardPlacement(2, range(1, 2), 0)
 
 
 def _steps(loader: object, *args: int, **kwargs: int) -> list[tuple[int, list, int]]:
@@ -64,7 +64,7 @@ def test_the_order_is_a_function_of_epoch_and_worker_and_disturbs_nobody() -> No
         assert _steps(loader, 2) != whole
     shuffled = DataLoader(range(30), batch_size=3, shuffle=True)
     first = [plain(s.parts[0].batch) for s in Unsharded(shuffled, SECOND).batches(0)]
-    other = Unsharded(shuffled, Placement(2, range(1), 0)).batches(0)
+    other = Unsharded(shuffled, ShardPlacement(2, range(1), 0)).batches(0)
     assert [plain(s.parts[0].batch) for s in other] != first
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.data import Placement, ShardedLoader
+from lockstep.data import ShardedLoader, ShardPlacement
 from lockstep.errors import NotShardableError
 from sharing import by_shard, share_out
 
@@ -122,7 +122,7 @@ def test_a_loader_that_was_asked_for_its_state_reads_all():
 
 
 def test_what_is_shared_out_or_entered_already_is_refused():
-    placement = Placement(2, range(2), 0)
+    placement = ShardPlacement(2, range(2), 0)
     half = DataLoader(split_dataset_by_node(stream(), rank=0, world_size=2), batch_size=4)
     with pytest.raises(NotShardableError, match="split_dataset_by_node"):
         ShardedLoader(half, placement, joint=False, borrow=False)

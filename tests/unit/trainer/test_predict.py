@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.data.rows import rows
+from lockstep.data.output_rows import rows
 from lockstep.errors import ConfigurationError, NotShardableError
 
 SAMPLES = 23

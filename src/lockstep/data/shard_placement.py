@@ -14,7 +14,7 @@ def shards_of(rank: int, world_size: int, num_shards: int) -> range:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ShardPlacement:
     """Which shards a worker carries.
 
     Args:

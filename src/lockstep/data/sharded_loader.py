@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.agreement import check_agreement, plan_fingerprint
 from lockstep.data.batch_size import share_bounds
+from lockstep.data.batch_structure import leading_length
 from lockstep.data.delivery import DirectDelivery, LoaderDelivery, PartPlan, StepPlan
 from lockstep.data.fetch import ItemKind, Request, RequestedDataset, Segment, as_it_is
 from lockstep.data.layout import Window, describe
-from lockstep.data.structure import leading_length
+from lockstep.data.plan_checks import check_agreement, plan_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
-    from lockstep.data.placement import Placement
+    from lockstep.data.shard_placement import ShardPlacement
     from lockstep.group import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadedPart:
     """What a worker is given at once.
 
     Args:
@@ -58,7 +58,7 @@ class Step:
     """
 
     index: int
-    parts: list[Part]
+    parts: list[LoadedPart]
     num_samples: int | None
 
 
@@ -87,7 +87,7 @@ class ShardedLoader:
     def __init__(
         self,
         loader: Any,
-        placement: Placement,
+        placement: ShardPlacement,
         *,
         joint: bool,
         borrow: bool,
@@ -258,9 +258,9 @@ class ShardedLoader:
             return sum(len(item) for item in items) if sized else None
         return sum(leading_length(item) for item in items) if self._is_plain else None
 
-    def _part(self, plan: PartPlan, batch: Any) -> Part:
+    def _part(self, plan: PartPlan, batch: Any) -> LoadedPart:
         num_samples = leading_length(batch) if plan.num_samples is None else plan.num_samples
-        return Part(batch, num_samples, plan.shards, self._indices(plan))
+        return LoadedPart(batch, num_samples, plan.shards, self._indices(plan))
 
     def _indices(self, plan: PartPlan) -> tuple[Any, ...]:
         items = [item for segment in plan.request.segments for item in segment.items]

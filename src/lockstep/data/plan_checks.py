@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.data.batch_structure import content_digest
 from lockstep.data.fetch import ItemKind
-from lockstep.data.structure import content_digest
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.data.layout import Layout
-    from lockstep.data.placement import Placement
+    from lockstep.data.shard_placement import ShardPlacement
 
 _MEANING: Final = {
     "kind": ("kinds of loaders", "setup builds another loader on some ranks"),
@@ -41,7 +41,7 @@ _MEANING: Final = {
 }
 
 
-def plan_fingerprint(layout: Layout, placement: Placement, epoch: int) -> dict[str, Any]:
+def plan_fingerprint(layout: Layout, placement: ShardPlacement, epoch: int) -> dict[str, Any]:
     """The plan of an epoch as plain JSON, equal on workers that read by the same plan."""
     return {
         "kind": layout.kind.value,

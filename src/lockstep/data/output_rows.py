@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.data.structure import children_of, rebuilt
+from lockstep.data.batch_structure import children_of, rebuilt
 from lockstep.errors import ConfigurationError
 
 
