@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from lockstep.collectives.agreement import (
+from lockstep.collectives.call_checks import (
     Agreed,
     agree_on_rows,
     brings_nothing,
@@ -18,13 +18,13 @@ from lockstep.collectives.agreement import (
     refuse_sums,
 )
 from lockstep.collectives.crossing import CrossingBackward
-from lockstep.collectives.tiles import Similarities, strips_of
+from lockstep.collectives.similarity_tiles import Similarities, strips_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.collectives.tiles import Tile
+    from lockstep.collectives.similarity_tiles import Tile
     from lockstep.group import Group
 
 Reduction = Literal["mean", "sum", "none"]

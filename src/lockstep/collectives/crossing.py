@@ -30,7 +30,7 @@ from lockstep.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.collectives.agreement import Agreed
+    from lockstep.collectives.call_checks import Agreed
     from lockstep.group import Group
 
 _PRINTS: Final = 8

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lockstep.collectives.agreement import agree_on_rows, brings_nothing, ranks_of
+from lockstep.collectives.call_checks import agree_on_rows, brings_nothing, ranks_of
 from lockstep.collectives.crossing import CrossingBackward
 from lockstep.errors import ConfigurationError
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.agreement import Agreed
+    from lockstep.collectives.call_checks import Agreed
     from lockstep.group import Group
 
 _UNEVEN = ("pad", "error")

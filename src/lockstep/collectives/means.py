@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.collectives.agreement import agree_on_rows, brings_nothing, ranks_of, refuse_sums
+from lockstep.collectives.call_checks import agree_on_rows, brings_nothing, ranks_of, refuse_sums
 from lockstep.collectives.crossing import CrossingBackward, note_global_mean
 from lockstep.errors import ConfigurationError
 from lockstep.lazy_compiler import outside_graphs

@@ -26,13 +26,18 @@ from lockstep.collectives.calls import (
     wide,
 )
 from lockstep.collectives.gathering import all_rows
-from lockstep.collectives.tiles import LOG2_E, Coefficients, gradients, sums_of_exponentials
+from lockstep.collectives.similarity_tiles import (
+    LOG2_E,
+    Coefficients,
+    gradients,
+    sums_of_exponentials,
+)
 from lockstep.group import MAX
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.calls import Call, Reduction
-    from lockstep.collectives.tiles import Sums, Tile
+    from lockstep.collectives.similarity_tiles import Sums, Tile
     from lockstep.group import Group, Pending
 
 

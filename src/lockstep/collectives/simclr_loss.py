@@ -15,12 +15,12 @@ import torch
 
 from lockstep.collectives.calls import TILE, agreed_call, as_tensor, gradient_of_scale, wide
 from lockstep.collectives.gathering import all_rows
-from lockstep.collectives.tiles import Coefficients, gradients, sums_of_exponentials
+from lockstep.collectives.similarity_tiles import Coefficients, gradients, sums_of_exponentials
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.calls import Call, Reduction
-    from lockstep.collectives.tiles import Tile
+    from lockstep.collectives.similarity_tiles import Tile
 
 
 @outside_graphs
