@@ -23,7 +23,7 @@ from torch import nn
 from harness import reset
 from lockstep.errors import PeerLostError
 from lockstep.sync.fsdp import FSDPSync
-from lockstep.sync.shards import whole_of
+from lockstep.sync.parameter_shards import whole_of
 from ranks.programs import X, Y
 
 

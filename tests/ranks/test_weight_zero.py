@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harness import gradients
-from lockstep.sync import Alone
+from lockstep.sync import SingleProcess
 from ranks.programs import X
 from ranks.table import BORROWED, check, on_threads
 from ranks.test_replicate_exact import weights
@@ -93,7 +93,7 @@ def test_own_rows_of_another_shard(way, size, weightless_last):
 @pytest.mark.parametrize("weightless_last", [True, False])
 def test_own_rows_without_peers(weightless_last):
     model = built(TwoLayers)
-    sync, optimizer = Alone([model], averages=True), momentum(model)
+    sync, optimizer = SingleProcess([model], averages=True), momentum(model)
     parts = [(FIRST, 8, False), (REST, 0, True)]
     (part, weight, rare), last = parts if weightless_last else parts[::-1]
     seen = []

@@ -33,7 +33,7 @@ MUTANTS = {
         "sync/buckets.py", "if self._references() != self._held_by_us:", "if False:"
     ),
     "a_gradient_of_the_users_is_replaced": Mutant(
-        "sync/references.py",
+        "sync/tensor_references.py",
         "        return not (\n            any(map(_is_view, grads))",
         "        return None not in grads or not (\n            any(map(_is_view, grads))",
     ),
@@ -46,31 +46,33 @@ MUTANTS = {
         "sync/gradient_sync.py", "        if self.is_borrowed:\n", "        if True:\n"
     ),
     "borrowed_rows_count": Mutant(
-        "sync/window.py", "discards = self.delivered == 0.0", "discards = False"
+        "sync/window_weights.py", "discards = self.delivered == 0.0", "discards = False"
     ),
     "a_graph_of_gradients_is_let_through": Mutant(
-        "sync/windowed.py", "            if torch.is_grad_enabled():\n", "            if False:\n"
+        "sync/windowed_sync.py",
+        "            if torch.is_grad_enabled():\n",
+        "            if False:\n",
     ),
     "earlier_gradients_are_not_compared": Mutant(
-        "sync/verdict.py", "    if sums.earlier != mine.earlier * group.size:", "    if False:"
+        "sync/round_checks.py", "    if sums.earlier != mine.earlier * group.size:", "    if False:"
     ),
     "earlier_gradients_are_reduced_again": Mutant(
-        "sync/windowed.py",
+        "sync/windowed_sync.py",
         "        window.aside, window.earlier, window.is_edited, held = set_aside(self._slots)\n",
         "        held: list[Slot] = []\n",
     ),
     "gradients_asked_for_are_not_suspected": Mutant(
-        "sync/captures.py",
+        "sync/captured_gradients.py",
         "        found = [(slot, self._before.pop(slot)) for",
         "        return False\n        found = [(slot, self._before.pop(slot)) for",
     ),
     "updates_by_hand_are_not_seen": Mutant(
-        "sync/captures.py",
+        "sync/captured_gradients.py",
         "        if last is not None and last[:2] == now[:2]",
         "        if False and last is not None",
     ),
     "rounds_of_other_steps_are_added_up": Mutant(
-        "sync/windowed.py", "        self._step += 1\n", ""
+        "sync/windowed_sync.py", "        self._step += 1\n", ""
     ),
     "late_parameters_are_not_seen": Mutant(
         "sync/late_parameters.py", "        if id(module) in self._members:", "        if False:"
@@ -96,12 +98,14 @@ MUTANTS = {
         'found = {"sparse": sparse}',
     ),
     "a_dropped_window_keeps_its_weight": Mutant(
-        "sync/windowed.py",
+        "sync/windowed_sync.py",
         "all(map(_is_still, left, (s.param.grad for s in self._slots))):",
         "True:",
     ),
     "a_failed_backward_leaves_nothing": Mutant(
-        "sync/windowed.py", "                slot.param.grad = earlier\n", "                pass\n"
+        "sync/windowed_sync.py",
+        "                slot.param.grad = earlier\n",
+        "                pass\n",
     ),
     "rows_are_not_exchanged": Mutant(
         "sync/fsdp.py", "        if not tensors:\n", "        if True:\n", ("--sync", "fsdp")

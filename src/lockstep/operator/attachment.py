@@ -11,7 +11,13 @@ from lockstep.errors import ConfigurationError
 from lockstep.imports import no_collections
 from lockstep.operator.agreement import agree_on_steps
 from lockstep.operator.setting import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
-from lockstep.sync import Alone, GradientSync, ParameterServer, ReplicatedModel, replica_devices
+from lockstep.sync import (
+    GradientSync,
+    ParameterServer,
+    ReplicatedModel,
+    SingleProcess,
+    replica_devices,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +99,7 @@ def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Sync
 
 
 def _alone(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
-    return Alone(registered.modules(), averages=wanted.averages)
+    return SingleProcess(registered.modules(), averages=wanted.averages)
 
 
 def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:

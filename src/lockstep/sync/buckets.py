@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lockstep.sync.inventory import sum_of_bits
-from lockstep.sync.references import are_fresh, from_cpp, from_python, is_fresh, to_memory
+from lockstep.sync.tensor_references import are_fresh, from_cpp, from_python, is_fresh, to_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

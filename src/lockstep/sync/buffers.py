@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import NotAvailableError
-from lockstep.sync.references import has_aliases, is_in_graph
+from lockstep.sync.tensor_references import has_aliases, is_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -19,17 +19,17 @@ from lockstep.errors import (
     PeerLostError,
     WrongUseError,
 )
-from lockstep.sync import guard, verdict
+from lockstep.sync import guard, round_checks
 from lockstep.sync.buckets import set_aside
 from lockstep.sync.buffers import broadcast_tensors
-from lockstep.sync.captures import Captures
+from lockstep.sync.captured_gradients import CapturedGradients
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.graph_task import call_at_end, nesting_depth
 from lockstep.sync.inventory import agree, refuse_shared, take_inventory
 from lockstep.sync.reducer import WEIGHTED
-from lockstep.sync.window import Units, Window
-from lockstep.sync.windowed import WindowedSync
+from lockstep.sync.window_weights import Units, WindowWeights
+from lockstep.sync.windowed_sync import WindowedSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -211,7 +211,7 @@ class DDPSync(WindowedSync):
         agree(group, self._found, self._settings)
         self.place = f"rank {group.rank} of {group.size}"
         self._units = Units(group.size, fixed=not self.averages)
-        self._captures = Captures(self._slots)  # a step that is made again asks again
+        self._captures = CapturedGradients(self._slots)  # a step that is made again asks again
         self._step = self._steps_taken = 0  # a rank that is new has taken none
         self._group = group
         self._is_broken = False
@@ -251,7 +251,7 @@ class DDPSync(WindowedSync):
         pairs = zip(self._slots, self._kinds, strict=True)
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
         if moved:
-            raise verdict.refused("moved", moved, self.place)
+            raise round_checks.refused("moved", moved, self.place)
         places = [slot.param.data_ptr() for slot in self._slots]
         if places != self._places:
             # To another dtype and back: autograd accumulates where DDP's hooks are not.
@@ -273,7 +273,7 @@ class DDPSync(WindowedSync):
     def _enter_task(self, slot: Slot) -> bool:
         adds_up = super()._enter_task(slot)
         if adds_up and torch.is_grad_enabled():
-            raise verdict.refused("graph", [slot.name], self.place)  # DDP would fail in C++
+            raise round_checks.refused("graph", [slot.name], self.place)  # DDP would fail in C++
         # DDP takes what a reentrant checkpoint hides from it for unused, and fails in C++ when
         # its gradient comes after all.
         is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
@@ -373,7 +373,9 @@ class DDPSync(WindowedSync):
     def slot_of(self, param: torch.Tensor) -> Slot:
         slot = self._of_param.get(id(param))
         if slot is None:
-            raise verdict.refused("unknown", [f"one of shape {tuple(param.shape)}"], self.place)
+            raise round_checks.refused(
+                "unknown", [f"one of shape {tuple(param.shape)}"], self.place
+            )
         return slot
 
     # ------------------------------------------------------------------ the end of a round
@@ -390,7 +392,7 @@ class DDPSync(WindowedSync):
             own = set()
         self._complete(window, is_round=landed, unreduced=own)
 
-    def _finish_round(self) -> tuple[Window, bool, set[Slot]]:
+    def _finish_round(self) -> tuple[WindowWeights, bool, set[Slot]]:
         """Its window, whether a model's gradients were reduced, and what was not."""
         self._end_together()
         landed, sums, window = self._round.landed(), self._round.sums, self._window
@@ -430,7 +432,9 @@ class DDPSync(WindowedSync):
         faults = self._faults_at_end()
         self._window.faults += faults
         refusal = (
-            verdict.refused(faults[0]["kind"], faults[0]["names"], self.place) if faults else None
+            round_checks.refused(faults[0]["kind"], faults[0]["names"], self.place)
+            if faults
+            else None
         )
         try:
             self._round.finish()
@@ -440,7 +444,7 @@ class DDPSync(WindowedSync):
         if refusal is not None:
             raise refusal
 
-    def _divide_alone(self, slots: set[Slot], window: Window) -> None:
+    def _divide_alone(self, slots: set[Slot], window: WindowWeights) -> None:
         if self.averages and window.kind == WEIGHTED and window.weight > 0.0:
             for slot in slots:
                 if slot.param.grad is not None:
@@ -451,7 +455,7 @@ class DDPSync(WindowedSync):
             self._is_broken = self._is_broken or self._round.has_sent
         for model in self._reduced if broken else self._round.unfinished():
             model.forget()
-        self._window = Window()
+        self._window = WindowWeights()
         self._used.clear()
         self._arrived.clear()
         self._round = Round(self, self._reduced, self._used)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.errors import GradientNotReducedError
-from lockstep.sync import verdict
+from lockstep.sync import round_checks
 from lockstep.sync.buckets import Sums
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution
 
@@ -124,5 +124,5 @@ def exchange(group: Group, own: Header, mine: Contribution) -> Header:
             fix="run the same backwards on every rank in every step; put modules between which"
             ' branches choose into one module; or leave out sync="ddp"',
         )
-    verdict.judge(sums.sums(), mine, group, together=True)
+    round_checks.judge(sums.sums(), mine, group, together=True)
     return sums

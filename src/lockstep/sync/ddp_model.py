@@ -25,7 +25,7 @@ from lockstep.errors import (
     NotAvailableError,
     SparseGradientError,
 )
-from lockstep.sync.ownership import is_local
+from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

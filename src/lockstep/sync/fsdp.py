@@ -26,8 +26,8 @@ from lockstep.errors import (
     PeerLostError,
 )
 from lockstep.sync.gradient_sync import GradientSync
+from lockstep.sync.parameter_shards import ShardOfParameter, gather_rows, has_rows, state_in_shards
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
-from lockstep.sync.shards import ShardOfParameter, gather_rows, has_rows, state_in_shards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

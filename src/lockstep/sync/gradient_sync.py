@@ -19,14 +19,14 @@ import torch
 
 from lockstep import reduction
 from lockstep.errors import WrongUseError
-from lockstep.sync import guard, verdict
+from lockstep.sync import guard, round_checks
+from lockstep.sync.bucket_assignment import BucketAssignment, ReducerFactory
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.inventory import agree, check_options, take_inventory
-from lockstep.sync.lineup import Lineup, Making
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import WEIGHTED, Contribution, Reducer
-from lockstep.sync.window import Units, Window
-from lockstep.sync.windowed import WindowedSync
+from lockstep.sync.window_weights import Units, WindowWeights
+from lockstep.sync.windowed_sync import WindowedSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,7 @@ class GradientSync(WindowedSync):
         owns_group: bool = False,
         averages: bool = True,
         order: ShardOrder | None = None,
-        making: Callable[[int, int, bool, ShardOrder | None], Making] = Making,
+        making: Callable[[int, int, bool, ShardOrder | None], ReducerFactory] = ReducerFactory,
     ) -> None:
         check_options(buffers, bucket_cap_mb)
         found = take_inventory(modules)
@@ -77,9 +77,9 @@ class GradientSync(WindowedSync):
             params = [slot.param for slot in self._slots]
             broadcast_tensors(group, params, cap_bytes=self._cap_bytes)
             self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
-        self._unread: verdict.Unread | None = None
+        self._unread: round_checks.Unread | None = None
         how = making(self._cap_bytes, found.signature(), averages, order)
-        self._lineup = Lineup(self._slots, group, how)
+        self._lineup = BucketAssignment(self._slots, group, how)
         self._hook_parameters(arrivals=self._reducer.can_overlap or not self._lineup.is_whole)
         guard.protect(self, self._slots)
 
@@ -238,7 +238,7 @@ class GradientSync(WindowedSync):
 
     def _check_in_order(self) -> None:
         if not self._is_paused and self._last_shard is None:
-            raise verdict.out_of_order(self.place)
+            raise round_checks.out_of_order(self.place)
         # Unfrozen since the layout was made: every worker runs the same operator.
         if self._window.kind is None and self._lineup.has_unfrozen:
             self._lineup.admit_unfrozen(self.attached())
@@ -335,7 +335,7 @@ class GradientSync(WindowedSync):
 
     def _judge_round(self, sums: Sums | None, mine: Contribution) -> None:
         if sums is None:
-            self._unread = verdict.Unread(self._reducer.layout.sums_on_device, mine)
+            self._unread = round_checks.Unread(self._reducer.layout.sums_on_device, mine)
         else:
             self._judge(sums, mine)
 
@@ -349,8 +349,8 @@ class GradientSync(WindowedSync):
 
     def _judge(self, sums: Sums, mine: Contribution) -> None:
         group = self.attached()
-        self._is_broken = verdict.is_out_of_step(sums, mine, group)
-        verdict.judge(sums, mine, group, together=self._reducer.reads_are_free)
+        self._is_broken = round_checks.is_out_of_step(sums, mine, group)
+        round_checks.judge(sums, mine, group, together=self._reducer.reads_are_free)
         self._units.learn(sums)
 
     def _note_round(self, used_all: bool) -> None:
@@ -371,7 +371,7 @@ class GradientSync(WindowedSync):
         # Peers wait for the buckets that did not follow, or have taken them for others.
         self._is_broken = self._is_broken or self._reducer.has_launched
         self._reducer.abandon()
-        self._window = Window()
+        self._window = WindowWeights()
         self._taken_weight = 0.0
         self._tasks.clear()
         self._is_open = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeError
-from lockstep.sync.ownership import is_local
+from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from lockstep.lazy_compiler import outside_graphs
-from lockstep.sync.ownership import is_local
+from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -22,7 +22,7 @@ from lockstep.errors import (
     ReplicasDifferError,
     WorkerFailedError,
 )
-from lockstep.sync.undoing import Undoing
+from lockstep.sync.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.wire import Message, checked
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Owner:
         self._gone: set[int] = set()
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._optimizers: list[Optimizer] = []
-        self._undoing = Undoing()
+        self._undoing = OptimizerUndoLog()
 
     def succeeded_by(self, size: int) -> Owner:
         """The owner for another generation of `size` workers: same parameters, same optimizers."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.group import Pending
+from lockstep.sync.bucket_assignment import ReducerFactory
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.lineup import Making
 from lockstep.sync.owner import OwnerHere
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.served_optimizer import ServedOptimizer, served_ones, shipped
@@ -162,7 +162,7 @@ class _AtTheEnd(Reducer):
 
 
 @dataclass(frozen=True)
-class _ThroughTheOwner(Making):
+class _ThroughTheOwner(ReducerFactory):
     """Reducers whose buckets are summed by `combine`, after backward."""
 
     combine: Callable[[Group, Bucket], Pending]

@@ -18,8 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.errors import NotAvailableError, NotPicklableError
-from lockstep.sync.ownership import is_local
-from lockstep.sync.undoing import REPLACED, own_attributes
+from lockstep.sync.local_parameters import is_local
+from lockstep.sync.optimizer_undo_log import REPLACED, own_attributes
 from lockstep.sync.wire import Message
 
 if TYPE_CHECKING:

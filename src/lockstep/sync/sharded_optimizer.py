@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.sync.shards import ShardOfParameter
+    from lockstep.sync.parameter_shards import ShardOfParameter
 
 _BETWEEN_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"

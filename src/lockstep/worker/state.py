@@ -67,7 +67,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this may be a shard; then every rank has to call it."""
     if type(tensor).__name__ != "DTensor":
         return tensor
-    from lockstep.sync.shards import whole_of
+    from lockstep.sync.parameter_shards import whole_of
 
     return whole_of(tensor)
 

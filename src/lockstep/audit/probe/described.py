@@ -16,7 +16,7 @@ from lockstep.audit.probe.shards import (
     pieces_of_flat_parameters,
     replicas_of,
 )
-from lockstep.sync.ownership import is_local
+from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.shards import is_fully_sharded, is_piece
-from lockstep.sync.ownership import is_local
+from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
     import torch

@@ -44,7 +44,7 @@ class _Before(NamedTuple):
     sample: torch.Tensor | None
 
 
-class Captures:
+class CapturedGradients:
     """What ``torch.autograd.grad`` was called for.
 
     Args:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.errors import NotAvailableError
 from lockstep.sync.buffers import broadcast_tensors
-from lockstep.sync.ownership import is_local, local
+from lockstep.sync.local_parameters import is_local, local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

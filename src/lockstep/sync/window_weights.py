@@ -137,7 +137,7 @@ Left = tuple[weakref.ref[torch.Tensor], int]
 
 
 @dataclass
-class Window:
+class WindowWeights:
     """The backwards since the last round, on this rank.
 
     Attributes:

@@ -22,7 +22,7 @@ from lockstep.errors import (
     WrongUseError,
 )
 from lockstep.sync.buckets import Sums
-from lockstep.sync.window import mixed_weights
+from lockstep.sync.window_weights import mixed_weights
 
 if TYPE_CHECKING:
     from lockstep.group import Group

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.group import Group
 
 
-class Alone:
+class SingleProcess:
     """A `Synchroniser` without peers.
 
     Args:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Making:
+class ReducerFactory:
     """How reducers are made; see `Reducer` and `OrderedReducer`."""
 
     cap_bytes: int
@@ -37,14 +37,14 @@ class Making:
         return OrderedReducer(slots, group, cap, self.order, signature, divides=divides)
 
 
-class Lineup:
+class BucketAssignment:
     """The parameters in buckets and those outside.
 
     Attributes:
         reducer: of those that are in buckets.
     """
 
-    def __init__(self, slots: Sequence[Slot], group: Group, making: Making) -> None:
+    def __init__(self, slots: Sequence[Slot], group: Group, making: ReducerFactory) -> None:
         self._slots = slots
         self._making = making
         self.admit_unfrozen(group)

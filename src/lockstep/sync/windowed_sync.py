@@ -16,23 +16,23 @@ import torch
 
 from lockstep import reduction
 from lockstep.errors import WeightError
-from lockstep.sync import verdict
+from lockstep.sync import round_checks
 from lockstep.sync.buckets import Slot, set_aside
 from lockstep.sync.buffers import SyncedBuffers
-from lockstep.sync.captures import Captures
+from lockstep.sync.captured_gradients import CapturedGradients
 from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, inside_a_backward
 from lockstep.sync.graph_task import call_at_end, current_task
 from lockstep.sync.inventory import agree_on_values
 from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.reducer import PLAIN, WEIGHTED
-from lockstep.sync.window import Window, checked_weight, weighted_root
+from lockstep.sync.window_weights import WindowWeights, checked_weight, weighted_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
     from lockstep.group import Group
     from lockstep.sync.inventory import Inventory
-    from lockstep.sync.window import Left, Units
+    from lockstep.sync.window_weights import Left, Units
 
 
 class WindowedSync:
@@ -73,7 +73,7 @@ class WindowedSync:
         ]
         self._units = units
         self.averages = averages
-        self._window = Window()
+        self._window = WindowWeights()
         self._delivered: float | WeightError | None = None
         self._is_paused = self._is_broken = False
         self._is_open = self._is_running = self._has_failed = False
@@ -85,7 +85,7 @@ class WindowedSync:
         self._arrive: Callable[[Slot], None] | None = None
         self._hooks: dict[Slot, ParameterHooks] = {}
         self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
-        self._captures = Captures(self._slots)
+        self._captures = CapturedGradients(self._slots)
         self._late = LateParameters(modules, found.parameters.values())
         self._watched_from = 0
         self.has_added = False
@@ -244,7 +244,7 @@ class WindowedSync:
         driving, group = reduction.active(), self._group
         # Other ranks may be threads of this process.
         if driving and driving.at_root and group and driving.group.rank == group.rank:
-            raise verdict.refused("driven", [slot.name], self.place)
+            raise round_checks.refused("driven", [slot.name], self.place)
 
     def _look_for_hooks(self) -> None:
         for hooks in self._hooks.values():
@@ -350,7 +350,7 @@ class WindowedSync:
         self._reset()
         self._has_failed = True
 
-    def _put_back_earlier(self, window: Window) -> None:
+    def _put_back_earlier(self, window: WindowWeights) -> None:
         """A round was refused: nothing of it is left."""
         for slot in self._slots:
             earlier = window.aside.get(slot)
@@ -358,7 +358,9 @@ class WindowedSync:
             if not window.is_edited:
                 slot.deliver(earlier)
 
-    def _complete(self, window: Window, *, is_round: bool, unreduced: Container[Slot] = ()) -> None:
+    def _complete(
+        self, window: WindowWeights, *, is_round: bool, unreduced: Container[Slot] = ()
+    ) -> None:
         """What a round has reduced passes the user's hooks, and is added to what was there.
 
         Args:
@@ -397,7 +399,9 @@ class WindowedSync:
         if is_new:
             slot.passed = self.rounds
 
-    def _bring(self, brought: dict[Slot, torch.Tensor], window: Window, vouched: bool) -> None:
+    def _bring(
+        self, brought: dict[Slot, torch.Tensor], window: WindowWeights, vouched: bool
+    ) -> None:
         """Let reduced gradients pass the user's hooks on their way into ``parameter.grad``."""
         for slot in brought:
             slot.param.grad = window.aside.get(slot)
@@ -483,9 +487,9 @@ class WindowedSync:
             GradientNotReducedError: an earlier failure left the ranks at different places.
         """
         if self._group is None:
-            raise verdict.detached(self.place)
+            raise round_checks.detached(self.place)
         if self._is_broken:
-            raise verdict.broken(self.place)
+            raise round_checks.broken(self.place)
         return self._group
 
 

@@ -10,8 +10,8 @@ from lockstep.sync import guard
 from lockstep.sync.buckets import Slot
 from lockstep.sync.inventory import agree, as_modules, take_inventory
 from lockstep.sync.reducer import PLAIN, Contribution, Reducer
-from lockstep.sync.verdict import judge
-from lockstep.sync.window import checked_weight
+from lockstep.sync.round_checks import judge
+from lockstep.sync.window_weights import checked_weight
 
 _CAP_BYTES = 25 * 2**20
 

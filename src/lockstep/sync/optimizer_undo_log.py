@@ -40,7 +40,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in skipped}
 
 
-class Undoing:
+class OptimizerUndoLog:
     """Copies of optimizers, and of their parameters, from before the steps of one point.
 
     Attributes:
