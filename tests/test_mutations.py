@@ -60,7 +60,7 @@ MUTATIONS = {
         (f"{EXACT}::test_as_one_process[Plain-weighted-uneven]",),
     ),
     "mean_of_the_shards_means": Mutation(
-        "operator/counting.py",
+        "operator/loss_weights.py",
         (
             (
                 "weight = _checked(operator, given) if is_own else part.num_samples",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from harness import TOLERANCE, assert_same, side_by_side
 from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
-from lockstep.operator import Options, Setting
+from lockstep.operator import Options, RankContext
 from lockstep.worker import Rendezvous, Worker, WorkerSpec
 from ranks.table_operators import COLUMNS, OPERATORS, Plain
 
@@ -77,7 +77,7 @@ def one_process(name: str, split: str) -> Seen:
     """The truth."""
     operator_cls = OPERATORS[name]
     num_rows, per_batch = EVERY_SPLIT[split]
-    alone = Setting(options=Options(wrap_ddp=False))
+    alone = RankContext(options=Options(wrap_ddp=False))
     operator = operator_cls({"rows": num_rows, BATCH_SIZE: per_batch}, alone)
     operator.setup(operator.config)
     watch = Watch(operator)

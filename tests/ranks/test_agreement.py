@@ -7,9 +7,9 @@ from torch import nn
 
 from harness import reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError, ReplicasDifferError, UnknownParameterError
-from lockstep.operator import Options, Setting
-from lockstep.operator.registered import Wanted
+from lockstep.operator import Options, RankContext
 from lockstep.operator.registration import assemble
+from lockstep.operator.training_parts import Wanted
 from lockstep.sync import local, replicate
 
 X = rows(6, 4, seed=1)
@@ -27,7 +27,7 @@ def registers(make_optimizer, make_scheduler=None):
         model = replicas[group.rank]
         optimizer = make_optimizer(model, group.rank)
         registered = assemble(
-            Setting(
+            RankContext(
                 world_rank=group.rank,
                 world_size=2,
                 group=group,
@@ -96,7 +96,7 @@ def registered_on_two_ranks(body):
         model = replicas[group.rank]
         optimizer = sgd(model.parameters())
         run = assemble(
-            Setting(world_rank=group.rank, world_size=2, group=group),
+            RankContext(world_rank=group.rank, world_size=2, group=group),
             models=model,
             optimizers=optimizer,
             criterion=None,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, PerShardLossError
-from lockstep.operator.attachment import _WAYS
+from lockstep.operator.sync_setup import _WAYS
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
 from ranks.table_operators import OPERATORS

@@ -19,7 +19,7 @@ from lockstep.errors import (
     ReplicasDifferError,
     UnknownParameterError,
 )
-from lockstep.operator import Setting
+from lockstep.operator import RankContext
 from lockstep.sync import replicate
 from lockstep.testing import assert_parity
 from lockstep.worker import Worker, WorkerSpec
@@ -261,7 +261,7 @@ class Attached(TrainingOperator):
 
 def test_b6_an_optimizer_of_what_was_left_out_is_refused():
     def one_rank(group):
-        setting = Setting(world_rank=group.rank, world_size=group.size, group=group)
+        setting = RankContext(world_rank=group.rank, world_size=group.size, group=group)
         with pytest.raises(UnknownParameterError, match="belongs to no registered module"):
             Attached({}, setting).setup({})
 

@@ -12,8 +12,8 @@ import lockstep
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, CrossedWeightsError, PerShardLossError
 from lockstep.keys import BATCH_SIZE
-from lockstep.operator import Setting
-from lockstep.operator.joint import refuse_borrowed
+from lockstep.operator import RankContext
+from lockstep.operator.loss_scope import refuse_borrowed
 
 GLOBAL_BATCH = 12
 """37 samples: the fourth batch of an epoch is one sample, so three of four workers borrow."""
@@ -236,7 +236,7 @@ def test_batch_statistics_of_the_whole_batch_on_one_worker():
 
 
 def test_statistics_never_count_borrowed_rows():
-    operator = JointlyNormed({BATCH_SIZE: 4}, Setting(world_size=2))
+    operator = JointlyNormed({BATCH_SIZE: 4}, RankContext(world_size=2))
     operator.setup(operator.config)
     try:
         with pytest.raises(PerShardLossError, match="rows of another worker"):

@@ -20,7 +20,7 @@ import lockstep
 from harness import random_state_by_turns
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE, WEIGHT
-from lockstep.operator import Options, Setting
+from lockstep.operator import Options, RankContext
 from lockstep.worker import Rendezvous, Worker, WorkerSpec
 from soak import text
 from soak.judging import Trace
@@ -162,7 +162,7 @@ def one_process(
     made = _operator(spec, source, names, lambda tensor: tensor)
     torch.manual_seed(spec.seed)
     _here.modules = begin(made.made_by())
-    alone = Setting(options=Options(wrap_ddp=False))
+    alone = RankContext(options=Options(wrap_ddp=False))
     operator = made({BATCH_SIZE: spec.options["batch"]}, alone)
     operator.setup(operator.config)
     world = _watched(operator, _here.modules)

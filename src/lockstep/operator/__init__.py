@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user writes, and the loops of an operator that brings none of its own."""
 
-from lockstep.operator.definition import TrainingOperator
-from lockstep.operator.overriding import override
-from lockstep.operator.setting import Options, Setting
+from lockstep.operator.override import override
+from lockstep.operator.rank_context import Options, RankContext
+from lockstep.operator.training_operator import TrainingOperator
 
-__all__ = ["Options", "Setting", "TrainingOperator", "override"]
+__all__ = ["Options", "RankContext", "TrainingOperator", "override"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.turns import one_after_the_other
+from lockstep.operator.machine_lock import one_after_the_other
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -24,28 +24,28 @@ from lockstep.errors import (
 )
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
-from lockstep.operator.batches import class_accuracy, mean_over_shards
-from lockstep.operator.committed import BuffersBefore, CommittedBuffers
-from lockstep.operator.counting import (
+from lockstep.operator.batch_metrics import class_accuracy, mean_over_shards
+from lockstep.operator.loss_scope import computing, computing_alone
+from lockstep.operator.loss_weights import (
     BY_SAMPLES,
     Result,
     partial_weights,
     step_counts,
     take_weight,
 )
-from lockstep.operator.joint import computing, computing_alone
 from lockstep.operator.registration import step_schedulers
-from lockstep.operator.staging import Part, ShardedBatch
+from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
+from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
 
 
-def registered(operator: TrainingOperator) -> Registered:
+def registered(operator: TrainingOperator) -> TrainingParts:
     if operator._lockstep.registered is None:
         raise ConfigurationError(
             f"{type(operator).__name__} has no model to train",
@@ -178,7 +178,7 @@ def train_batch(
         _open_window(operator, run, optimizer)
     in_order = operator._lockstep.setting.options.reproducible
     own_weights = operator._lockstep.weighed_by.get("train") != BY_SAMPLES
-    buffers = CommittedBuffers(run.modules(), len(parts), run.sync, may_discard=own_weights)
+    buffers = RunningStatistics(run.modules(), len(parts), run.sync, may_discard=own_weights)
     results: list[Result] = []
     for position, part in enumerate(parts):
         buffers.begin_part(position)
@@ -200,7 +200,7 @@ def train_batch(
     return {**mean_over_shards(results), **step_counts(operator, "train", parts, results)}
 
 
-def _step(operator: TrainingOperator, run: Registered, optimizer: torch.optim.Optimizer) -> None:
+def _step(operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer) -> None:
     stage = operator._lockstep
     stage.is_default_step = True
     try:
@@ -214,32 +214,32 @@ def _step(operator: TrainingOperator, run: Registered, optimizer: torch.optim.Op
 
 
 def _open_window(
-    operator: TrainingOperator, run: Registered, optimizer: torch.optim.Optimizer
+    operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer
 ) -> None:
     # What an abandoned window left (a state was loaded in the middle of one) is gone.
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
     operator._lockstep.acts.zero_grad(optimizer)
     if operator._lockstep.setting.options.accumulate > 1:
-        operator._lockstep.buffers_before = BuffersBefore(run.plain_modules())
+        operator._lockstep.buffers_before = BufferSnapshot(run.plain_modules())
 
 
-def parts_of(operator: TrainingOperator, batch: Any) -> tuple[Part, ...]:
+def parts_of(operator: TrainingOperator, batch: Any) -> tuple[ShardBatch, ...]:
     """The shards of a delivered batch; a batch that the user cut himself is one part."""
-    if isinstance(batch, ShardedBatch):
+    if isinstance(batch, WorkerBatch):
         return batch.parts
     delivered = operator._lockstep.delivered
     if delivered is not None and delivered.batch is batch:
         return (delivered,)
     if delivered is None:
-        return (Part(batch, leading_length(batch), seed=0),)
+        return (ShardBatch(batch, leading_length(batch), seed=0),)
     # A copy of a borrowed batch (moved, augmented, cut) is as little our own as the batch.
     samples = 0 if delivered.borrowed else leading_length(batch)
-    return (Part(batch, samples, delivered.seed),)
+    return (ShardBatch(batch, samples, delivered.seed),)
 
 
 def _train_part(
-    operator: TrainingOperator, part: Part, batch_info: dict[str, Any], reduces: bool
+    operator: TrainingOperator, part: ShardBatch, batch_info: dict[str, Any], reduces: bool
 ) -> Result:
     part.seed_randomness()
     with operator.timers.record("fwd"), operator._lockstep.precision.autocast():
@@ -255,7 +255,7 @@ def _train_part(
 
 
 def loss_again(
-    operator: TrainingOperator, part: Part, batch_info: Mapping[str, Any]
+    operator: TrainingOperator, part: ShardBatch, batch_info: Mapping[str, Any]
 ) -> torch.Tensor:
     """The loss of a part once more, with the same random numbers."""
     part.seed_randomness()
@@ -263,7 +263,9 @@ def loss_again(
         return _loss_and_metrics(operator, operator.to_device(part.batch), batch_info)[0]
 
 
-def _turn(operator: TrainingOperator, part: Part, reduces: bool) -> AbstractContextManager[None]:
+def _turn(
+    operator: TrainingOperator, part: ShardBatch, reduces: bool
+) -> AbstractContextManager[None]:
     """Around a part's backward: whether it reduces, and as which of the shards in order."""
     sync = operator._lockstep.sync
     if sync is None:
@@ -274,7 +276,7 @@ def _turn(operator: TrainingOperator, part: Part, reduces: bool) -> AbstractCont
     return sync.last_shard(part.shard) if in_order else nullcontext()
 
 
-def _reported(operator: TrainingOperator, loss: torch.Tensor, part: Part) -> torch.Tensor:
+def _reported(operator: TrainingOperator, loss: torch.Tensor, part: ShardBatch) -> torch.Tensor:
     """The loss per sample: sums over parts of different size are not comparable."""
     per_sample = operator.loss_reduction == "mean" or part.borrowed
     return loss.detach() if per_sample else loss.detach() / part.num_samples

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.attachment import tie
-from lockstep.operator.averages import averages_of
-from lockstep.operator.registered import Registered
+from lockstep.operator.sync_setup import tie
+from lockstep.operator.training_parts import TrainingParts
+from lockstep.operator.weight_averages import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Wanted
-    from lockstep.operator.setting import Setting
+    from lockstep.operator.rank_context import RankContext
+    from lockstep.operator.training_parts import Wanted
 
 
 class _UnsaidReduction(str):
@@ -98,7 +98,7 @@ def in_shape(given: Any, items: list[Any]) -> Any:
 
 
 def given_back(
-    registered: Registered, models: Any, optimizers: Any, schedulers: Any
+    registered: TrainingParts, models: Any, optimizers: Any, schedulers: Any
 ) -> tuple[Any, ...]:
     """What `register` returns: each in the shape given, and what was not given left out."""
     parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
@@ -109,7 +109,7 @@ def given_back(
 
 
 def assemble(
-    setting: Setting,
+    setting: RankContext,
     *,
     models: Any,
     optimizers: Any,
@@ -117,7 +117,7 @@ def assemble(
     schedulers: Any,
     wanted: Wanted,
     ema: Any = None,
-) -> Registered:
+) -> TrainingParts:
     """Check, move to the device, and attach gradient synchronisation.
 
     Collective:
@@ -125,7 +125,7 @@ def assemble(
         their structure is compared, rank 0's weights are broadcast, and the optimizers and
         schedulers are compared.
     """
-    registered = Registered(
+    registered = TrainingParts(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
         schedulers=_checked_schedulers(schedulers, setting.options.scheduler_step_freq),
@@ -203,7 +203,7 @@ def _refuse_one_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         )
 
 
-def _refuse_schedulers_of_others(registered: Registered) -> None:
+def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
     """A scheduler of an optimizer that was not registered changes no learning rate of the run."""
     # Wrappers of optimizers share their groups.
     groups = {id(group) for each in registered.optimizers for group in each.param_groups}
@@ -221,7 +221,7 @@ def _refuse_schedulers_of_others(registered: Registered) -> None:
             )
 
 
-def conclude_setup(operator: TrainingOperator, registered: Registered, returned: Any) -> None:
+def conclude_setup(operator: TrainingOperator, registered: TrainingParts, returned: Any) -> None:
     """Refuse or take over what `setup` left elsewhere than in `register` and `register_data`."""
     if returned is not None:
         raise WrongTypeError(
@@ -234,7 +234,7 @@ def conclude_setup(operator: TrainingOperator, registered: Registered, returned:
     _take_scheduler(operator, registered)
 
 
-def _take_scheduler(operator: TrainingOperator, registered: Registered) -> None:
+def _take_scheduler(operator: TrainingOperator, registered: TrainingParts) -> None:
     """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
 
     A loop of the user's own may step schedulers of any name. Nobody else would.
@@ -323,7 +323,7 @@ def _refuse_buffers(module: nn.Module) -> None:
                 )
 
 
-def _refuse_strangers(registered: Registered) -> None:
+def _refuse_strangers(registered: TrainingParts) -> None:
     """An optimizer's parameter outside the registered modules would never be synchronised."""
     known = {id(parameter) for parameter in registered.parameters()}
     for index, optimizer in enumerate(registered.optimizers):

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep import reduction
-from lockstep.operator.averages import update_averages
-from lockstep.operator.joint import refuse_borrowed
+from lockstep.operator.loss_scope import refuse_borrowed
+from lockstep.operator.optimizer_hooks import refuse_left_out
 from lockstep.operator.read_ahead import ReadAhead
-from lockstep.operator.staging import Origin, Part, PlaceInWindow, ShardedBatch
-from lockstep.operator.stepping import refuse_left_out
+from lockstep.operator.shard_batch import BatchOrigin, ShardBatch, WindowPosition, WorkerBatch
+from lockstep.operator.weight_averages import update_averages
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -146,14 +146,14 @@ class Deliveries:
         if self._cursor.step == self._cursor.source.steps_per_epoch:
             self.epoch_over = True
 
-    def _place(self, step: Step) -> PlaceInWindow:
+    def _place(self, step: Step) -> WindowPosition:
         """Windows begin with the epoch; its last one is short if it does not come out even."""
         every = self._stage.setting.options.accumulate
         if every == 1:
-            return PlaceInWindow(opens=True, closes=True)
+            return WindowPosition(opens=True, closes=True)
         full = (step.index + 1) % every == 0
         closes = full or self._cursor.is_last(step.index)
-        return PlaceInWindow(opens=step.index == self._cursor.window_start, closes=closes)
+        return WindowPosition(opens=step.index == self._cursor.window_start, closes=closes)
 
     def _deliver(self, step: Step) -> Any:
         if self._purpose == "train":
@@ -171,7 +171,7 @@ class Deliveries:
             current.weight = weight
         if not self._cursor.source.joint:
             self._stage.delivered = None
-            return ShardedBatch(parts)
+            return WorkerBatch(parts)
         part = parts[0]
         if part.borrowed and self._purpose == "train":
             refuse_borrowed(self._operator)
@@ -181,12 +181,12 @@ class Deliveries:
         part.seed_randomness()
         return part.batch
 
-    def _with_seed(self, step: Step, part: data.LoadedPart) -> Part:
+    def _with_seed(self, step: Step, part: data.LoadedPart) -> ShardBatch:
         shard = part.shards[0] if part.shards else -1
         run = self._stage.setting.placement.seed
         seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)
-        origin = Origin(self._cursor.epoch, step.index, part.indices)
-        return Part(part.batch, part.num_samples, seed, shard, origin)
+        origin = BatchOrigin(self._cursor.epoch, step.index, part.indices)
+        return ShardBatch(part.batch, part.num_samples, seed, shard, origin)
 
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
         """What a backward counts for whose batch is not told: this one's, if it is certain."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.feeding import Feed
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
@@ -42,7 +42,7 @@ class HandsOver(Inquiries):
         return self._operator
 
     @property
-    def run(self) -> Registered:
+    def run(self) -> TrainingParts:
         return registered(self.operator)
 
     def _placement(self, num_shards: int, seed: int, rank: int) -> ShardPlacement:

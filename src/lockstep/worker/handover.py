@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.group import Group
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
 
 _BLOCK_BYTES: Final = 64 * 2**20
 
@@ -72,7 +72,7 @@ def decline(group: Group, source: int) -> None:
         _block(group, source, size)
 
 
-def agree_on_bits(group: Group, run: Registered, *, with_optimizers: bool) -> None:
+def agree_on_bits(group: Group, run: TrainingParts, *, with_optimizers: bool) -> None:
     """Make sure that all ranks hold the same weights, and the same states of optimizers.
 
     Collective:
@@ -161,7 +161,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[index]
 
 
-def _shared_tensors(run: Registered, with_optimizers: bool) -> Iterator[torch.Tensor]:
+def _shared_tensors(run: TrainingParts, with_optimizers: bool) -> Iterator[torch.Tensor]:
     shared = [parameter for parameter in run.parameters() if not is_local(parameter)]
     yield from shared
     for model, average in zip(run.plain_models(), run.averages, strict=False):

@@ -17,9 +17,9 @@ from lockstep.keys import (
     SCHEDULER_STEP_EPOCH,
     USE_FP16,
 )
-from lockstep.operator.explaining import explained
-from lockstep.operator.joint import reduction_of
 from lockstep.operator.loops import checked_metrics, follow_batch, registered
+from lockstep.operator.loss_scope import reduction_of
+from lockstep.operator.non_finite_report import explained
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
 from lockstep.reduction import activate

@@ -15,15 +15,15 @@ import torch
 
 from lockstep.data import ShardedLoader
 from lockstep.data.batch_structure import map_leaves
-from lockstep.operator.joint import computing
-from lockstep.operator.staging import Part, ShardedBatch
+from lockstep.operator.loss_scope import computing
+from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
 from lockstep.randomness import derive_seed, preserved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
 
 _CPU = torch.device("cpu")
@@ -70,19 +70,19 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
         source.close()
 
 
-def _staged(seed: int, step: int, part: Any) -> Part:
+def _staged(seed: int, step: int, part: Any) -> ShardBatch:
     shard = part.shards[0]
     own_seed = derive_seed(seed, "predict", 0, step, shard)
-    return Part(part.batch, part.num_samples, own_seed, shard)
+    return ShardBatch(part.batch, part.num_samples, own_seed, shard)
 
 
 def _predicted(
-    operator: TrainingOperator, step: int, shard: int, indices: tuple[Any, ...], part: Part
+    operator: TrainingOperator, step: int, shard: int, indices: tuple[Any, ...], part: ShardBatch
 ) -> Predicted:
     part.seed_randomness()
     with (
         operator._lockstep.precision.autocast(),
-        computing(operator, ShardedBatch((part,)), part.num_samples),
+        computing(operator, WorkerBatch((part,)), part.num_samples),
     ):
         batch = operator.to_device(part.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
@@ -99,7 +99,7 @@ def _to_travel(leaf: Any, place: str) -> Any:
 
 
 @contextmanager
-def _evaluating(run: Registered) -> Iterator[None]:
+def _evaluating(run: TrainingParts) -> Iterator[None]:
     """Modules in evaluation mode; afterwards each in the mode that it was in."""
     modes = [(each, each.training) for module in run.modules() for each in module.modules()]
     run.set_training(False)

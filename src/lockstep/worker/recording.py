@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Recorded:
 class Recorder:
     """Hooks on the optimizers of `operator`; take what happened with `take`."""
 
-    def __init__(self, operator: TrainingOperator, run: Registered) -> None:
+    def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
         self._operator = operator
         self._names = names(run)
         self._current = Recorded()
@@ -103,7 +103,7 @@ class Recorder:
                     yield self._names[id(parameter)][1], parameter
 
 
-def names(run: Registered) -> dict[int, tuple[torch.Tensor, str]]:
+def names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
     """Every parameter that workers share, with the name that a user knows it by."""
     count = len(run.models)
     prefixes = [""] if count == 1 else [f"models[{number}]." for number in range(count)]

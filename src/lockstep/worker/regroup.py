@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lockstep.group import Group
-from lockstep.operator.attachment import rejoin
+from lockstep.operator.sync_setup import rejoin
 from lockstep.sync import is_block, is_expanded
 from lockstep.worker import handover
 from lockstep.worker.carried import Carried
@@ -24,7 +24,7 @@ from lockstep.worker.sources import open_source
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
@@ -221,7 +221,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
 
 def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     worker.go_to(given["state"])
-    run: Registered = worker.run
+    run: TrainingParts = worker.run
     for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
     for mine, (theirs, strides) in zip(_buffers(run), given["buffers"], strict=True):
@@ -237,7 +237,7 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     worker.expect_written(given["written"])
 
 
-def _buffers(run: Registered) -> list[torch.Tensor]:
+def _buffers(run: TrainingParts) -> list[torch.Tensor]:
     """Those of a state, and those that no state holds."""
     modules = [*run.modules(), *run.averages]
     return [buffer for module in modules for buffer in module.buffers()]

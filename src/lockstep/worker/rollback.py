@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
     from lockstep.worker.cursor import Cursor, Tally
 
@@ -86,7 +86,7 @@ class Rollback:
         run: what it registered.
     """
 
-    def __init__(self, operator: TrainingOperator, run: Registered) -> None:
+    def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
         self._operator = operator
         self._run = run
         self._open: OpenStep | None = None
@@ -413,7 +413,7 @@ def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMete
 class _Settings:
     """What schedulers change: their own state, and the optimizers' learning rates."""
 
-    def __init__(self, run: Registered) -> None:
+    def __init__(self, run: TrainingParts) -> None:
         self._run = run
         self._schedulers = [copy.deepcopy(each.state_dict()) for each in run.schedulers]
         self._groups = [
@@ -431,7 +431,7 @@ class _Settings:
                 group.update(settings)
 
 
-def _everything(run: Registered, optimizers: list[torch.optim.Optimizer]) -> StateCopy:
+def _everything(run: TrainingParts, optimizers: list[torch.optim.Optimizer]) -> StateCopy:
     """Weights, their averages, and the states of schedulers and of these optimizers."""
     averages = [
         each for average in run.averages for each in (*average.parameters(), *average.buffers())

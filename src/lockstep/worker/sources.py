@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardedLoader, Unsharded
 from lockstep.errors import DataOrderError, NotShardableError
-from lockstep.operator.setting import ONE_PROCESS
+from lockstep.operator.rank_context import ONE_PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
 
 
 def collect(
-    operator: TrainingOperator, run: Registered, take: Callable[[Any], Any]
+    operator: TrainingOperator, run: TrainingParts, take: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Everything that the operator registered, on the CPU.
 
@@ -108,7 +108,7 @@ def _rebuilt(
     return keep(value)
 
 
-def _kind_problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
+def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     """What is there in another number, or is nothing that `state_dict` returns."""
     found: list[str] = []
     for what, mine in (
@@ -134,7 +134,7 @@ def _kind_problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _problems(run: Registered, state: Mapping[str, Any]) -> list[str]:
+def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     """Why `state` does not fit this operator: one sentence each, none if it fits."""
     found = _kind_problems(run, state)
     if found:
@@ -174,7 +174,7 @@ def _shape(shape: Any) -> str:
     return str(tuple(shape)) if shape is not None else "none"
 
 
-def check(run: Registered, state: Mapping[str, Any]) -> None:
+def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Raise a `CheckpointError` that lists what does not fit; change nothing."""
     if "models" not in state and any(isinstance(each, torch.Tensor) for each in state.values()):
         raise CheckpointError(
@@ -193,7 +193,7 @@ def check(run: Registered, state: Mapping[str, Any]) -> None:
         )
 
 
-def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any]) -> None:
+def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for model, saved in zip(run.plain_models(), state["models"], strict=True):
         _load(model, saved)
@@ -211,7 +211,7 @@ def apply(operator: TrainingOperator, run: Registered, state: Mapping[str, Any])
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 
 
-def _load_averages(run: Registered, saved: Sequence[Mapping[str, Any]] | None) -> None:
+def _load_averages(run: TrainingParts, saved: Sequence[Mapping[str, Any]] | None) -> None:
     for number, (model, average) in enumerate(zip(run.plain_models(), run.averages, strict=False)):
         if saved:
             _load(average, saved[number])
@@ -247,7 +247,7 @@ def _takes(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     return buffer.layout == value.layout and buffer.layout in (torch.strided, torch.sparse_coo)
 
 
-def averages(run: Registered) -> list[nn.Module]:
+def averages(run: TrainingParts) -> list[nn.Module]:
     """The models with the averages of their weights."""
     if run.averages:
         return [average.module for average in run.averages]
@@ -258,7 +258,7 @@ def averages(run: Registered) -> list[nn.Module]:
     )
 
 
-def model_copies(run: Registered, models: list[nn.Module]) -> nn.Module | list[nn.Module]:
+def model_copies(run: TrainingParts, models: list[nn.Module]) -> nn.Module | list[nn.Module]:
     """Copies of `models` on the CPU, without gradients, hooks or any trace of lockstep.
 
     Parameters and buffers are moved before the modules are copied, so that a device that is

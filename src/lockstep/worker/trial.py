@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
-from lockstep.operator.setting import ONE_PROCESS, ONE_PROCESS_BY_SHARD
+from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
 from lockstep.pinning import DropoutOff, normalises_by_batch, pin
 from lockstep.randomness import preserved
 from lockstep.worker.recording import Recorded, Recorder
@@ -25,7 +25,7 @@ from lockstep.worker.recording import Recorded, Recorder
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
 
 _DRAWS: Final = (
@@ -117,7 +117,7 @@ class _Side:
             raise
 
     @property
-    def _registered(self) -> Registered:
+    def _registered(self) -> TrainingParts:
         return self._copy.run
 
     @property

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lockstep.audit.ledger import Ledger
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.spec import WorkerSpec
 
 
@@ -75,7 +75,7 @@ class Watch:
                 yield
 
     @contextmanager
-    def during_training(self, run: Registered) -> Iterator[None]:
+    def during_training(self, run: TrainingParts) -> Iterator[None]:
         """While the operator trains what it registered."""
         if self._probe is not None and self._probe.run is not None:
             self._probe.run.modules = run.plain_modules()

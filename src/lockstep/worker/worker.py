@@ -13,13 +13,13 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.steps import StepLog
-from lockstep.operator.agreement import agree_on_steps
-from lockstep.operator.finite import watch_optimizers
 from lockstep.operator.loops import registered
+from lockstep.operator.non_finite_check import watch_optimizers
+from lockstep.operator.optimizer_checks import agree_on_steps
+from lockstep.operator.optimizer_hooks import follow_steps
 from lockstep.operator.precision import forget_unscaled
+from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
-from lockstep.operator.setting import Setting
-from lockstep.operator.stepping import follow_steps
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import prediction, regroup, trial
 from lockstep.worker.connections import Connections
@@ -151,7 +151,7 @@ class Worker(HandsOver):
         spec = self.spec
         if self._handle is None:
             self._handle = Group(self._group, device)
-        setting = Setting(
+        setting = RankContext(
             world_rank=self.rank,
             world_size=spec.num_workers,
             local_rank=self.local_rank,

@@ -13,7 +13,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.metrics.states import computed
-from lockstep.operator.measures import Measures
+from lockstep.operator.registered_metrics import RegisteredMetrics
 
 CLASSES, SAMPLES = 3, 37
 GENERATOR = torch.Generator().manual_seed(0)
@@ -140,7 +140,7 @@ def test_ranks_without_samples_do_not_count():
 
 def test_a_step_can_be_taken_back():
     output, target = FEATURES[:, :CLASSES].softmax(dim=1), TARGETS
-    once, twice = Measures(), Measures()
+    once, twice = RegisteredMetrics(), RegisteredMetrics()
     for measures in (once, twice):
         given = some_of_each_kind()
         measures.register("validation", given, torch.device("cpu"), lambda: False)

@@ -25,7 +25,7 @@ from torch import nn
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.operator import creators
-from lockstep.operator.turns import one_after_the_other
+from lockstep.operator.machine_lock import one_after_the_other
 
 
 def make_model(config):

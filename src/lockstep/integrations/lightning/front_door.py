@@ -27,9 +27,9 @@ from lockstep.integrations.lightning.speech import Speech
 from lockstep.integrations.lightning.view import TrainerView
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator, loops
-from lockstep.operator.batches import mean_over_shards
-from lockstep.operator.counting import Result, partial_weights, step_counts, take_weight
-from lockstep.operator.joint import computing
+from lockstep.operator.batch_metrics import mean_over_shards
+from lockstep.operator.loss_scope import computing
+from lockstep.operator.loss_weights import Result, partial_weights, step_counts, take_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

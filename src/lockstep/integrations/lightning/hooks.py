@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.integrations.lightning.refusals import overrides
-from lockstep.operator.acts import Acts
+from lockstep.operator.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
 
 
 def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:
@@ -24,7 +24,7 @@ def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:
     return getattr(owner, hook)(*arguments)
 
 
-class HookedActs(Acts):
+class HookedActs(StepHooks):
     """The acts of the loop that trains `module`."""
 
     def __init__(self, operator: TrainingOperator, module: Any) -> None:
@@ -39,7 +39,7 @@ class HookedActs(Acts):
         """A step on batch `index` of the epoch, of which this worker may have nothing."""
         self._index, self._has_batches = index, has_batches
 
-    def set_training(self, run: Registered, training: bool) -> None:
+    def set_training(self, run: TrainingParts, training: bool) -> None:
         """Training leaves each layer in the mode that the module chose (a frozen backbone in
         eval mode, say); validation switches all of them over, and back."""
         if training:
@@ -71,7 +71,7 @@ class HookedActs(Acts):
         self._module.on_after_backward()
 
     def step(
-        self, operator: TrainingOperator, run: Registered, optimizer: torch.optim.Optimizer
+        self, operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer
     ) -> None:
         module, precision = self._module, operator._lockstep.precision
         precision.unscale(optimizer)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep import reduction
 from lockstep.errors import PerShardLossError
-from lockstep.operator.staging import ShardedBatch
+from lockstep.operator.shard_batch import WorkerBatch
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,7 +42,7 @@ def computing(
         PerShardLossError: a module would share statistics between some of the shards.
     """
     num_shards = operator._lockstep.setting.placement.num_shards
-    per_shard = isinstance(batch, ShardedBatch) and num_shards > 1
+    per_shard = isinstance(batch, WorkerBatch) and num_shards > 1
     if per_shard:
         _refuse_norms(
             operator,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.errors import NonFiniteError
-from lockstep.operator.finite import FIX, SKIP_CHECK
 from lockstep.operator.loops import loss_again
+from lockstep.operator.non_finite_check import FIX, SKIP_CHECK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.staging import Part
+    from lockstep.operator.shard_batch import ShardBatch
 
 
 class _Look(NamedTuple):
@@ -77,7 +77,7 @@ def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:
     return explained_error
 
 
-def _window(operator: TrainingOperator) -> list[tuple[Part, Mapping[str, Any]]]:
+def _window(operator: TrainingOperator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
     """The parts that the gradients came from; of a loop of the user's own, the batch in hand."""
     stage = operator._lockstep
     if stage.window or stage.delivered is None:
@@ -85,7 +85,7 @@ def _window(operator: TrainingOperator) -> list[tuple[Part, Mapping[str, Any]]]:
     return [(stage.delivered, {"batch_idx": 0, "global_step": operator.global_step})]
 
 
-def _look(operator: TrainingOperator, part: Part, info: Mapping[str, Any]) -> _Look:
+def _look(operator: TrainingOperator, part: ShardBatch, info: Mapping[str, Any]) -> _Look:
     origin = "" if part.origin is None else f" ({part.origin})"
     place = (
         f"in shard {part.shard}, {part.num_samples} samples on rank {operator.world_rank}{origin}"
@@ -104,7 +104,7 @@ def _look(operator: TrainingOperator, part: Part, info: Mapping[str, Any]) -> _L
 
 
 def _computed_again(
-    operator: TrainingOperator, part: Part, info: Mapping[str, Any], first: list[str]
+    operator: TrainingOperator, part: ShardBatch, info: Mapping[str, Any], first: list[str]
 ) -> torch.Tensor:
     """The loss of a part; its forward leaves the buffers as they are."""
     run = operator._lockstep.registered

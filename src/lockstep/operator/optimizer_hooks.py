@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.setting import Options
+    from lockstep.operator.rank_context import Options
 
 
 def follow_steps(operator: TrainingOperator) -> list[RemovableHandle]:

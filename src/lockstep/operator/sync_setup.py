@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
 from lockstep.imports import no_collections
-from lockstep.operator.agreement import agree_on_steps
-from lockstep.operator.setting import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
+from lockstep.operator.optimizer_checks import agree_on_steps
+from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
     GradientSync,
     ParameterServer,
@@ -22,12 +22,12 @@ from lockstep.sync import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.operator.registered import Registered, Wanted
-    from lockstep.operator.setting import Setting
+    from lockstep.operator.rank_context import RankContext
+    from lockstep.operator.training_parts import TrainingParts, Wanted
     from lockstep.sync import Synchroniser
 
 
-def tie(registered: Registered, setting: Setting) -> None:
+def tie(registered: TrainingParts, setting: RankContext) -> None:
     """Attach `registered` to the peers, and compare what the ranks registered.
 
     Collective:
@@ -47,7 +47,7 @@ def tie(registered: Registered, setting: Setting) -> None:
         raise
 
 
-def rejoin(registered: Registered, setting: Setting, committed: int) -> None:
+def rejoin(registered: TrainingParts, setting: RankContext, committed: int) -> None:
     """Attach to the peers of another generation, which hold the same values already.
 
     Args:
@@ -67,7 +67,7 @@ def rejoin(registered: Registered, setting: Setting, committed: int) -> None:
     tie(registered, setting)
 
 
-def attach(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+def attach(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
     """Tie `registered` to its peers in the way that ``setting.options.sync`` names.
 
     A way may put other objects (a wrapper, a remapped optimizer) into `registered`: they are
@@ -86,7 +86,7 @@ def attach(registered: Registered, setting: Setting, wanted: Wanted) -> Synchron
     return _WAYS[sync](registered, setting, wanted)
 
 
-def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+def _replicate(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
     return GradientSync(
         registered.modules(),
         setting.group,
@@ -98,11 +98,11 @@ def _replicate(registered: Registered, setting: Setting, wanted: Wanted) -> Sync
     )
 
 
-def _alone(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+def _alone(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
     return SingleProcess(registered.modules(), averages=wanted.averages)
 
 
-def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+def _ddp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
     # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
     with no_collections():
         import_module("torch._dynamo")
@@ -120,7 +120,7 @@ def _ddp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchronis
     return sync
 
 
-def _fsdp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+def _fsdp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
     if setting.group.is_alone:
         return _replicate(registered, setting, wanted)  # its rows are all rows
     # Imported only by who asks for it: it brings torch's DTensor.
@@ -136,7 +136,9 @@ def _fsdp(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroni
     )
 
 
-def _parameter_server(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+def _parameter_server(
+    registered: TrainingParts, setting: RankContext, wanted: Wanted
+) -> Synchroniser:
     return ParameterServer(
         registered.modules(),
         registered.optimizers,
@@ -150,7 +152,7 @@ def _parameter_server(registered: Registered, setting: Setting, wanted: Wanted) 
     )
 
 
-def _data_parallel(registered: Registered, setting: Setting, wanted: Wanted) -> Synchroniser:
+def _data_parallel(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
     devices = replica_devices(setting.device, setting.options.replicas)
     replicated = [ReplicatedModel(model, devices) for model in registered.models]
     # Weights and windows are those of one worker, which has the whole batch. Attached last:
@@ -160,7 +162,7 @@ def _data_parallel(registered: Registered, setting: Setting, wanted: Wanted) -> 
     return sync
 
 
-_WAYS: dict[str, Callable[[Registered, Setting, Wanted], Synchroniser]] = {
+_WAYS: dict[str, Callable[[TrainingParts, RankContext, Wanted], Synchroniser]] = {
     "replicate": _replicate,
     ONE_PROCESS: _alone,
     ONE_PROCESS_BY_SHARD: _alone,

@@ -41,7 +41,7 @@ class Wanted:
 
 
 @dataclass
-class Registered:
+class TrainingParts:
     """The parts of a training run, each as a list, and what keeps their gradients one.
 
     Attributes:

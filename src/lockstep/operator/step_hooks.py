@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
 
 
-class Acts:
+class StepHooks:
     """Each is called once per optimizer step, but for `around_backward`: once per shard.
 
     An integration replaces them to call its framework's hooks at the moments that these have
     there; what a step computes stays the loop's.
     """
 
-    def set_training(self, run: Registered, training: bool) -> None:
+    def set_training(self, run: TrainingParts, training: bool) -> None:
         run.set_training(training)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
@@ -31,7 +31,7 @@ class Acts:
         return nullcontext()
 
     def step(
-        self, operator: TrainingOperator, run: Registered, optimizer: torch.optim.Optimizer
+        self, operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer
     ) -> None:
         """After the reduction: unscale, clip, step."""
         backstage = operator._lockstep

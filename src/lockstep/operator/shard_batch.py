@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker hands to an operator: batches with their weight and their random numbers.
 
-An operator that leaves `train_batch` to lockstep receives a `ShardedBatch`: the shards that
+An operator that leaves `train_batch` to lockstep receives a `WorkerBatch`: the shards that
 its worker carries, one after the other, so that the arithmetic of a shard does not depend on
 who carries it. An operator with its own loop receives plain batches; what was delivered
-(how many samples, whether borrowed) is kept beside them in `Part`.
+(how many samples, whether borrowed) is kept beside them in `ShardBatch`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.data.batch_structure import map_children
 from lockstep.randomness import seed_all
 
 
-class Origin(NamedTuple):
+class BatchOrigin(NamedTuple):
     """Where a part of a global batch was read.
 
     Attributes:
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardBatch:
     """One batch as it was delivered.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
     num_samples: int
     seed: int
     shard: int = 0
-    origin: Origin | None = None
+    origin: BatchOrigin | None = None
 
     @property
     def borrowed(self) -> bool:
@@ -65,7 +65,7 @@ class Part:
         seed_all(self.seed)
 
 
-class PlaceInWindow(NamedTuple):
+class WindowPosition(NamedTuple):
     """Where a global batch stands among those that one optimizer step consumes."""
 
     opens: bool
@@ -73,10 +73,10 @@ class PlaceInWindow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedBatch:
+class WorkerBatch:
     """The shards of one global batch that one worker carries, in shard order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ShardBatch, ...]
 
     @property
     def num_samples(self) -> int:

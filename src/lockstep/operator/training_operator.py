@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
 from lockstep.operator import loops
-from lockstep.operator.backstage import Backstage
-from lockstep.operator.registered import Wanted
+from lockstep.operator.operator_state import OperatorState
+from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import (
     UNSAID_MEAN,
     as_sequence,
@@ -19,8 +19,8 @@ from lockstep.operator.registration import (
     given_back,
     refuse_further,
 )
-from lockstep.operator.setting import Setting
-from lockstep.operator.staging import to_device
+from lockstep.operator.shard_batch import to_device
+from lockstep.operator.training_parts import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lockstep.operator.setting import Options
+    from lockstep.operator.rank_context import Options
 
 
 class TrainingOperator:
@@ -62,8 +62,8 @@ class TrainingOperator:
     joint_loss: ClassVar[bool] = False
     loss_reduction: str = "mean"
 
-    def __init__(self, config: Mapping[str, Any], setting: Setting | None = None) -> None:
-        self._lockstep = Backstage(config, setting or Setting())
+    def __init__(self, config: Mapping[str, Any], setting: RankContext | None = None) -> None:
+        self._lockstep = OperatorState(config, setting or RankContext())
         self.timers = TimerCollection()
         self.timers.disable()
         self.global_step = 0

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
-from lockstep.operator.acts import Acts
-from lockstep.operator.measures import Measures
 from lockstep.operator.precision import Precision
-from lockstep.operator.staging import Part, PlaceInWindow
+from lockstep.operator.registered_metrics import RegisteredMetrics
+from lockstep.operator.shard_batch import ShardBatch, WindowPosition
+from lockstep.operator.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.metrics.steps import StepLog
-    from lockstep.operator.committed import BuffersBefore
+    from lockstep.operator.rank_context import RankContext
     from lockstep.operator.read_ahead import ReadAhead
-    from lockstep.operator.registered import Registered
-    from lockstep.operator.setting import Setting
+    from lockstep.operator.running_statistics import BufferSnapshot
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
 
 
@@ -28,7 +28,7 @@ def _no_copies() -> None:
     """Of a worker that keeps no copies there is nothing to put back."""
 
 
-class Backstage:
+class OperatorState:
     """The seam between an operator and the worker that runs it.
 
     Attributes:
@@ -59,17 +59,17 @@ class Backstage:
         joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
-    def __init__(self, config: Mapping[str, Any], setting: Setting) -> None:
+    def __init__(self, config: Mapping[str, Any], setting: RankContext) -> None:
         self.config = dict(config) if type(config) is dict else config
         self.setting = setting
         self.precision = Precision(setting.options.precision, setting.device)
-        self.registered: Registered | None = None
+        self.registered: TrainingParts | None = None
         self.loaders: dict[str, Any] = {}
-        self.acts = Acts()
-        self.measures = Measures()
-        self.delivered: Part | None = None
+        self.acts = StepHooks()
+        self.measures = RegisteredMetrics()
+        self.delivered: ShardBatch | None = None
         self.read_ahead: ReadAhead | None = None
-        self.place = PlaceInWindow(opens=True, closes=True)
+        self.place = WindowPosition(opens=True, closes=True)
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_our_epoch = False
@@ -78,10 +78,10 @@ class Backstage:
         self.has_scheduled = False
         self.stepped: list[torch.optim.Optimizer] = []
         self.step_log: StepLog | None = None
-        self.window: list[tuple[Part, Mapping[str, Any]]] = []
+        self.window: list[tuple[ShardBatch, Mapping[str, Any]]] = []
         self.steps_taken_back = 0
         self.put_buffers_back: Callable[[], None] = _no_copies
-        self.buffers_before: BuffersBefore | None = None
+        self.buffers_before: BufferSnapshot | None = None
         self.begin_call("train")
 
     def begin_call(self, purpose: str) -> None:

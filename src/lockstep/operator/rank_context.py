@@ -55,7 +55,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RankContext:
     """Everything that a worker tells its operator; only a loaded state puts another in place.
 
     Attributes:
@@ -77,7 +77,7 @@ class Setting:
     owner: OwnerAddress | None = None
 
 
-def shard_order(setting: Setting) -> ShardOrder | None:
+def shard_order(setting: RankContext) -> ShardOrder | None:
     """The order in which gradients are added up; None where any order will do."""
     if not setting.options.reproducible:
         return None

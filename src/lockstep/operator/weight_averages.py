@@ -16,7 +16,7 @@ from lockstep.sync.buffers import fits, write_into
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.operator.backstage import Backstage
+    from lockstep.operator.operator_state import OperatorState
 
 _USUAL_DECAY: Final = 0.999
 
@@ -146,7 +146,7 @@ def _places(model: nn.Module) -> list[torch.device]:
     return [each.device for each in (*model.parameters(), *model.buffers())]
 
 
-def update_averages(stage: Backstage) -> None:
+def update_averages(stage: OperatorState) -> None:
     """A global batch is over: average the models whose optimizers stepped in it, once each."""
     stepped, stage.stepped = stage.stepped, []
     run = stage.registered

@@ -18,10 +18,10 @@ from lockstep.sync import is_local
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.operator.registered import Registered
+    from lockstep.operator.training_parts import TrainingParts
 
 
-def agree_on_steps(group: Group, registered: Registered) -> None:
+def agree_on_steps(group: Group, registered: TrainingParts) -> None:
     """Compare the optimizers and schedulers of all ranks; raise on every rank or on none.
 
     Parameters marked `lockstep.local` differ by design, and so may a group of only such ones.
@@ -50,7 +50,7 @@ def agree_on_steps(group: Group, registered: Registered) -> None:
         )
 
 
-def _description(registered: Registered) -> list[str]:
+def _description(registered: TrainingParts) -> list[str]:
     """One line for each parameter group and scheduler: what its steps depend on."""
     names = {
         id(parameter): f"{position}.{name}"

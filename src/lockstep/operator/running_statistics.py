@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.sync import Synchroniser
 
 
-class CommittedBuffers:
+class RunningStatistics:
     """The buffers of `modules` during one step of a worker.
 
     Args:
@@ -84,7 +84,7 @@ class CommittedBuffers:
                     put_buffer(place, value)
 
 
-class BuffersBefore:
+class BufferSnapshot:
     """What the buffers of `modules` held before an accumulation window.
 
     A state that is saved within the window goes on from its start, and the forwards that are

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.staging import Part
+    from lockstep.operator.shard_batch import ShardBatch
 
 BY_SAMPLES: Final = "samples"
 BY_OWN: Final = f"metrics[{WEIGHT!r}]"
@@ -33,7 +33,7 @@ Result = tuple[dict[str, Any], float]
 
 
 def take_weight(
-    operator: TrainingOperator, purpose: str, part: Part, metrics: dict[str, Any]
+    operator: TrainingOperator, purpose: str, part: ShardBatch, metrics: dict[str, Any]
 ) -> float:
     """What the loss of `part` counts for; takes the weight out of its metrics.
 
@@ -61,7 +61,7 @@ def take_weight(
 
 
 def step_counts(
-    operator: TrainingOperator, purpose: str, parts: Sequence[Part], results: Sequence[Result]
+    operator: TrainingOperator, purpose: str, parts: Sequence[ShardBatch], results: Sequence[Result]
 ) -> dict[str, Any]:
     """What a step's metrics stand for: samples, and the weight if it is the operator's own."""
     counts: dict[str, Any] = {NUM_SAMPLES: sum(part.num_samples for part in parts)}

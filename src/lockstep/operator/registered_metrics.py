@@ -20,7 +20,7 @@ Mark = list[tuple[Any, int, dict[str, Any]]]
 """Metrics with the number of their updates and their states; of a list of rows its length."""
 
 
-class Measures:
+class RegisteredMetrics:
     """Metric objects by purpose ("train", "validation") and name.
 
     Every call of `train` or `validate` starts them from nothing, so one object may serve both.
