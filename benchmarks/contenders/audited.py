@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from blocks import Pairs, interleaved
 from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe, TrainersRun
-from lockstep.worker.watching import WATCHED_EVERY
+from lockstep.worker.run_audit import WATCHED_EVERY
 from reporting import report
 
 if TYPE_CHECKING:

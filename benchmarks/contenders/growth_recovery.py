@@ -21,7 +21,7 @@ from lockstep.engine.ray import RayEngine
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.regrouping import Loss, Regrouping
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker import Outcome, Standing
+from lockstep.worker import Outcome, SurvivorState
 from reporting import report
 
 WORKERS = (2, 10, 100, 1_000)
@@ -33,7 +33,7 @@ class Everybody:
 
     def __init__(self) -> None:
         self._answers = {
-            "stand_down": cloudpickle.dumps(Standing(point=(7, 0))),
+            "stand_down": cloudpickle.dumps(SurvivorState(point=(7, 0))),
             "join": cloudpickle.dumps(None),
         }
         self.asked = 0

@@ -9,8 +9,8 @@ from kinds import KINDS, NESTED
 from lockstep.sync import buffer_places, copy_over, overwrite, put_buffer
 from lockstep.sync.buffers import same_bits, write_into
 from lockstep.sync.wire import pack, unpack
-from lockstep.worker.handover import joined, taken_apart
-from lockstep.worker.shelf import Shelf
+from lockstep.worker.state_broadcast import joined, taken_apart
+from lockstep.worker.tensor_pool import TensorPool
 
 # Torch says so once in a process, whoever makes such a tensor first.
 pytestmark = [
@@ -98,7 +98,7 @@ def test_a_state_is_handed_over(make):
 
 @ALL
 def test_copies_of_a_state_use_memory_again(make):
-    shelf = Shelf()
+    shelf = TensorPool()
     for value in (2.0, 3.0):
         copied = shelf.copy_of(make(value))
         assert same_bits(copied, make(value))

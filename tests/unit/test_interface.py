@@ -3,7 +3,7 @@
 
 import socket
 
-from lockstep.worker.interface import interface_towards
+from lockstep.worker.network_interface import interface_towards
 
 
 def test_loopback_leads_to_this_machine():

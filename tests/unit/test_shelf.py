@@ -3,11 +3,11 @@
 
 import torch
 
-from lockstep.worker.shelf import Shelf
+from lockstep.worker.tensor_pool import TensorPool
 
 
 def test_memory_that_was_put_back_is_written_over():
-    shelf = Shelf()
+    shelf = TensorPool()
     state = {"a": torch.ones(3), "b": [torch.ones(2, 2)], "c": (torch.ones(()),), "d": "text"}
     places = {tensor.data_ptr() for tensor in (state["a"], state["b"][0], state["c"][0])}
     shelf.put_back(state)
@@ -20,14 +20,14 @@ def test_memory_that_was_put_back_is_written_over():
 
 
 def test_what_stands_in_two_places_is_memory_for_one_copy():
-    shelf, tensor = Shelf(), torch.zeros(4)
+    shelf, tensor = TensorPool(), torch.zeros(4)
     shelf.put_back({"operator": tensor, "operator_by_rank": [tensor, torch.zeros(4)]})
     copies = [shelf.copy_of(torch.full((4,), float(number))) for number in range(3)]
     assert [copy.tolist() for copy in copies] == [[number] * 4 for number in (0.0, 1.0, 2.0)]
 
 
 def test_only_what_fits_is_used():
-    shelf = Shelf()
+    shelf = TensorPool()
     shelf.put_back([torch.zeros(2, 3), torch.zeros(6, dtype=torch.float64)])
     for tensor in (
         torch.ones(3, 2),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from lockstep.engine.member import Member
 from lockstep.engine.outlook import Sighting
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker.where import WAITING, Whereabouts
+from lockstep.worker.worker_status import WAITING, WorkerStatus
 
 LIMIT_S = 0.05
 
@@ -30,8 +30,8 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     hung, *survivors = (Member(number, "node", number) for number in range(3))
     watchdog = Watchdog(SimpleNamespace(members=[hung, *survivors]), LIMIT_S)
     since = time.monotonic() - 100
-    waits = Whereabouts(3, is_warm=True, phase=WAITING, line="", stack="")
-    computes = Whereabouts(3, is_warm=True, phase="forward", line="", stack="")
+    waits = WorkerStatus(3, is_warm=True, phase=WAITING, line="", stack="")
+    computes = WorkerStatus(3, is_warm=True, phase="forward", line="", stack="")
     sightings = {member: Sighting(waits, since) for member in survivors}
     watchdog._outlook = Seen(sightings | {hung: Sighting(computes, since)})
     hearing = SimpleNamespace(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from types import FunctionType
 
-from lockstep.worker.where import whereabouts
+from lockstep.worker.worker_status import status_of_thread
 
 
 def _waits(has_begun: threading.Event, may_go: threading.Event) -> None:
@@ -22,7 +22,7 @@ def test_a_frame_between_two_lines_has_no_line_number() -> None:
     thread.start()
     has_begun.wait()
     assert thread.ident is not None
-    found = whereabouts(thread.ident, 3, None, is_warm=True)
+    found = status_of_thread(thread.ident, 3, None, is_warm=True)
     may_go.set()
     thread.join()
     assert found.steps == 3

@@ -17,7 +17,7 @@ from lockstep.engine.base import COLLECTIVE_METHODS
 from lockstep.engine.settling import settle_in
 
 if TYPE_CHECKING:
-    from lockstep.worker import Outcome, Whereabouts, Worker
+    from lockstep.worker import Outcome, Worker, WorkerStatus
 
 
 class WorkerActor:
@@ -90,7 +90,7 @@ class WorkerActor:
         return (0, []) if self._worker is None else self._worker.step_rows(since)
 
     @ray.method(concurrency_group="control")
-    def where(self) -> Whereabouts | None:
+    def where(self) -> WorkerStatus | None:
         return None if self._worker is None else self._worker.where(self._thread)
 
     @ray.method(concurrency_group="control")

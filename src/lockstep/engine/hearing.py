@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.engine.server import ServerProcess
-    from lockstep.worker import Outcome, Whereabouts
+    from lockstep.worker import Outcome, WorkerStatus
 
 WATCH_S = 0.2
 """How often somebody who watches a call is told of its progress."""
@@ -59,7 +59,7 @@ class Hearing:
         self.deaths: dict[int, WorkerDiedError] = {}
         self.lost_peers: dict[int, BaseException] = {}
         self.failed_at: float | None = None
-        self.here: Callable[[], Whereabouts] | None = None
+        self.here: Callable[[], WorkerStatus] | None = None
         self._causes: list[BaseException] = []
 
     @property

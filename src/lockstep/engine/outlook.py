@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.engine.member import Member
-    from lockstep.worker import Whereabouts
+    from lockstep.worker import WorkerStatus
 
 _ASK_EVERY_S: Final = 0.5
 
@@ -32,7 +32,7 @@ class Sighting:
         next_at: when to ask again.
     """
 
-    latest: Whereabouts | None
+    latest: WorkerStatus | None
     since: float
     asked_at: float | None = None
     question: Any = None
@@ -70,7 +70,7 @@ class Outlook:
                 seen.next_at = now + _ASK_EVERY_S
         return {member: self._seen[member] for member in members if member in self._seen}
 
-    def last_seen(self, member: Member) -> Whereabouts | None:
+    def last_seen(self, member: Member) -> WorkerStatus | None:
         """What `member` was doing when it was seen last."""
         return self._seen[member].latest if member in self._seen else None
 
@@ -79,7 +79,7 @@ class Outlook:
         if seen.asked_at is None or not ray.wait([seen.question], timeout=0)[0]:
             return
         try:
-            found: Whereabouts | None = ray.get(seen.question)
+            found: WorkerStatus | None = ray.get(seen.question)
         except RayActorError:
             return  # its call says why
         if seen.latest is None or found is None or found.steps != seen.latest.steps:

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.engine.parametrized import dumps
 from lockstep.errors import NotPicklableError
-from lockstep.worker.handover import joined, taken_apart
+from lockstep.worker.state_broadcast import joined, taken_apart
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lockstep.engine.member import Member
     from lockstep.engine.ray import RayEngine
     from lockstep.recovery.regrouping import Loss, Regrouped
-    from lockstep.worker import Progress, Report
+    from lockstep.worker import LoopProgress, Report
 
 
 class LostCounts:
@@ -46,7 +46,7 @@ class LostCounts:
             self.reports.append(self._report(loss, progress))
         self._rosters.append((progress.steps, list(self._engine.members)))
 
-    def _report(self, loss: Loss, progress: Progress) -> Report:
+    def _report(self, loss: Loss, progress: LoopProgress) -> Report:
         counted = None if loss.last_seen is None else loss.last_seen.counted
         segments = self._segments(loss.member, progress)
         samples: Any = 0
@@ -56,7 +56,7 @@ class LostCounts:
             samples = 0 if counted is None else counted.samples
         return lost_report(samples, counted)
 
-    def _segments(self, member: Member, progress: Progress) -> list[tuple[range, int, int]]:
+    def _segments(self, member: Member, progress: LoopProgress) -> list[tuple[range, int, int]]:
         """(shards, first step, number of steps) of each generation that `member` was in."""
         ends = [*(start for start, _ in self._rosters[1:]), progress.steps]
         num_shards = self._engine.spec.num_shards

@@ -21,7 +21,7 @@ from lockstep.engine.leaving import no_way_back
 from lockstep.engine.placement import local_ranks, neighbours, start_timeout_s
 from lockstep.engine.spares import Readiness, look_at
 from lockstep.errors import NotEnoughResourcesError, WorkerDiedError
-from lockstep.worker import Formation, Progress
+from lockstep.worker import Formation, LoopProgress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lockstep.engine.member import Member
     from lockstep.engine.ray import RayEngine
     from lockstep.recovery.watchdog import Watchdog
-    from lockstep.worker import Standing, Whereabouts
+    from lockstep.worker import SurvivorState, WorkerStatus
 
 _log = logging.getLogger("lockstep.recovery")
 
@@ -51,7 +51,7 @@ class Loss:
     rank: int
     shards: range
     died: WorkerDiedError
-    last_seen: Whereabouts | None = None
+    last_seen: WorkerStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Regrouped:
         point: steps of the run, and the epoch.
         replayed: steps that have to be computed again.
         progress: of the call that was interrupted.
-        is_cut_short: see `Standing`.
+        is_cut_short: see `SurvivorState`.
         losses: the workers that are gone, those that went meanwhile last.
     """
 
@@ -72,7 +72,7 @@ class Regrouped:
     size: int
     point: tuple[int, int]
     replayed: int
-    progress: Progress | None
+    progress: LoopProgress | None
     is_cut_short: bool
     losses: Sequence[Loss]
 
@@ -189,7 +189,7 @@ class Regrouping:
 
     def _stand_down(
         self, interrupted: tuple[str, bool], places: list[Member | None], lost: list[Loss]
-    ) -> dict[Member, Standing]:
+    ) -> dict[Member, SurvivorState]:
         """Everybody leaves the group; who cannot is lost as well."""
         engine = self._engine
         while True:
@@ -269,7 +269,7 @@ class Regrouping:
         )
 
     def _formation(
-        self, roster: Sequence[Member], standings: dict[Member, Standing], best: Standing
+        self, roster: Sequence[Member], standings: dict[Member, SurvivorState], best: SurvivorState
     ) -> Formation:
         self.generation += 1
         found = [standings.get(member) for member in roster]
@@ -311,7 +311,7 @@ class Regrouping:
             self._lose(members[rank], hearing, rank, places, lost)
         return not hearing.has_failed
 
-    def _regrouped(self, size: int, best: Standing, lost: Sequence[Loss]) -> Regrouped:
+    def _regrouped(self, size: int, best: SurvivorState, lost: Sequence[Loss]) -> Regrouped:
         assert best.point is not None
         return Regrouped(
             generation=self.generation,
@@ -328,12 +328,12 @@ def _stay(_: BaseException) -> None:
     """Ctrl-C while the group is formed: nobody is in a step, and it can be formed later."""
 
 
-def _best(standings: dict[Member, Standing]) -> Standing | None:
+def _best(standings: dict[Member, SurvivorState]) -> SurvivorState | None:
     able = [standing for standing in standings.values() if standing.point is not None]
     return max(able, key=lambda one: (one.point or (0, 0), not one.is_cut_short), default=None)
 
 
-def _agrees(one: Standing | None, best: Standing) -> bool:
+def _agrees(one: SurvivorState | None, best: SurvivorState) -> bool:
     return one is not None and (one.point, one.is_cut_short) == (best.point, best.is_cut_short)
 
 

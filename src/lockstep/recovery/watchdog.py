@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.engine.member import Member
     from lockstep.engine.outlook import Sighting
     from lockstep.engine.ray import RayEngine
-    from lockstep.worker import Whereabouts
+    from lockstep.worker import WorkerStatus
 
 _log = logging.getLogger("lockstep.recovery")
 
@@ -60,7 +60,7 @@ class Watchdog:
         self._outlook.forget()
         self._broken_at = None
 
-    def last_seen(self, member: Member) -> Whereabouts | None:
+    def last_seen(self, member: Member) -> WorkerStatus | None:
         """What `member` was seen doing last."""
         return self._outlook.last_seen(member)
 

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from lockstep.backends import abort_nccl
 from lockstep.errors import PeerLostError, WrongUseError
-from lockstep.worker.interface import interface_towards
+from lockstep.worker.network_interface import interface_towards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

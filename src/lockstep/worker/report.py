@@ -29,7 +29,7 @@ class Report:
         timers: seconds by phase; None unless asked for (`profile`).
         weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
         measured: the registered torchmetrics objects, by the key of their result.
-        seen: by the watch (see `lockstep.worker.watching`); None if nothing watches.
+        seen: by the watch (see `lockstep.worker.run_audit`); None if nothing watches.
         rows: metrics of single steps that nobody has heard of yet.
         is_of_a_lost_worker: it is what was known of a worker that did not live to report.
     """

@@ -23,8 +23,8 @@ from lockstep.lazy_compiler import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import copy_over, overwrite
-from lockstep.worker.carried import Carried
-from lockstep.worker.written import Written
+from lockstep.worker.in_place_writes import InPlaceWriteTracker
+from lockstep.worker.saved_gradients import SavedGradients
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class OpenStep:
     stepped_at: int | None = None
     num_stepped: int = 0
     everything: StateCopy | None = None
-    gradients: Carried | None = None
+    gradients: SavedGradients | None = None
 
 
 class Rollback:
@@ -99,13 +99,13 @@ class Rollback:
         self._usual_steps = 0
         # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
         self._call_began: int | None = None
-        self._carried: Carried | None = None
-        self._at_call: Carried | None = None
+        self._carried: SavedGradients | None = None
+        self._at_call: SavedGradients | None = None
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._adds_up = False
         self._steps_to_learn = _STEPS_TO_LEARN if operator._brings_own_loop() else 0
-        self._written = Written(run.optimizers)
+        self._written = InPlaceWriteTracker(run.optimizers)
         self._has_own_loop = (
             # What a user does after a step may communicate, and may fail, as a loop of one's own.
             operator._brings_own_loop() or operator._brings("after_step")
@@ -188,23 +188,23 @@ class Rollback:
         self._carried = self.carried()
         self._open = None
 
-    def carried(self) -> Carried | None:
+    def carried(self) -> SavedGradients | None:
         """Gradients that a window of the loop's own holds between two passes; None without one."""
         sync = self._sync
         if self._open is None or sync is None:
             return self._left() or self._carried
-        return Carried.of(self._run.parameters(), is_torn=sync.has_open_window)
+        return SavedGradients.of(self._run.parameters(), is_torn=sync.has_open_window)
 
-    def _left(self) -> Carried | None:
+    def _left(self) -> SavedGradients | None:
         """Gradients of earlier steps, where the loop adds to them; None where it clears them."""
         sync, may_add = self._sync, self._adds_up or self._steps_to_learn > 0
         if sync is None or sync.has_open_window or not may_add:
             return None
         if all(parameter.grad is None for parameter in self._run.parameters()):
             return None
-        return Carried.of(self._run.parameters(), is_torn=False)
+        return SavedGradients.of(self._run.parameters(), is_torn=False)
 
-    def carry(self, carried: Carried | None) -> bool:
+    def carry(self, carried: SavedGradients | None) -> bool:
         """Go on with these gradients; False if they are not to be had any more."""
         self._carried = carried
         if carried is not None and not carried.is_torn:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.worker import handover
-from lockstep.worker.shelf import Shelf
+from lockstep.worker import state_broadcast
 from lockstep.worker.state import copied
+from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class Snapshot:
 
     step: int
     state: dict[str, Any]
-    shelf: Shelf | None = None
+    shelf: TensorPool | None = None
 
     def give_back(self) -> None:
         """Nobody needs it any more; the next copy will be written over it."""
@@ -62,7 +62,7 @@ class Snapshots:
         self._latest: Snapshot | None = None
         self._has_stepped = False
         self._handles: list[Any] = []
-        self._shelf = Shelf()
+        self._shelf = TensorPool()
         self._on_its_way: Snapshot | None = None
 
     # ---------------------------------------------------------------- from another thread
@@ -196,12 +196,12 @@ class Snapshots:
         group = worker.operator._lockstep.setting.group
         for source in range(worker.spec.num_workers):
             if source == worker.rank:
-                handover.send(group, own)
+                state_broadcast.send(group, own)
                 found.append(own)
             elif worker.rank == 0:
-                found.append(handover.receive(group, source))
+                found.append(state_broadcast.receive(group, source))
             else:
-                handover.decline(group, source)
+                state_broadcast.decline(group, source)
         return found
 
     def _keep(self, snapshot: Snapshot) -> None:

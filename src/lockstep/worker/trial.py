@@ -20,7 +20,7 @@ from lockstep.errors import NotAvailableError
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
 from lockstep.pinning import DropoutOff, normalises_by_batch, pin
 from lockstep.randomness import preserved
-from lockstep.worker.recording import Recorded, Recorder
+from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,7 +111,7 @@ class _Side:
             run = self._registered
             self._pinned = [note for module in run.plain_modules() for note in pin(module)]
             self._dropout = DropoutOff()
-            self._recorder = Recorder(copy.operator, run)
+            self._recorder = OptimizerRecorder(copy.operator, run)
         except BaseException:
             copy.stop()
             raise

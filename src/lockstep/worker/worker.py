@@ -21,14 +21,13 @@ from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.randomness import derive_seed, preserved
-from lockstep.worker import prediction, regroup, trial
+from lockstep.worker import group_formation, prediction, trial
 from lockstep.worker.connections import Connections
 from lockstep.worker.cursor import Tally
+from lockstep.worker.dataset_source import DatasetSource
 from lockstep.worker.determinism import deterministic
 from lockstep.worker.device import pick_device
-from lockstep.worker.feeding import Feed
-from lockstep.worker.handing_over import HandsOver
-from lockstep.worker.passes import Request, Underway
+from lockstep.worker.loop_run import LoopRequest, LoopRun
 from lockstep.worker.process_group import (
     Rendezvous,
     form_group,
@@ -37,9 +36,10 @@ from lockstep.worker.process_group import (
     taken_for_world,
 )
 from lockstep.worker.rollback import Rollback
+from lockstep.worker.run_audit import RunAudit
 from lockstep.worker.snapshot import Snapshots
 from lockstep.worker.spec import config_for
-from lockstep.worker.watching import Watch
+from lockstep.worker.state_access import StateAccess
 
 if TYPE_CHECKING:
     import threading
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
     from lockstep.data import RayBatches, ShardPlacement
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.carried import Carried
-    from lockstep.worker.passes import Progress
+    from lockstep.worker.loop_run import LoopProgress
     from lockstep.worker.report import Report
+    from lockstep.worker.saved_gradients import SavedGradients
     from lockstep.worker.spec import WorkerSpec
 
 _CLOSING_S: Final = 1.0
 
 
-class Worker(HandsOver):
+class Worker(StateAccess):
     """Rank `rank` of a run. Its methods are called by an engine, one at a time.
 
     `progress`, `where`, `dismiss` and `break_group` alone may be called from another thread
@@ -84,7 +84,7 @@ class Worker(HandsOver):
         self._num_copies = 0
         self._operator = None
         self.cursors = {}
-        self._feed = Feed()
+        self._feed = DatasetSource()
         self._before_load: tuple[dict[str, Any], int] | None = None
         self.before_call: dict[str, Any] | None = None
         self.owed = 0
@@ -97,7 +97,7 @@ class Worker(HandsOver):
         self.has_state = False
         self.underway = None
         self.snapshots = Snapshots(self)
-        self._watch = Watch(spec)
+        self._watch = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None
         self.on_boundary: Callable[[], None] | None = None
         self.before_meeting: Callable[[], None] | None = None
@@ -239,27 +239,29 @@ class Worker(HandsOver):
 
     # -------------------------------------------------------------------- another generation
 
-    def stand_down(self, interrupted: str | None, is_given_up: bool = False) -> regroup.Standing:
+    def stand_down(
+        self, interrupted: str | None, is_given_up: bool = False
+    ) -> group_formation.SurvivorState:
         """Leave a group that has broken; says how far this worker has come.
 
         Args:
             interrupted: the method that could not be completed by all workers.
             is_given_up: nobody goes on with that call.
         """
-        return regroup.stand_down(self, interrupted, is_given_up=is_given_up)
+        return group_formation.stand_down(self, interrupted, is_given_up=is_given_up)
 
-    def go_back(self, interrupted: str) -> regroup.Standing:
+    def go_back(self, interrupted: str) -> group_formation.SurvivorState:
         """Without peers: to the last committed step, if that can still be had."""
-        return regroup.go_back_alone(self, interrupted)
+        return group_formation.go_back_alone(self, interrupted)
 
     @property
     def has_begun_to_step(self) -> bool:
         """An optimizer has, and until the step is committed there is no way back."""
         return self._rollback is not None and self._rollback.is_past_undoing
 
-    def join(self, rank: int, formation: regroup.Formation) -> None:
+    def join(self, rank: int, formation: group_formation.Formation) -> None:
         """Become rank `rank` of the next generation; see `regroup.join`."""
-        regroup.join(self, rank, formation)
+        group_formation.join(self, rank, formation)
 
     def dismiss(self) -> None:
         """Leave the call that runs before its next batch, so that the group can be formed anew."""
@@ -280,7 +282,7 @@ class Worker(HandsOver):
                 cause="another worker is about to join",
             )
 
-    def undo(self, call: Underway) -> regroup.Undone:
+    def undo(self, call: LoopRun) -> group_formation.Undone:
         """Take back what `call` has not committed."""
         if call.request.purpose == "validation":
             call.rewind()
@@ -309,12 +311,12 @@ class Worker(HandsOver):
         return self._rollback.holds_own_part(self.cursors["train"])
 
     @property
-    def carried(self) -> Carried | None:
+    def carried(self) -> SavedGradients | None:
         """Gradients that a window of the loop's own holds, between two passes over the data."""
         return None if self._rollback is None else self._rollback.carried()
 
     @carried.setter
-    def carried(self, carried: Carried | None) -> None:
+    def carried(self, carried: SavedGradients | None) -> None:
         if self._rollback is not None:
             self._rollback.carry(carried)
 
@@ -413,13 +415,13 @@ class Worker(HandsOver):
         num_steps: int | None,
         profile: bool,
         info: Mapping[str, Any],
-        interrupted: Progress | None = None,
+        interrupted: LoopProgress | None = None,
     ) -> Report:
         """Train; go on with the call that stopped at `interrupted`, if there was one."""
         if self.run.attached:
             self.run.refuse_replaced()
         with self._watch.during_training(self.run):
-            report = self._run(Request("train", num_steps, profile, info), interrupted)
+            report = self._run(LoopRequest("train", num_steps, profile, info), interrupted)
         return replace(report, seen=self._watch.seen())
 
     def validate(
@@ -427,12 +429,12 @@ class Worker(HandsOver):
         num_steps: int | None,
         profile: bool,
         info: Mapping[str, Any],
-        interrupted: Progress | None = None,
+        interrupted: LoopProgress | None = None,
     ) -> Report:
         """Validate; after an interruption from where the call began, so that all is counted."""
-        return self._run(Request("validation", num_steps, profile, info), interrupted)
+        return self._run(LoopRequest("validation", num_steps, profile, info), interrupted)
 
-    def _run(self, request: Request, interrupted: Progress | None) -> Report:
+    def _run(self, request: LoopRequest, interrupted: LoopProgress | None) -> Report:
         if interrupted is None or self.underway is None:
             self.underway = self._begin(request, interrupted)
         elif interrupted.is_over or self.underway.tally.steps < interrupted.steps:
@@ -446,13 +448,13 @@ class Worker(HandsOver):
             self.snapshots.after_call()
         return report
 
-    def _begin(self, request: Request, interrupted: Progress | None) -> Underway:
+    def _begin(self, request: LoopRequest, interrupted: LoopProgress | None) -> LoopRun:
         training = request.purpose == "train"
         if training and self.operator._brings("train_epoch"):
             self.before_call = self.state_dict()
         if self._rollback is not None and training:
             self._rollback.begin_call(self.cursors["train"])
-        call = Underway(
+        call = LoopRun(
             self.operator,
             self.cursors[request.purpose],
             request,

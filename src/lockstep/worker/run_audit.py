@@ -28,7 +28,7 @@ WATCHED_EVERY: Final = 64
 """Steps; replicas that have drifted apart stay apart. The first ones are looked at more often."""
 
 
-class Watch:
+class RunAudit:
     """One worker's watch, from one formation of the group to the next.
 
     Without `attach` (a copy that `verify` makes, ``audit="off"``) it does nothing.

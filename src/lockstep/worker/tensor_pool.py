@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Shelf:
+class TensorPool:
     """Tensors on the CPU, waiting to be written over.
 
     They may be put back from another thread than the one that takes them.

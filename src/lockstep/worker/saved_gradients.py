@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Carried:
+class SavedGradients:
     """Copies of gradients, by parameter.
 
     Attributes:
@@ -31,7 +31,7 @@ class Carried:
     is_torn: bool = False
 
     @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter], *, is_torn: bool) -> Carried:
+    def of(cls, parameters: Iterable[nn.Parameter], *, is_torn: bool) -> SavedGradients:
         """What `parameters` hold now."""
         held = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
         return cls(held, is_torn)

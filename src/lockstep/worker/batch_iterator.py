@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.worker.rollback import Rollback
 
 
-class Deliveries:
+class BatchIterator:
     """The iterator that `train_epoch` and `validate` receive; ends with the epoch.
 
     Args:
@@ -63,7 +63,7 @@ class Deliveries:
         self.delivered = 0
         self.epoch_over = False
 
-    def __iter__(self) -> Deliveries:
+    def __iter__(self) -> BatchIterator:
         return self
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayShare
 from lockstep.worker.cursor import Cursor
-from lockstep.worker.sources import wants_joint
+from lockstep.worker.step_sources import wants_joint
 
 if TYPE_CHECKING:
     from lockstep.data import RayBatches
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Feed:
+class DatasetSource:
     """What stands aside while a dataset feeds the training.
 
     Attributes:

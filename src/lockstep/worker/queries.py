@@ -6,21 +6,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics.numeric import as_number
-from lockstep.worker.where import whereabouts
+from lockstep.worker.worker_status import status_of_thread
 
 if TYPE_CHECKING:
     from lockstep.metrics.steps import StepRow
     from lockstep.operator import TrainingOperator
     from lockstep.worker.cursor import Cursor
-    from lockstep.worker.passes import Underway
-    from lockstep.worker.where import Whereabouts
+    from lockstep.worker.loop_run import LoopRun
+    from lockstep.worker.worker_status import WorkerStatus
 
 
-class Inquiries:
+class Queries:
     """The part of a worker that answers questions."""
 
     cursors: dict[str, Cursor]
-    underway: Underway | None
+    underway: LoopRun | None
     _operator: TrainingOperator | None
     _is_warm: bool
 
@@ -68,13 +68,13 @@ class Inquiries:
             return 0, 0, self._committed
         return cursor.epochs_entered, cursor.epochs_finished, self._committed
 
-    def where(self, thread_id: int) -> Whereabouts:
+    def where(self, thread_id: int) -> WorkerStatus:
         """What the thread that trains is doing, seen from another one."""
         call = self.underway
         if call is None:
-            return whereabouts(thread_id, 0, None, is_warm=False)
+            return status_of_thread(thread_id, 0, None, is_warm=False)
         is_warm = self._is_warm or call.own_steps > 0
-        return whereabouts(thread_id, call.tally.steps, call.counted, is_warm=is_warm)
+        return status_of_thread(thread_id, call.tally.steps, call.counted, is_warm=is_warm)
 
     def steps_ahead(self, purpose: str, num_steps: int | None) -> int | None:
         """Global batches that the next call will make; None if the data has no length."""

@@ -17,10 +17,10 @@ import torch
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
 from lockstep.sync import is_block, is_expanded
-from lockstep.worker import handover
-from lockstep.worker.carried import Carried
-from lockstep.worker.passes import Progress
-from lockstep.worker.sources import open_source
+from lockstep.worker import state_broadcast
+from lockstep.worker.loop_run import LoopProgress
+from lockstep.worker.saved_gradients import SavedGradients
+from lockstep.worker.step_sources import open_source
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
@@ -37,7 +37,7 @@ Point = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Standing:
+class SurvivorState:
     """Where a worker stands after it has left its group.
 
     Attributes:
@@ -49,7 +49,7 @@ class Standing:
     """
 
     point: Point | None
-    progress: Progress | None = None
+    progress: LoopProgress | None = None
     is_cut_short: bool = False
 
 
@@ -70,7 +70,9 @@ class Formation:
     local_ranks: tuple[int, ...] = ()
 
 
-def stand_down(worker: Worker, interrupted: str | None, *, is_given_up: bool = False) -> Standing:
+def stand_down(
+    worker: Worker, interrupted: str | None, *, is_given_up: bool = False
+) -> SurvivorState:
     """Leave the group and undo what was not committed. Idempotent.
 
     Args:
@@ -83,11 +85,11 @@ def stand_down(worker: Worker, interrupted: str | None, *, is_given_up: bool = F
         if call is not None and interrupted == "train":
             # Of a window that an earlier call has begun, and counted.
             worker.owed = max(worker.owed, -call.tally.steps)
-        return Standing(standing.point, is_cut_short=standing.is_cut_short)
+        return SurvivorState(standing.point, is_cut_short=standing.is_cut_short)
     return standing
 
 
-def go_back_alone(worker: Worker, interrupted: str) -> Standing:
+def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
     """Without peers, undo what was not committed, and be ready for the next call.
 
     Returns:
@@ -105,11 +107,11 @@ def go_back_alone(worker: Worker, interrupted: str) -> Standing:
     return standing
 
 
-def _stand_down(worker: Worker, interrupted: str | None) -> Standing:
+def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
     holds_own_part = worker.holds_own_part
     worker.leave()
     if not worker.has_state:
-        return Standing(None)
+        return SurvivorState(None)
     # A dataset of Ray's was split for the ranks of then.
     worker.feed(None, None)
     call = worker.underway if interrupted in ("train", "validate") else None
@@ -119,23 +121,23 @@ def _stand_down(worker: Worker, interrupted: str | None) -> Standing:
             call.is_over = False
         elif not worker.return_to_window():
             worker.has_state = False
-            return Standing(None)
+            return SurvivorState(None)
     # Who has trained to the end of the call is ahead. A validation is done again by all:
     # what a lost worker had counted is not to be had otherwise.
     if call is None or (call.is_over and interrupted == "train"):
-        return Standing(_point(worker), None if call is None else call.progress)
+        return SurvivorState(_point(worker), None if call is None else call.progress)
     undone = worker.undo(call)
     if undone == "nothing":
         worker.has_state = False
-        return Standing(None)
+        return SurvivorState(None)
     if undone == "all":
         worker.underway = None
         # Negative where the call begins with batches of a window that was open before it.
         steps = call.cursor.step - call.first_step
-        return Standing(
-            _point(worker), Progress(call.first_epoch, call.first_step, steps, 0, False)
+        return SurvivorState(
+            _point(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
         )
-    return Standing(_point(worker), call.progress, is_cut_short=undone == "cut short")
+    return SurvivorState(_point(worker), call.progress, is_cut_short=undone == "cut short")
 
 
 def _point(worker: Worker) -> Point:
@@ -162,7 +164,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     rejoin(worker.run, operator._lockstep.setting, operator._lockstep.committed)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
-    handover.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
+    state_broadcast.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
     group.confirm()
     worker.watch_from(operator._lockstep.committed)
 
@@ -196,13 +198,13 @@ def _reopen(worker: Worker, operator: TrainingOperator) -> None:
 
 def _hand_over(worker: Worker, group: Group, rank: int, formation: Formation) -> None:
     if rank == formation.source:
-        handover.send(group, _everything(worker))
+        state_broadcast.send(group, _everything(worker))
     elif rank in formation.stale:
         worker.has_state = False
-        _take_over(worker, handover.receive(group, formation.source))
+        _take_over(worker, state_broadcast.receive(group, formation.source))
         worker.has_state = True
     else:
-        handover.decline(group, formation.source)
+        state_broadcast.decline(group, formation.source)
 
 
 def _everything(worker: Worker) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
         mine.data = value
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
     if given["carried"] is not None:
-        worker.carried = Carried(given["carried"])
+        worker.carried = SavedGradients(given["carried"])
     worker.owed = given["owed"]
     worker.expect_written(given["written"])
 

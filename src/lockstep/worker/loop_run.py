@@ -23,8 +23,8 @@ from lockstep.operator.non_finite_report import explained
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
 from lockstep.reduction import activate
+from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.cursor import Tally
-from lockstep.worker.deliveries import Deliveries
 from lockstep.worker.report import Counted, Report
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _COUNT_EVERY_S: Final = 0.25
 
 
 @dataclass(frozen=True)
-class Request:
+class LoopRequest:
     """What was asked for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoopProgress:
     """How far all workers have come with a call that was interrupted.
 
     Attributes:
@@ -74,7 +74,7 @@ class Progress:
     is_over: bool
 
 
-class Underway:
+class LoopRun:
     """One worker's side of a call.
 
     Args:
@@ -98,13 +98,13 @@ class Underway:
         self,
         operator: TrainingOperator,
         cursor: Cursor,
-        request: Request,
+        request: LoopRequest,
         *,
         arithmetic: Callable[[], AbstractContextManager[None]],
         on_commit: Callable[[], None] | None,
         rollback: Rollback | None,
         owed: int,
-        progress: Progress | None,
+        progress: LoopProgress | None,
     ) -> None:
         self._operator = operator
         self.cursor = cursor
@@ -122,7 +122,7 @@ class Underway:
         self.is_over = False
         self._shards = operator._lockstep.setting.placement.shards
         self._pass_began = 0
-        self._deliveries: Deliveries | None = None
+        self._deliveries: BatchIterator | None = None
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
         # A newcomer's steps before were those of somebody who is gone.
@@ -137,8 +137,8 @@ class Underway:
         operator.timers.enable() if request.profile else operator.timers.disable()
 
     @property
-    def progress(self) -> Progress:
-        return Progress(
+    def progress(self) -> LoopProgress:
+        return LoopProgress(
             self.first_epoch, self.first_step, self.tally.steps, self._pass_began, self.is_over
         )
 
@@ -147,7 +147,7 @@ class Underway:
         """Those that this process has computed itself."""
         return self.tally.steps - self._steps_of_others
 
-    def catch_up(self, progress: Progress) -> None:
+    def catch_up(self, progress: LoopProgress) -> None:
         """Count a step that the others have committed, and this worker has taken part in."""
         counted = max(self.tally.steps, 0)
         first, missed = self.first_step + counted, max(progress.steps - counted, 0)
@@ -157,7 +157,7 @@ class Underway:
         self._operator._lockstep.meters.n += samples
         self._take_over(progress)
 
-    def _take_over(self, progress: Progress) -> None:
+    def _take_over(self, progress: LoopProgress) -> None:
         self.first_epoch, self.first_step = progress.epoch, progress.step
         self.tally.steps, self.is_over = progress.steps, progress.is_over
         self._pass_began = progress.pass_began
@@ -206,7 +206,7 @@ class Underway:
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
         left = None if num_steps is None else num_steps - tally.steps
-        deliveries = Deliveries(
+        deliveries = BatchIterator(
             operator,
             cursor,
             tally,
@@ -227,7 +227,7 @@ class Underway:
         finished = num_steps is None or tally.steps >= num_steps
         return finished or not deliveries.epoch_over or deliveries.delivered == 0
 
-    def _loop(self, deliveries: Deliveries) -> dict[str, Any]:
+    def _loop(self, deliveries: BatchIterator) -> dict[str, Any]:
         operator = self._operator
         if self.request.purpose == "validation":
             result = operator.validate(deliveries, dict(self.request.info))

@@ -51,7 +51,7 @@ class Recorded:
         return sha.hexdigest()
 
 
-class Recorder:
+class OptimizerRecorder:
     """Hooks on the optimizers of `operator`; take what happened with `take`."""
 
     def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:

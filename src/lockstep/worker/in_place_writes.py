@@ -28,7 +28,7 @@ _STEPS: Final = 3
 """Not one: a momentum encoder that begins as a copy does not move in the first."""
 
 
-class Written:
+class InPlaceWriteTracker:
     """Copies of these weights, from before the batch that comes.
 
     Args:

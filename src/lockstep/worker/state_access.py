@@ -11,8 +11,8 @@ from lockstep.errors import CheckpointError
 from lockstep.operator.loops import registered
 from lockstep.worker import state as states
 from lockstep.worker.cursor import Cursor
-from lockstep.worker.inquiries import Inquiries
-from lockstep.worker.sources import open_source
+from lockstep.worker.queries import Queries
+from lockstep.worker.step_sources import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.feeding import Feed
+    from lockstep.worker.dataset_source import DatasetSource
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
 
 
-class HandsOver(Inquiries):
+class StateAccess(Queries):
     """The part of a worker that gives its state away, and takes one over."""
 
     spec: WorkerSpec
     rank: int
     owed: int
     _before_load: tuple[dict[str, Any], int] | None
-    _feed: Feed
+    _feed: DatasetSource
     _rollback: Rollback | None
 
     @property

@@ -41,7 +41,7 @@ _PHASES: Final = {
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class WorkerStatus:
     """What a rank is doing.
 
     Attributes:
@@ -66,15 +66,15 @@ class Whereabouts:
         return self.phase == WAITING
 
 
-def whereabouts(
+def status_of_thread(
     thread_id: int, steps: int, counted: Counted | None, *, is_warm: bool
-) -> Whereabouts:
+) -> WorkerStatus:
     """Where the thread `thread_id` of this process is."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
-        return Whereabouts(steps, is_warm, "idle", "", "", counted)
+        return WorkerStatus(steps, is_warm, "idle", "", "", counted)
     stack = "".join(traceback.format_stack(frame))
-    return Whereabouts(steps, is_warm, _phase(frame), _users_line(frame), stack, counted)
+    return WorkerStatus(steps, is_warm, _phase(frame), _users_line(frame), stack, counted)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
