@@ -16,9 +16,9 @@ import cloudpickle
 import ray
 from classifier import Classifier
 from lockstep import TorchTrainer
-from lockstep.engine import Roster
-from lockstep.engine.hearing import Hearing
-from lockstep.engine.travel import pickled
+from lockstep.engine import PoolStatus
+from lockstep.engine.pending_call import PendingCall
+from lockstep.engine.serialization import pickled
 from lockstep.metrics import AverageMeterCollection
 from lockstep.worker import Outcome, Report
 from reporting import report
@@ -74,14 +74,14 @@ class Standing:
         retries: int = 3,
     ) -> list[Any]:
         arguments = pickled(args, "arguments")
-        hearing = Hearing(method, hears_all=False)
+        hearing = PendingCall(method, hears_all=False)
         for rank in range(len(self.started)):
             hearing.pending[self._actor.perform.remote(method, arguments)] = rank
         hearing.listen(None)
         return [hearing.values[rank] for rank in range(len(self.started))]
 
-    def roster(self) -> Roster:
-        return Roster(workers=len(self.started))
+    def roster(self) -> PoolStatus:
+        return PoolStatus(workers=len(self.started))
 
     def close(self, *, force: bool) -> None:
         pass

@@ -16,8 +16,8 @@ import cloudpickle
 
 import ray
 from lockstep.engine import Resources
-from lockstep.engine.member import Member, this_node
 from lockstep.engine.ray import RayEngine
+from lockstep.engine.worker_handle import WorkerHandle, this_node
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.regrouping import Loss, Regrouping
 from lockstep.recovery.watchdog import Watchdog
@@ -50,7 +50,7 @@ class Crowd(RayEngine):
     """An engine all of whose members are that one actor."""
 
     def __init__(self, actor: Any, size: int) -> None:
-        self.members = [Member(number, this_node(), number, actor) for number in range(size)]
+        self.members = [WorkerHandle(number, this_node(), number, actor) for number in range(size)]
         self.spares = []
         self.spec = SimpleNamespace(num_workers=size, num_shards=size)
         self._resources = Resources(1, 0, None, "gloo", timeout_s=60)

@@ -15,7 +15,7 @@ from lockstep.imports import no_collections
 if TYPE_CHECKING:
     from lockstep.collectives import gather, global_mean, info_nce, nt_xent, rank_slice
     from lockstep.data import shard_loader
-    from lockstep.engine.crew import prestart
+    from lockstep.engine.actor_pool import prestart
     from lockstep.errors import LockstepError
     from lockstep.operator import TrainingOperator
     from lockstep.sync import GradientSync, average_gradients, local, replicate
@@ -51,7 +51,7 @@ _HOMES: Final = {
     "info_nce": "collectives",
     "local": "sync",
     "nt_xent": "collectives",
-    "prestart": "engine.crew",
+    "prestart": "engine.actor_pool",
     "rank_slice": "collectives",
     "replicate": "sync",
     "shard_loader": "data",

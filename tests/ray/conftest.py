@@ -8,7 +8,7 @@ import pytest
 
 import lockstep
 import ray
-from lockstep.engine import crew
+from lockstep.engine import actor_pool
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,5 +42,5 @@ def workers_end_with_their_trainer():
 
 
 def _free() -> float:
-    waiting = sum(each.asked[0].get("CPU", 0) * len(each.actors) for each in crew._waiting)
+    waiting = sum(each.asked[0].get("CPU", 0) * len(each.actors) for each in actor_pool._waiting)
     return ray.available_resources().get("CPU", 0) + waiting

@@ -17,7 +17,7 @@ from tests.ray.surviving import (
     undisturbed,
 )
 
-from lockstep.engine.leaving import give_up_left
+from lockstep.engine.interrupted_calls import give_up_left
 from lockstep.errors import NonFiniteError, TrainerClosedError
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike, struck

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
-from lockstep.engine.travel import pickled
+from lockstep.engine.serialization import pickled
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
 

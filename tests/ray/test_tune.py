@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 import ray
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.engine import crew
+from lockstep.engine import actor_pool
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.integrations.tune import report, resources, restore
 from lockstep.keys import BATCH_SIZE
@@ -35,7 +35,7 @@ def _ctrl_c_is_the_processs_own():
 @pytest.fixture
 def room_for_trials():
     """The workers that wait for a trainer of this process hold what a trial's would need."""
-    crew.dismiss_waiting()
+    actor_pool.dismiss_waiting()
     yield
     lockstep.prestart(num_workers=2, keep=True)
 

@@ -5,8 +5,8 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError
 
-from lockstep.engine import server
-from lockstep.engine.ending import reason_of
+from lockstep.engine import server_actor
+from lockstep.engine.actor_failures import reason_of
 from lockstep.recovery.incident import Incident
 
 DETAIL = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
@@ -36,7 +36,7 @@ def test_the_reason_is_told_without_ids_and_advice(death, reason):
 
 
 def test_the_end_of_a_parameter_server_says_why():
-    assert DETAIL in str(server._died(died(DETAIL + ADVICE)))
+    assert DETAIL in str(server_actor._died(died(DETAIL + ADVICE)))
 
 
 @pytest.mark.parametrize(("workers", "said"), [(1, "has 1 worker;"), (2, "has 2 workers;")])

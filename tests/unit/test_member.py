@@ -4,7 +4,7 @@
 import resource
 import socket
 
-from lockstep.engine.member import is_reached
+from lockstep.engine.worker_handle import is_reached
 
 
 def test_a_port_where_nobody_listens_is_an_answer():

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.engine import placement
-from lockstep.engine.member import Member
+from lockstep.engine import placement_group
+from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.recovery.regrouping import Regrouping
 
 
@@ -15,7 +15,7 @@ def driver_on(monkeypatch):
     """The node that the driver is on."""
 
     def on(node):
-        monkeypatch.setattr(placement, "this_node", lambda: node)
+        monkeypatch.setattr(placement_group, "this_node", lambda: node)
 
     return on
 
@@ -23,44 +23,44 @@ def driver_on(monkeypatch):
 def group_on(*nodes, monkeypatch):
     """A placement group with a bundle on each of `nodes`."""
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
-    monkeypatch.setattr(placement, "placement_group_table", lambda group: table)
+    monkeypatch.setattr(placement_group, "placement_group_table", lambda group: table)
     return SimpleNamespace(id=SimpleNamespace(hex=lambda: "a group"))
 
 
 def test_ranks_of_a_node_are_neighbours_and_the_drivers_come_first(driver_on, monkeypatch):
     driver_on("b")
     group = group_on("a", "b", "a", "b", "c", "a", monkeypatch=monkeypatch)
-    places = placement.places_in(group, 6, num_spares=0)
+    places = placement_group.places_in(group, 6, num_spares=0)
     assert places == [(1, "b"), (3, "b"), (0, "a"), (2, "a"), (5, "a"), (4, "c")]
-    assert placement.local_ranks([node for _, node in places]) == [0, 1, 0, 1, 2, 0]
+    assert placement_group.local_ranks([node for _, node in places]) == [0, 1, 0, 1, 2, 0]
 
 
 def test_a_driver_without_workers_on_its_node_changes_no_order(driver_on, monkeypatch):
     driver_on("elsewhere")
     group = group_on("a", "b", "a", monkeypatch=monkeypatch)
-    assert placement.places_in(group, 3, num_spares=0) == [(0, "a"), (2, "a"), (1, "b")]
+    assert placement_group.places_in(group, 3, num_spares=0) == [(0, "a"), (2, "a"), (1, "b")]
 
 
 def test_spares_come_last_whatever_their_node(driver_on, monkeypatch):
     driver_on("b")
     group = group_on("a", "b", "b", "a", monkeypatch=monkeypatch)
-    places = placement.places_in(group, 4, num_spares=2)
+    places = placement_group.places_in(group, 4, num_spares=2)
     assert places == [(1, "b"), (0, "a"), (2, "b"), (3, "a")]
     # Their local ranks go on counting: two processes of a node never share one.
-    assert placement.local_ranks([node for _, node in places]) == [0, 0, 1, 1]
+    assert placement_group.local_ranks([node for _, node in places]) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_in_a_lent_group_the_programs_own_bundle_is_left_out(driver_on, monkeypatch, first):
     driver_on("a")
     group = group_on("a", "b", "a", monkeypatch=monkeypatch)
-    monkeypatch.setitem(placement._lent, "a group", first)
-    seats = [seat for seat, _ in placement.places_in(group, 2, num_spares=0)]
+    monkeypatch.setitem(placement_group._lent, "a group", first)
+    seats = [seat for seat, _ in placement_group.places_in(group, 2, num_spares=0)]
     assert seats == ([0, 1] if first == 0 else [2, 1])
 
 
 def test_local_ranks_of_nobody():
-    assert placement.local_ranks([]) == []
+    assert placement_group.local_ranks([]) == []
 
 
 class Engine:
@@ -84,7 +84,7 @@ class WithSpares(Regrouping):
 
 
 def members(*nodes, first=0):
-    return [Member(first + n, node, 0) for n, node in enumerate(nodes)]
+    return [WorkerHandle(first + n, node, 0) for n, node in enumerate(nodes)]
 
 
 @pytest.mark.parametrize(

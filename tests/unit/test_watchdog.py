@@ -4,8 +4,8 @@
 import time
 from types import SimpleNamespace
 
-from lockstep.engine.member import Member
-from lockstep.engine.outlook import Sighting
+from lockstep.engine.heartbeats import Heartbeat
+from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.recovery.watchdog import Watchdog
 from lockstep.worker.worker_status import WAITING, WorkerStatus
 
@@ -27,13 +27,13 @@ class Seen:
 
 def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     """Survivors stand for as long as the one that hung: none of that time is theirs."""
-    hung, *survivors = (Member(number, "node", number) for number in range(3))
+    hung, *survivors = (WorkerHandle(number, "node", number) for number in range(3))
     watchdog = Watchdog(SimpleNamespace(members=[hung, *survivors]), LIMIT_S)
     since = time.monotonic() - 100
     waits = WorkerStatus(3, is_warm=True, phase=WAITING, line="", stack="")
     computes = WorkerStatus(3, is_warm=True, phase="forward", line="", stack="")
-    sightings = {member: Sighting(waits, since) for member in survivors}
-    watchdog._outlook = Seen(sightings | {hung: Sighting(computes, since)})
+    sightings = {member: Heartbeat(waits, since) for member in survivors}
+    watchdog._outlook = Seen(sightings | {hung: Heartbeat(computes, since)})
     hearing = SimpleNamespace(
         method="train",
         here=None,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.base import Engine, Roster
+from lockstep.engine.base import Engine, PoolStatus
 from lockstep.errors import NotAvailableError
 from lockstep.imports import no_collections
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine",
+    "PoolStatus",
     "Resources",
-    "Roster",
     "has_gpus_elsewhere",
     "open_remote",
     "split_dataset",
@@ -90,7 +90,7 @@ def _needing_ray() -> Iterator[None]:
 
 
 def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
-    """See `lockstep.engine.streaming.split`. Who has a Ray dataset has Ray."""
-    from lockstep.engine import streaming
+    """See `lockstep.engine.dataset_streams.split`. Who has a Ray dataset has Ray."""
+    from lockstep.engine import dataset_streams
 
-    return streaming.split(dataset, num_workers, held_cpus)
+    return dataset_streams.split(dataset, num_workers, held_cpus)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 import ray
+from lockstep.engine.actor_bootstrap import settle_in
 from lockstep.engine.base import COLLECTIVE_METHODS
-from lockstep.engine.settling import settle_in
 
 if TYPE_CHECKING:
     from lockstep.worker import Outcome, Worker, WorkerStatus
@@ -45,7 +45,7 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def alive(self) -> Outcome:
         """Answers where a process lives, whatever it is doing."""
-        from lockstep.engine.travel import pickled
+        from lockstep.engine.serialization import pickled
         from lockstep.worker import Outcome
 
         return Outcome(pickled(None, "nothing"))
@@ -57,7 +57,7 @@ class WorkerActor:
         return node
 
     def perform(self, method: str, arguments: bytes) -> Outcome:
-        from lockstep.engine.travel import pickled
+        from lockstep.engine.serialization import pickled
         from lockstep.worker import Outcome, Worker, failure
 
         self._thread = threading.get_ident()
@@ -110,7 +110,7 @@ class WorkerActor:
         Args:
             is_requested: have one made before the next batch.
         """
-        from lockstep.engine.travel import in_pieces
+        from lockstep.engine.serialization import in_pieces
 
         if self._worker is None:
             return None

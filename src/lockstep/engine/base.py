@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Roster:
+class PoolStatus:
     """Who is there.
 
     Attributes:
@@ -32,7 +32,7 @@ class Roster:
     recoveries: Sequence[Mapping[str, Any]] = ()
 
 
-class Keeper(Protocol):
+class SnapshotKeeper(Protocol):
     """Gets the copies that workers make of the run's state. Called in the driver's main flow."""
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -42,7 +42,7 @@ class Keeper(Protocol):
         """A copy was made, and was lost on its way."""
 
 
-class Courier(Protocol):
+class SnapshotFetcher(Protocol):
     """Brings copies of the run's state to the driver."""
 
     def request(self) -> None:
@@ -99,7 +99,7 @@ class Engine(Protocol):
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
         """Call `method` of one `Worker`."""
 
-    def bring_snapshots(self, to: Keeper) -> Courier:
+    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
         """Give `to` the copies of the state that workers make from now on."""
 
     def local_operator(self) -> TrainingOperator | None:
@@ -108,7 +108,7 @@ class Engine(Protocol):
     def cut_anew(self, num_shards: int) -> None:
         """A state was loaded: global batches are cut into as many shards from now on."""
 
-    def roster(self) -> Roster:
+    def roster(self) -> PoolStatus:
         """Who is there."""
 
     def close(self, *, force: bool) -> None:

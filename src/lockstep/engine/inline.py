@@ -6,14 +6,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.base import Roster
-from lockstep.engine.leaving import between_steps, no_way_back, warn_of_cut_short_step
+from lockstep.engine.base import PoolStatus
+from lockstep.engine.interrupted_calls import between_steps, no_way_back, warn_of_cut_short_step
 from lockstep.worker import Worker, add_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.base import Courier, Keeper, Watch
+    from lockstep.engine.base import SnapshotFetcher, SnapshotKeeper, Watch
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
 
@@ -71,7 +71,7 @@ class InlineEngine:
         self._generation += 1
         self.left = None
 
-    def bring_snapshots(self, to: Keeper) -> Courier:
+    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._worker.snapshots.give = to.keep
         return self._worker.snapshots
 
@@ -81,8 +81,8 @@ class InlineEngine:
     def cut_anew(self, num_shards: int) -> None:
         """The worker knows it from the state."""
 
-    def roster(self) -> Roster:
-        return Roster(workers=1, generation=self._generation)
+    def roster(self) -> PoolStatus:
+        return PoolStatus(workers=1, generation=self._generation)
 
     def close(self, *, force: bool) -> None:
         self._worker.stop()

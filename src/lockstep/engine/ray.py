@@ -18,22 +18,22 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine import placement
-from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_APART, Roster
+from lockstep.engine import placement_group
+from lockstep.engine.actor_failures import ctrl_c_as_itself, has_failed, wait_until_gone
+from lockstep.engine.actor_pool import come_back, crew_for, remote_ranks, replacement, send_home
+from lockstep.engine.background_poll import looking_after
+from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_APART, PoolStatus
 from lockstep.engine.breakpoints import breakpoints_here
 from lockstep.engine.cluster import connect, session
-from lockstep.engine.courier import RemoteCourier
-from lockstep.engine.crew import come_back, crew_for, remote_ranks, replacement, send_home
-from lockstep.engine.ending import ctrl_c_as_itself, has_failed, wait_until_gone
-from lockstep.engine.hearing import WATCH_S, Hearing
 from lockstep.engine.inline import every
-from lockstep.engine.leaving import between_steps
-from lockstep.engine.lookout import looking_after
-from lockstep.engine.member import Member, kill, this_node
+from lockstep.engine.interrupted_calls import between_steps
+from lockstep.engine.pending_call import WATCH_S, PendingCall
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
-from lockstep.engine.server import ServerProcess
+from lockstep.engine.serialization import pickled, pickled_spec
+from lockstep.engine.server_actor import ServerProcess
+from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.spares import Readiness, look_at
-from lockstep.engine.travel import pickled, pickled_spec
+from lockstep.engine.worker_handle import WorkerHandle, kill, this_node
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.worker import Rendezvous, Worker, add_rank, is_peer_lost
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lockstep.engine import Resources
-    from lockstep.engine.base import Courier, Keeper, Watch
-    from lockstep.engine.crew import Crew
+    from lockstep.engine.actor_pool import ActorPool
+    from lockstep.engine.base import SnapshotFetcher, SnapshotKeeper, Watch
     from lockstep.operator import TrainingOperator
     from lockstep.worker import WorkerSpec
 
@@ -65,20 +65,22 @@ class RayEngine:
         self.spec = spec
         self.ended: BaseException | None = None
         self.started: list[dict[str, Any]] = []
-        self.members: list[Member] = []
-        self.spares: list[tuple[Member, Any]] = []
+        self.members: list[WorkerHandle] = []
+        self.spares: list[tuple[WorkerHandle, Any]] = []
         self._resources = resources
         self._use_local = use_local
         self._hired = 0
         self._generation = 0
-        self._crew: Crew | None = None
-        self._courier: RemoteCourier | None = None
+        self._crew: ActorPool | None = None
+        self._courier: RemoteSnapshotFetcher | None = None
         self._store: RendezvousStore | None = None
         self._server: ServerProcess | None = None
         payload = pickled_spec(spec)
         own_cluster = connect()
         self._session = session()
-        bundle = placement.bundle_for(resources.num_cpus, resources.num_gpus, resources.further)
+        bundle = placement_group.bundle_for(
+            resources.num_cpus, resources.num_gpus, resources.further
+        )
         ranks = remote_ranks(spec.num_workers, use_local, num_spares)
         try:
             label = spec.operator_cls.__name__
@@ -96,16 +98,16 @@ class RayEngine:
         for member, answer in zip(self.members, self.started, strict=True):
             member.pid = answer["pid"]
 
-    def _enlist(self, crew: Crew, ranks: range) -> None:
+    def _enlist(self, crew: ActorPool, ranks: range) -> None:
         nodes = list(crew.nodes)
-        found: list[Member] = []
+        found: list[WorkerHandle] = []
         if self._use_local:
             nodes.insert(0, this_node())
-            found.append(Member(0, nodes[0], 0, worker=Worker(self.spec, 0, 0)))
-        local_ranks = placement.local_ranks(nodes)
+            found.append(WorkerHandle(0, nodes[0], 0, worker=Worker(self.spec, 0, 0)))
+        local_ranks = placement_group.local_ranks(nodes)
         for rank, seat, actor in zip(ranks, crew.seats, crew.actors, strict=True):
             actor.enlist.remote(self._payload, rank, local_ranks[rank])
-            found.append(Member(rank, nodes[rank], local_ranks[rank], actor, seat=seat))
+            found.append(WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, seat=seat))
         self._hired = len(found)
         self.members = found[: self.spec.num_workers]
         self.spares = [(member, _stands_by(member)) for member in found[self.spec.num_workers :]]
@@ -115,7 +117,7 @@ class RayEngine:
         while any(_is_starting(member, ref) for member, ref in self.spares):
             self.pause(_STOP_S)
 
-    def _open_server(self, crew: Crew) -> None:
+    def _open_server(self, crew: ActorPool) -> None:
         if self.spec.options.sync == "parameter_server" and self.spec.num_workers > 1:
             self._server = ServerProcess(
                 crew.room,
@@ -176,32 +178,32 @@ class RayEngine:
         assert self._crew is not None
         number, self._hired = self._hired, self._hired + 1
         actor = replacement(self._crew, seat, number)
-        member = Member(number, "", local_rank, actor, seat=seat)
+        member = WorkerHandle(number, "", local_rank, actor, seat=seat)
         actor.enlist.remote(self._payload, number, local_rank)
         self.spares.append((member, _stands_by(member)))
 
-    def bury(self, member: Member) -> None:
+    def bury(self, member: WorkerHandle) -> None:
         """Make sure that a member's process is gone, and forget it."""
         kill(member, self.members)
         self.forget(member)
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: WorkerHandle) -> None:
         """A member's process is gone. It is not signalled: its number may be another's by now."""
         if member in self.members:
             self.members.remove(member)
         self.spares = [each for each in self.spares if each[0] is not member]
 
-    def line_up(self, members: Sequence[Member]) -> None:
+    def line_up(self, members: Sequence[WorkerHandle]) -> None:
         """These are the members from now on, by rank; who was a spare is none any more."""
         self.members = list(members)
         self.spares = [each for each in self.spares if each[0] not in members]
 
     @property
-    def _rank_0(self) -> Member | None:
+    def _rank_0(self) -> WorkerHandle | None:
         return self.members[0] if self.members else None
 
     @property
-    def everyone(self) -> list[Member]:
+    def everyone(self) -> list[WorkerHandle]:
         """Members and spares, ready or not."""
         return [*self.members, *(member for member, _ in self.spares)]
 
@@ -220,7 +222,7 @@ class RayEngine:
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
         return self.conclude(self.hear(method, args, [rank]))[0]
 
-    def conclude(self, hearing: Hearing) -> list[Any]:
+    def conclude(self, hearing: PendingCall) -> list[Any]:
         """The values, by rank; or the end of the workers if they cannot go on, and the cause."""
         cause = hearing.cause()
         if cause is None:
@@ -263,10 +265,10 @@ class RayEngine:
         ranks: Sequence[int],
         *,
         watch: Watch | None = None,
-        guard: Callable[[Hearing], None] | None = None,
+        guard: Callable[[PendingCall], None] | None = None,
         args_of: Callable[[int], tuple[Any, ...]] | None = None,
         leave: Callable[[BaseException], None] | None = None,
-    ) -> Hearing:
+    ) -> PendingCall:
         """Let `ranks` do `method`, and hear what they answer.
 
         Args:
@@ -277,10 +279,10 @@ class RayEngine:
                 most of all; the workers are ended if None.
         """
         self._check_session()
-        hearing = Hearing(method, self._server, hears_all=guard is not None)
+        hearing = PendingCall(method, self._server, hears_all=guard is not None)
         if self._courier is not None:
             self._courier.attend()
-        local: Member | None = None
+        local: WorkerHandle | None = None
         try:
             arguments = pickled(args, f"an argument of {method}")
             shared = ray.put(arguments) if len(arguments) > 100_000 else arguments
@@ -340,9 +342,9 @@ class RayEngine:
 
     def _looker(
         self,
-        hearing: Hearing,
+        hearing: PendingCall,
         watch: Watch | None,
-        guard: Callable[[Hearing], None] | None,
+        guard: Callable[[PendingCall], None] | None,
     ) -> Callable[[], None] | None:
         actors = [member.actor for member in self.members if member.actor is not None]
         courier = self._courier if hearing.method == "train" else None
@@ -363,14 +365,14 @@ class RayEngine:
 
         return look
 
-    def bring_snapshots(self, to: Keeper) -> Courier:
-        self._courier = RemoteCourier(lambda: self._rank_0, to)
+    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
+        self._courier = RemoteSnapshotFetcher(lambda: self._rank_0, to)
         return self._courier
 
-    def roll_call(self) -> Hearing:
+    def roll_call(self) -> PendingCall:
         """Who of the members does not live any more; asks each of them."""
         self._check_session()
-        hearing = Hearing("roll call", hears_all=True)
+        hearing = PendingCall("roll call", hears_all=True)
         for rank, member in enumerate(self.members):
             if member.actor is not None:
                 hearing.pending[member.actor.alive.remote()] = rank
@@ -392,8 +394,8 @@ class RayEngine:
     def cut_anew(self, num_shards: int) -> None:
         self.spec = replace(self.spec, num_shards=num_shards)
 
-    def roster(self) -> Roster:
-        return Roster(workers=len(self.members), spares=len(self.spares))
+    def roster(self) -> PoolStatus:
+        return PoolStatus(workers=len(self.members), spares=len(self.spares))
 
     def close(self, *, force: bool) -> None:
         everyone = self.everyone
@@ -431,7 +433,7 @@ class RayEngine:
         self.call_off()
 
 
-def _is_starting(member: Member, starting: Any) -> bool:
+def _is_starting(member: WorkerHandle, starting: Any) -> bool:
     state, error = look_at(member, starting)
     if error is not None:
         error.add_note(f"raised by {member}, a spare, which knows its rank only when it is needed")
@@ -439,13 +441,13 @@ def _is_starting(member: Member, starting: Any) -> bool:
     return state is Readiness.STARTING
 
 
-def _stands_by(member: Member) -> Any:
+def _stands_by(member: WorkerHandle) -> Any:
     return member.actor.perform.remote("stand_by", pickled((), "nothing"))
 
 
 def _perform_here(
     worker: Worker,
-    hearing: Hearing,
+    hearing: PendingCall,
     args: tuple[Any, ...],
     watch: Watch | None,
 ) -> None:

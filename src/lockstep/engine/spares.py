@@ -10,11 +10,11 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.ending import reason_of
+from lockstep.engine.actor_failures import reason_of
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
-    from lockstep.engine.member import Member
+    from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import Outcome
 
 
@@ -26,7 +26,7 @@ class Readiness(Enum):
     FAILED = auto()
 
 
-def look_at(member: Member, starting: Any) -> tuple[Readiness, BaseException | None]:
+def look_at(member: WorkerHandle, starting: Any) -> tuple[Readiness, BaseException | None]:
     """How far `member` is, and what went wrong; never waits for its `setup`."""
     if not ray.wait([starting], timeout=0)[0]:
         return Readiness.STARTING, None

@@ -9,8 +9,8 @@ from lockstep.data import shards_of
 from lockstep.worker import lost_report
 
 if TYPE_CHECKING:
-    from lockstep.engine.member import Member
     from lockstep.engine.ray import RayEngine
+    from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.regrouping import Loss, Regrouped
     from lockstep.worker import LoopProgress, Report
 
@@ -30,7 +30,7 @@ class LostCounts:
         self._engine = engine
         self._method = method
         self.reports: list[Report] = []
-        self._rosters: list[tuple[int, list[Member]]] = [(0, list(engine.members))]
+        self._rosters: list[tuple[int, list[WorkerHandle]]] = [(0, list(engine.members))]
 
     def note(self, regrouped: Regrouped) -> None:
         """The group was formed anew in the middle of the call."""
@@ -56,7 +56,9 @@ class LostCounts:
             samples = 0 if counted is None else counted.samples
         return lost_report(samples, counted)
 
-    def _segments(self, member: Member, progress: LoopProgress) -> list[tuple[range, int, int]]:
+    def _segments(
+        self, member: WorkerHandle, progress: LoopProgress
+    ) -> list[tuple[range, int, int]]:
         """(shards, first step, number of steps) of each generation that `member` was in."""
         ends = [*(start for start, _ in self._rosters[1:]), progress.steps]
         num_shards = self._engine.spec.num_shards

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import shards_of
-from lockstep.engine.leaving import made_room, note_left, warn_of_cut_short_step
+from lockstep.engine.interrupted_calls import made_room, note_left, warn_of_cut_short_step
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_counts import LostCounts
@@ -21,9 +21,9 @@ from lockstep.recovery.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.engine import Roster
-    from lockstep.engine.base import Courier, Keeper, Watch
-    from lockstep.engine.hearing import Hearing
+    from lockstep.engine import PoolStatus
+    from lockstep.engine.base import SnapshotFetcher, SnapshotKeeper, Watch
+    from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray import RayEngine
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.policy import Policy
@@ -91,7 +91,7 @@ class RecoveringEngine:
     def local_operator(self) -> TrainingOperator | None:
         return self._engine.local_operator()
 
-    def bring_snapshots(self, to: Keeper) -> Courier:
+    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
         return self._engine.bring_snapshots(to)
 
     def close(self, *, force: bool) -> None:
@@ -102,7 +102,7 @@ class RecoveringEngine:
     def cut_anew(self, num_shards: int) -> None:
         self._engine.cut_anew(num_shards)
 
-    def roster(self) -> Roster:
+    def roster(self) -> PoolStatus:
         return replace(
             self._engine.roster(),
             generation=self._regrouping.generation,
@@ -163,7 +163,7 @@ class RecoveringEngine:
         args: tuple[Any, ...],
         ranks: Sequence[int],
         watch: Watch | None,
-    ) -> Hearing:
+    ) -> PendingCall:
         self._watchdog.begin()
         self._has_dismissed = False
         told = None if watch is None else partial(self._tell, watch)
@@ -180,7 +180,7 @@ class RecoveringEngine:
         there = {"workers": len(self._engine.members), "recoveries": len(self._incidents)}
         return watch({**progress, **there} if progress else progress)
 
-    def _guard(self, hearing: Hearing) -> None:
+    def _guard(self, hearing: PendingCall) -> None:
         self._replace_the_lost()
         self._watchdog.look(hearing)
         if hearing.method in MEETING and hearing.deaths:
@@ -203,7 +203,7 @@ class RecoveringEngine:
 
     # ---------------------------------------------------------------------------- leaving
 
-    def _leave_if_all_live(self, hearing: Hearing) -> None:
+    def _leave_if_all_live(self, hearing: PendingCall) -> None:
         """A failure of the user's code ends its call; the workers, and their server, go on.
 
         Raises:
@@ -258,7 +258,7 @@ class RecoveringEngine:
 
     # ------------------------------------------------------------------------- recovering
 
-    def _recover(self, hearing: Hearing) -> Regrouped:
+    def _recover(self, hearing: PendingCall) -> Regrouped:
         began = hearing.failed_at or time.monotonic()
         try:
             regrouped = self._regrouping.run(hearing.method, self._losses(hearing))
@@ -279,7 +279,7 @@ class RecoveringEngine:
         losses, self._to_replace = self._to_replace, []
         self._regrouping.hire_for(losses)
 
-    def _losses(self, hearing: Hearing) -> list[Loss]:
+    def _losses(self, hearing: PendingCall) -> list[Loss]:
         members, size = list(self._engine.members), len(self._engine.members)
         num_shards = self._engine.spec.num_shards
         return [
@@ -322,7 +322,7 @@ class RecoveringEngine:
         seen = [found.phase for loss in losses if (found := loss.last_seen) is not None]
         return f"{method} ({', '.join(seen)})" if seen else method
 
-    def _stop_poison(self, hearing: Hearing, regrouped: Regrouped) -> None:
+    def _stop_poison(self, hearing: PendingCall, regrouped: Regrouped) -> None:
         if hearing.method not in RESUMED:
             return
         for loss in regrouped.losses:
@@ -347,7 +347,7 @@ class RecoveringEngine:
         )
 
 
-def _happened_in_part(hearing: Hearing) -> BaseException:
+def _happened_in_part(hearing: PendingCall) -> BaseException:
     cause = hearing.cause()
     died = WorkerDiedError(
         f"a worker died during {hearing.method}, which may have happened on the others",

@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lockstep.engine.leaving import no_way_back
-from lockstep.engine.placement import local_ranks, neighbours, start_timeout_s
+from lockstep.engine.interrupted_calls import no_way_back
+from lockstep.engine.placement_group import local_ranks, neighbours, start_timeout_s
 from lockstep.engine.spares import Readiness, look_at
 from lockstep.errors import NotEnoughResourcesError, WorkerDiedError
 from lockstep.worker import Formation, LoopProgress
@@ -26,9 +26,9 @@ from lockstep.worker import Formation, LoopProgress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.engine.hearing import Hearing
-    from lockstep.engine.member import Member
+    from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray import RayEngine
+    from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.watchdog import Watchdog
     from lockstep.worker import SurvivorState, WorkerStatus
 
@@ -47,7 +47,7 @@ _HIRES: Final = 5
 class Loss:
     """A worker that is gone, with the place it had, and what it was seen doing last."""
 
-    member: Member
+    member: WorkerHandle
     rank: int
     shards: range
     died: WorkerDiedError
@@ -102,8 +102,8 @@ class Regrouping:
         engine = self._engine
         return len(engine.members) < engine.spec.num_workers and bool(self._take_stock())
 
-    def _take_stock(self) -> list[Member]:
-        ready: list[Member] = []
+    def _take_stock(self) -> list[WorkerHandle]:
+        ready: list[WorkerHandle] = []
         for member, starting in list(self._engine.spares):
             state, error = look_at(member, starting)
             if state is Readiness.FAILED:
@@ -112,7 +112,7 @@ class Regrouping:
                 ready.append(member)
         return ready
 
-    def _within_reach(self) -> list[Member]:
+    def _within_reach(self) -> list[WorkerHandle]:
         """Ready spares; the host of one may have fallen silent together with a member's."""
         ready = self._take_stock()
         silent = [member for member in ready if not self._watchdog.can_reach(member)]
@@ -120,12 +120,12 @@ class Regrouping:
             self._replace(member, WorkerDiedError("its host does not answer"))
         return [member for member in ready if member not in silent]
 
-    def _replace(self, member: Member, error: BaseException | None) -> None:
+    def _replace(self, member: WorkerHandle, error: BaseException | None) -> None:
         _log.warning("%s cannot take a place: %s", member, error)
         self._engine.bury(member)
         self._hire_again(member, error)
 
-    def _hire_again(self, member: Member, error: BaseException | None) -> None:
+    def _hire_again(self, member: WorkerHandle, error: BaseException | None) -> None:
         """A process that did not live may do so elsewhere; a `setup` that raised will again."""
         if member.seat is None or not isinstance(error, WorkerDiedError):
             return
@@ -166,7 +166,7 @@ class Regrouping:
             NotEnoughResourcesError: fewer than `min_workers`, and no others came.
         """
         engine, lost = self._engine, list(losses)
-        places: list[Member | None] = list(engine.members)
+        places: list[WorkerHandle | None] = list(engine.members)
         for loss in losses:
             places[places.index(loss.member)] = None
             engine.forget(loss.member)
@@ -188,8 +188,8 @@ class Regrouping:
         )
 
     def _stand_down(
-        self, interrupted: tuple[str, bool], places: list[Member | None], lost: list[Loss]
-    ) -> dict[Member, SurvivorState]:
+        self, interrupted: tuple[str, bool], places: list[WorkerHandle | None], lost: list[Loss]
+    ) -> dict[WorkerHandle, SurvivorState]:
         """Everybody leaves the group; who cannot is lost as well."""
         engine = self._engine
         while True:
@@ -206,10 +206,10 @@ class Regrouping:
 
     def _lose(
         self,
-        member: Member,
-        hearing: Hearing,
+        member: WorkerHandle,
+        hearing: PendingCall,
         rank: int,
-        places: list[Member | None],
+        places: list[WorkerHandle | None],
         lost: list[Loss],
     ) -> None:
         died = hearing.deaths.get(rank)
@@ -225,7 +225,9 @@ class Regrouping:
         else:
             self._engine.bury(member)
 
-    def _fill(self, places: list[Member | None], losses: Sequence[Loss]) -> list[Member]:
+    def _fill(
+        self, places: list[WorkerHandle | None], losses: Sequence[Loss]
+    ) -> list[WorkerHandle]:
         """Spares in the free places; the members of the next generation, by rank."""
         engine = self._engine
         ready = self._within_reach()
@@ -243,8 +245,8 @@ class Regrouping:
         return engine.members
 
     def _wait_for_more(
-        self, places: Sequence[Member | None], losses: Sequence[Loss]
-    ) -> list[Member]:
+        self, places: Sequence[WorkerHandle | None], losses: Sequence[Loss]
+    ) -> list[WorkerHandle]:
         left = sum(place is not None for place in places)
         wanted, patience_s = self._min_workers, start_timeout_s()
         _log.warning(
@@ -269,7 +271,10 @@ class Regrouping:
         )
 
     def _formation(
-        self, roster: Sequence[Member], standings: dict[Member, SurvivorState], best: SurvivorState
+        self,
+        roster: Sequence[WorkerHandle],
+        standings: dict[WorkerHandle, SurvivorState],
+        best: SurvivorState,
     ) -> Formation:
         self.generation += 1
         found = [standings.get(member) for member in roster]
@@ -287,11 +292,13 @@ class Regrouping:
             local_ranks=tuple(local_ranks([member.node for member in roster])),
         )
 
-    def _form(self, formation: Formation, lost: list[Loss], places: list[Member | None]) -> bool:
+    def _form(
+        self, formation: Formation, lost: list[Loss], places: list[WorkerHandle | None]
+    ) -> bool:
         engine = self._engine
         self._watchdog.begin()
 
-        def guard(hearing: Hearing) -> None:
+        def guard(hearing: PendingCall) -> None:
             self._watchdog.look(hearing)
             if hearing.has_failed:
                 engine.call_off()
@@ -328,7 +335,7 @@ def _stay(_: BaseException) -> None:
     """Ctrl-C while the group is formed: nobody is in a step, and it can be formed later."""
 
 
-def _best(standings: dict[Member, SurvivorState]) -> SurvivorState | None:
+def _best(standings: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:
     able = [standing for standing in standings.values() if standing.point is not None]
     return max(able, key=lambda one: (one.point or (0, 0), not one.is_cut_short), default=None)
 
@@ -337,7 +344,7 @@ def _agrees(one: SurvivorState | None, best: SurvivorState) -> bool:
     return one is not None and (one.point, one.is_cut_short) == (best.point, best.is_cut_short)
 
 
-def _nobody_left(losses: Sequence[Loss], alive: Sequence[Member]) -> WorkerDiedError:
+def _nobody_left(losses: Sequence[Loss], alive: Sequence[WorkerHandle]) -> WorkerDiedError:
     who = ", ".join(f"{loss.member}, rank {loss.rank}" for loss in losses)
     died = WorkerDiedError(
         "no worker is left that has the state of the run",

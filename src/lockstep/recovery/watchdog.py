@@ -13,14 +13,14 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from lockstep.engine.member import host_answers, kill, process_state
-from lockstep.engine.outlook import Outlook
+from lockstep.engine.heartbeats import Heartbeats
+from lockstep.engine.worker_handle import host_answers, kill, process_state
 
 if TYPE_CHECKING:
-    from lockstep.engine.hearing import Hearing
-    from lockstep.engine.member import Member
-    from lockstep.engine.outlook import Sighting
+    from lockstep.engine.heartbeats import Heartbeat
+    from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray import RayEngine
+    from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import WorkerStatus
 
 _log = logging.getLogger("lockstep.recovery")
@@ -50,21 +50,21 @@ class Watchdog:
     def __init__(self, engine: RayEngine, hang_timeout_s: float) -> None:
         self._engine = engine
         self._limit_s = hang_timeout_s
-        self._outlook = Outlook()
+        self._outlook = Heartbeats()
         self._broken_at: float | None = None
         self._reached: dict[str, tuple[float, bool]] = {}
-        self.verdicts: dict[Member, str] = {}
+        self.verdicts: dict[WorkerHandle, str] = {}
 
     def begin(self) -> None:
         """Another call begins."""
         self._outlook.forget()
         self._broken_at = None
 
-    def last_seen(self, member: Member) -> WorkerStatus | None:
+    def last_seen(self, member: WorkerHandle) -> WorkerStatus | None:
         """What `member` was seen doing last."""
         return self._outlook.last_seen(member)
 
-    def look(self, hearing: Hearing) -> None:
+    def look(self, hearing: PendingCall) -> None:
         """Ask everybody where they are, and end who hangs."""
         working = [self._engine.members[rank] for rank in hearing.pending.values()]
         sightings = self._outlook.look(working)
@@ -89,31 +89,33 @@ class Watchdog:
                 if complaint is not None:
                     self._end(member, seen, now, complaint)
 
-    def _free_who_waits(self, hearing: Hearing, now: float) -> None:
+    def _free_who_waits(self, hearing: PendingCall, now: float) -> None:
         """A process that dies closes its sockets; a host that falls silent closes none."""
         assert self._broken_at is not None
         if now - self._broken_at > _CASCADE_S:
             here = () if hearing.here is None else (0,)
             self._engine.break_group([*here, *hearing.pending.values()])
 
-    def _is_stuck(self, seen: Sighting, now: float) -> bool:
+    def _is_stuck(self, seen: Heartbeat, now: float) -> bool:
         """It waits in a group that broke long ago; what it waited for one that hung is no fault."""
         if self._broken_at is None or not self._waits(seen, now):
             return False
         return now - max(self._broken_at, seen.since) > self._broken_s
 
-    def _waits(self, seen: Sighting, now: float) -> bool:
+    def _waits(self, seen: Heartbeat, now: float) -> bool:
         """It answers, and stands in a collective."""
         return seen.latest is not None and seen.latest.waits and not self._is_silent(seen, now)
 
-    def _is_silent(self, seen: Sighting, now: float) -> bool:
+    def _is_silent(self, seen: Heartbeat, now: float) -> bool:
         return seen.silent_for(now) > self._broken_s / 2
 
     @property
     def _broken_s(self) -> float:
         return min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S)
 
-    def _complaint(self, method: str, member: Member, seen: Sighting, now: float) -> str | None:
+    def _complaint(
+        self, method: str, member: WorkerHandle, seen: Heartbeat, now: float
+    ) -> str | None:
         """Why `member`, for whom others wait, is ended; None while it may go on."""
         if seen.stands_for(now) <= self._limit_s:
             return None
@@ -134,7 +136,7 @@ class Watchdog:
             return f"{made_none}, while others waited"
         return f"{no_answer}: stopped, or in a call into C that holds the interpreter"
 
-    def can_reach(self, member: Member) -> bool:
+    def can_reach(self, member: WorkerHandle) -> bool:
         """Whether the host of `member` answers; asked once for all members of a node."""
         now = time.monotonic()
         until, answers = self._reached.get(member.node, (0.0, True))
@@ -143,16 +145,16 @@ class Watchdog:
             self._reached[member.node] = time.monotonic() + _ASK_HOST_EVERY_S, answers
         return answers
 
-    def _is_overdue(self, seen: Sighting, now: float) -> bool:
+    def _is_overdue(self, seen: Heartbeat, now: float) -> bool:
         is_first = seen.latest is None or not seen.latest.is_warm
         return not is_first or seen.stands_for(now) > self._limit_s * _FIRST_STEP_FACTOR
 
-    def _end(self, member: Member, seen: Sighting, now: float, complaint: str) -> None:
+    def _end(self, member: WorkerHandle, seen: Heartbeat, now: float, complaint: str) -> None:
         self.verdicts[member] = complaint
         stack = "" if seen.latest is None else f"; its stack:\n{seen.latest.stack}"
         _log.error("%s %s: it is ended%s", member, complaint, stack)
         kill(member, self._engine.members)
 
 
-def _is_stopped(member: Member) -> bool:
+def _is_stopped(member: WorkerHandle) -> bool:
     return process_state(member) in ("T", "t")

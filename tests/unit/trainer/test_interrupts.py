@@ -3,7 +3,7 @@
 
 import pytest
 
-from lockstep.engine.ending import ctrl_c_as_itself
+from lockstep.engine.actor_failures import ctrl_c_as_itself
 
 
 def test_a_ctrl_c_in_compiled_code_is_a_ctrl_c():

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.placement import bundle_for, warn_of_no_room
+from lockstep.engine.placement_group import bundle_for, warn_of_no_room
 from lockstep.integrations.packages import required
 from lockstep.integrations.tune import checkpoints
 

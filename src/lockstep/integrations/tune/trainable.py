@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
-from lockstep.engine.placement import warn_of_no_room
+from lockstep.engine.placement_group import warn_of_no_room
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.integrations.packages import required
 from lockstep.integrations.tune import checkpoints

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 
 
-class Left(Protocol):
+class InterruptedEngine(Protocol):
     """An engine whose latest call was left."""
 
     left: BaseException | None
@@ -37,7 +37,7 @@ class Left(Protocol):
 _latest_left: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def note_left(engine: Left) -> None:
+def note_left(engine: InterruptedEngine) -> None:
     """Its workers may have to make room for those of another trainer."""
     _latest_left.add(engine)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.engine.parametrized import dumps
+from lockstep.engine.parametrization_pickler import dumps
 from lockstep.errors import NotPicklableError
 from lockstep.worker.state_broadcast import joined, taken_apart
 

@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lockstep.engine.hearing import WATCH_S
+from lockstep.engine.pending_call import WATCH_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,14 +10,14 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
+from lockstep.engine.actor_failures import ctrl_c_as_itself, reason_of
 from lockstep.engine.base import COLLECTIVE_METHODS, METHODS_BESIDE
-from lockstep.engine.ending import ctrl_c_as_itself, reason_of
 from lockstep.errors import LockstepError, WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.server import ServerProcess
+    from lockstep.engine.server_actor import ServerProcess
     from lockstep.worker import Outcome, WorkerStatus
 
 WATCH_S = 0.2
@@ -31,7 +31,7 @@ _HEARING_S = 2.0
 _NOTICE_S = 1.0
 
 
-class Hearing:
+class PendingCall:
     """Answers by rank; of the failures, which one caused the others.
 
     Args:

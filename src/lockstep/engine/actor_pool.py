@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
-from lockstep.engine import placement
+from lockstep.engine import placement_group
 from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.cluster import connect, session
-from lockstep.engine.leaving import give_up_left
+from lockstep.engine.interrupted_calls import give_up_left
 from lockstep.errors import ConfigurationError
 from lockstep.imports import import_for_good
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Crew:
+class ActorPool:
     """Actors that import torch, in the room reserved for them, by rank; no operator yet.
 
     Attributes:
@@ -56,7 +56,7 @@ class Crew:
         return self.session in _keeping
 
 
-_waiting: list[Crew] = []
+_waiting: list[ActorPool] = []
 _keeping: set[str | None] = set()
 """The stays in a cluster whose workers go from one trainer to the next."""
 
@@ -102,7 +102,9 @@ def prestart(
     dismiss_waiting()
     own_cluster = connect()
     (_keeping.add if keep else _keeping.discard)(session())
-    bundle = placement.bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
+    bundle = placement_group.bundle_for(
+        num_cpus_per_worker, num_gpus_per_worker, resources_per_worker
+    )
     ranks = remote_ranks(num_workers, use_local, spare_workers)
     if ranks:
         _waiting.append(hire(bundle, ranks, spare_workers, own_cluster, "prestarted"))
@@ -118,33 +120,33 @@ def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
 
 def crew_for(
     bundle: dict[str, float], ranks: range, num_spares: int, own_cluster: bool, label: str
-) -> Crew:
+) -> ActorPool:
     """The crew that waits, if it is the one that is asked for; else a new one, named `label`."""
     asked = (bundle, ranks, num_spares)
     if _waiting and _waiting[0].asked == asked and _waiting[0].session == session():
         return _waiting.pop()
     dismiss_waiting()
-    if not placement.is_free(bundle, len(ranks)):
+    if not placement_group.is_free(bundle, len(ranks)):
         give_up_left()
     return hire(*asked, own_cluster, label)
 
 
 def hire(
     bundle: dict[str, float], ranks: range, num_spares: int, own_cluster: bool, label: str
-) -> Crew:
+) -> ActorPool:
     """Reserve room and start an actor for each of `ranks`, all at once.
 
     Args:
         num_spares: how many of `ranks`, the last ones, belong to spares.
     """
-    room = placement.find_room(bundle, len(ranks), own_cluster)
+    room = placement_group.find_room(bundle, len(ranks), own_cluster)
     if session() in _keeping:
         label = "kept"  # for one operator after the other
     # Trainers of the same operator live side by side in a namespace of Ray, as trials of Tune do.
     name = f"lockstep:{label}:{secrets.token_hex(3)}"
     actors: list[Any] = []
     try:
-        places = placement.places_in(room, len(ranks), num_spares)
+        places = placement_group.places_in(room, len(ranks), num_spares)
         actors += [
             _hired(room, bundle, seat, rank, name)
             for rank, (seat, _) in zip(ranks, places, strict=True)
@@ -154,7 +156,7 @@ def hire(
         _send_home(room, actors)
         raise
     seats, nodes = [seat for seat, _ in places], [node for _, node in places]
-    return Crew(room, nodes, seats, actors, (bundle, ranks, num_spares), session(), name)
+    return ActorPool(room, nodes, seats, actors, (bundle, ranks, num_spares), session(), name)
 
 
 def _hired(
@@ -174,7 +176,7 @@ def _hired(
     return options.remote(number)
 
 
-def replacement(crew: Crew, seat: int, number: int) -> Any:
+def replacement(crew: ActorPool, seat: int, number: int) -> Any:
     """Another actor where one of the crew has died.
 
     Its room stays reserved. If its node is gone, Ray reserves room elsewhere, when there is
@@ -183,13 +185,13 @@ def replacement(crew: Crew, seat: int, number: int) -> Any:
     return _hired(crew.room, crew.asked[0], seat, number, crew.name)
 
 
-def come_back(crew: Crew) -> None:
+def come_back(crew: ActorPool) -> None:
     """A crew whose workers have stopped waits for the next trainer."""
     dismiss_waiting()
     _waiting.append(crew)
 
 
-def send_home(crew: Crew) -> None:
+def send_home(crew: ActorPool) -> None:
     """End the processes and give their room back."""
     _send_home(crew.room, crew.actors)
 
@@ -206,4 +208,4 @@ def dismiss_waiting() -> None:
 def _send_home(room: PlacementGroup, actors: list[Any]) -> None:
     for actor in actors:
         ray.kill(actor, no_restart=True)
-    placement.release(room)
+    placement_group.release(room)

@@ -29,7 +29,7 @@ _OF_THIS_PROCESS: Final = {
 
 
 @dataclass(eq=False)
-class Member:
+class WorkerHandle:
     """A worker, which keeps its number while ranks change hands.
 
     Attributes:
@@ -60,7 +60,7 @@ class Member:
         return self.node == this_node()
 
 
-def kill(member: Member, neighbours: list[Member]) -> None:
+def kill(member: WorkerHandle, neighbours: list[WorkerHandle]) -> None:
     """End a process at once, also one that is stopped or does not answer.
 
     `ray.kill` asks the process first, and lets one that was stopped live on for seconds, in
@@ -80,7 +80,7 @@ def kill(member: Member, neighbours: list[Member]) -> None:
     ray.kill(member.actor, no_restart=True)
 
 
-def process_state(member: Member) -> str:
+def process_state(member: WorkerHandle) -> str:
     """What the operating system says of a process here: "T" is stopped; "" if it cannot tell."""
     if not member.pid or not member.is_here:
         return ""

@@ -17,8 +17,8 @@ from ray.util.placement_group import (
 )
 
 import ray
-from lockstep.engine.ending import ctrl_c_as_itself
-from lockstep.engine.member import this_node
+from lockstep.engine.actor_failures import ctrl_c_as_itself
+from lockstep.engine.worker_handle import this_node
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ import ray
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.engine.member import Member
+    from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import WorkerStatus
 
 _ASK_EVERY_S: Final = 0.5
 
 
 @dataclass
-class Sighting:
+class Heartbeat:
     """What is known of one member.
 
     Attributes:
@@ -47,35 +47,35 @@ class Sighting:
         return 0.0 if self.asked_at is None else now - self.asked_at
 
 
-class Outlook:
+class Heartbeats:
     """Asks, and never waits for an answer."""
 
     def __init__(self) -> None:
-        self._seen: dict[Member, Sighting] = {}
+        self._seen: dict[WorkerHandle, Heartbeat] = {}
 
     def forget(self) -> None:
         """Another call begins: nobody has been anywhere yet."""
         self._seen.clear()
 
-    def look(self, members: Sequence[Member]) -> dict[Member, Sighting]:
+    def look(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, Heartbeat]:
         """What is known of `members` now; asks them again."""
         now = time.monotonic()
         for member in members:
             if member.actor is None:
                 continue
-            seen = self._seen.setdefault(member, Sighting(None, now))
+            seen = self._seen.setdefault(member, Heartbeat(None, now))
             self._read(seen, now)
             if seen.asked_at is None and now >= seen.next_at:
                 seen.question, seen.asked_at = member.actor.where.remote(), now
                 seen.next_at = now + _ASK_EVERY_S
         return {member: self._seen[member] for member in members if member in self._seen}
 
-    def last_seen(self, member: Member) -> WorkerStatus | None:
+    def last_seen(self, member: WorkerHandle) -> WorkerStatus | None:
         """What `member` was doing when it was seen last."""
         return self._seen[member].latest if member in self._seen else None
 
     @staticmethod
-    def _read(seen: Sighting, now: float) -> None:
+    def _read(seen: Heartbeat, now: float) -> None:
         if seen.asked_at is None or not ray.wait([seen.question], timeout=0)[0]:
             return
         try:

@@ -15,10 +15,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
-from lockstep.engine.ending import reason_of
-from lockstep.engine.member import this_node
+from lockstep.engine.actor_bootstrap import settle_in
+from lockstep.engine.actor_failures import reason_of
 from lockstep.engine.rendezvous import LOOPBACK
-from lockstep.engine.settling import settle_in
+from lockstep.engine.worker_handle import this_node
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:

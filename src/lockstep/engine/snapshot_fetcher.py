@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 import ray
-from lockstep.engine.travel import from_pieces
+from lockstep.engine.serialization import from_pieces
 from lockstep.worker import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.base import Keeper
-    from lockstep.engine.member import Member
+    from lockstep.engine.base import SnapshotKeeper
+    from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import Worker
 
 
-class RemoteCourier:
+class RemoteSnapshotFetcher:
     """See `Courier`.
 
     Args:
@@ -32,7 +32,7 @@ class RemoteCourier:
         to: who gets them.
     """
 
-    def __init__(self, rank_0: Callable[[], Member | None], to: Keeper) -> None:
+    def __init__(self, rank_0: Callable[[], WorkerHandle | None], to: SnapshotKeeper) -> None:
         self._rank_0 = rank_0
         self._to = to
         self._is_requested = False
