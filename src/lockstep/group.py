@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.backends import abort_nccl, metadata_device, timeout_s
+from lockstep.collective_keepalive import CollectiveKeepalive
 from lockstep.errors import PeerLostError
 from lockstep.gathered_sum import GatheredSum, is_quicker_gathered
-from lockstep.lending import Loan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Pending:
         work: Any,
         what: str,
         where: str,
-        loan: Loan | None = None,
+        loan: CollectiveKeepalive | None = None,
         group: Group | None = None,
     ) -> None:
         self._work = work
@@ -459,7 +459,7 @@ class Group:
         return self._process_group is None
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
-        where, loan = f"rank {self.rank} of {self.size}", Loan(arguments)
+        where, loan = f"rank {self.rank} of {self.size}", CollectiveKeepalive(arguments)
         try:
             work = getattr(self._process_group, method)(*arguments)
             return Pending(work, what, where, loan, self)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from harness import outcomes, run_ranks
 from lockstep import reduction
+from lockstep.collective_keepalive import CollectiveKeepalive
 from lockstep.errors import PeerLostError
 from lockstep.group import Group, resolve_group
-from lockstep.lending import Loan
 from lockstep.sync import replicate
 
 
@@ -97,7 +97,7 @@ def test_while_it_is_lent_a_tensor_has_an_owner_besides_python_and_the_borrower(
     """So that the borrower is not the last of them when it lets go, and needs no interpreter."""
     tensor, shared = torch.ones(3), torch.ones(3)
     view = shared[:2]
-    loan = Loan(([tensor], (shared, 5)))
+    loan = CollectiveKeepalive(([tensor], (shared, 5)))
     assert (tensor._use_count(), shared._use_count()) == (2, 2)
     loan.settle()
     assert (tensor._use_count(), shared._use_count()) == (1, 2)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.metrics.steps import StepLog
+    from lockstep.metrics.step_log import StepLog
     from lockstep.operator.rank_context import RankContext
     from lockstep.operator.read_ahead import ReadAhead
     from lockstep.operator.running_statistics import BufferSnapshot

@@ -14,7 +14,7 @@ from lockstep.engine.interrupted_calls import made_room, note_left, warn_of_cut_
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_counts import LostCounts
-from lockstep.recovery.poison import Deaths
+from lockstep.recovery.poisoned_batch import Deaths
 from lockstep.recovery.regrouping import Loss, Regrouping
 from lockstep.recovery.watchdog import Watchdog
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.batch_structure import leading_length, rows_of
+from lockstep.dropout_off import DropoutOff, pin
 from lockstep.errors import ConfigurationError, ParityError
 from lockstep.group import Group
 from lockstep.parity import compare
-from lockstep.pinning import DropoutOff, pin
 from lockstep.randomness import preserved
 from lockstep.sync import GradientSync
 

@@ -15,7 +15,7 @@ from lockstep.trainer.callbacks import Callback
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lockstep.metrics.steps import StepRow
+    from lockstep.metrics.step_log import StepRow
     from lockstep.worker import Report
 
 _log = logging.getLogger("lockstep")

@@ -9,7 +9,7 @@ from lockstep.metrics.numeric import as_number
 from lockstep.worker.worker_status import status_of_thread
 
 if TYPE_CHECKING:
-    from lockstep.metrics.steps import StepRow
+    from lockstep.metrics.step_log import StepRow
     from lockstep.operator import TrainingOperator
     from lockstep.worker.cursor import Cursor
     from lockstep.worker.loop_run import LoopRun

@@ -11,7 +11,7 @@ from lockstep.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:
     from lockstep.audit.ledger import Ledger
-    from lockstep.metrics.steps import StepRow
+    from lockstep.metrics.step_log import StepRow
 
 
 @dataclass(frozen=True)

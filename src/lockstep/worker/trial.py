@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.dropout_off import DropoutOff, normalises_by_batch, pin
 from lockstep.errors import NotAvailableError
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
-from lockstep.pinning import DropoutOff, normalises_by_batch, pin
 from lockstep.randomness import preserved
 from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
 

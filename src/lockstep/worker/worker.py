@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
-from lockstep.metrics.steps import StepLog
+from lockstep.metrics.step_log import StepLog
 from lockstep.operator.loops import registered
 from lockstep.operator.non_finite_check import watch_optimizers
 from lockstep.operator.optimizer_checks import agree_on_steps

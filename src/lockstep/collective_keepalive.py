@@ -23,7 +23,7 @@ _PATIENCE_S: Final = 0.1
 """It takes microseconds. A backend may have a reason of its own to keep them."""
 
 
-class Loan:
+class CollectiveKeepalive:
     """The tensors among a collective's arguments of which nobody else is an owner.
 
     What somebody else holds as well (a bucket, by the gradients that are views of it) is safe.
