@@ -3,6 +3,6 @@
 
 from lockstep.trainer.callbacks import Callback
 from lockstep.trainer.driver import TorchTrainer
-from lockstep.trainer.watching import EarlyStopping, KeepBest
+from lockstep.trainer.early_stopping import EarlyStopping, KeepBest
 
 __all__ = ["Callback", "EarlyStopping", "KeepBest", "TorchTrainer"]

@@ -16,7 +16,7 @@ from lockstep.operator import TrainingOperator
 from lockstep.operator.optimizer_hooks import OWN_LOOP_LINES, of_default_loop
 from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
-from lockstep.trainer.unused import refuse_unused
+from lockstep.trainer.unused_definitions import refuse_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from lockstep.trainer.refusals import (
+from lockstep.trainer.call_errors import (
     has_ended,
     tell,
     two_calls,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.trainer.callbacks import Callback
-    from lockstep.trainer.steps import StepMetrics
+    from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.worker import WorkerSpec
 
 

@@ -33,14 +33,14 @@ from lockstep.trainer.arguments import (
     refuse_further,
     require,
 )
+from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.beside import BesideTraining
-from lockstep.trainer.onlookers import all_of, announcer_for
+from lockstep.trainer.call_errors import check_loader, no_batch
+from lockstep.trainer.call_listeners import all_of, announcer_for
+from lockstep.trainer.failure_tolerance import policy_of, recovering, refuse_spares
+from lockstep.trainer.profiling import Profile, traced
 from lockstep.trainer.progress import ProgressBar, wants_bar
-from lockstep.trainer.refusals import check_loader, no_batch
-from lockstep.trainer.steps import StepMetrics
-from lockstep.trainer.tracing import Profile, traced
-from lockstep.trainer.watched import Comparison
-from lockstep.trainer.workers import policy_of, recovering, refuse_spares
+from lockstep.trainer.step_metrics import StepMetrics
 from lockstep.worker import WorkerSpec
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class TorchTrainer(BesideTraining):
     def _open(
         self, resources: Resources, *, gpu_here: bool, use_local: bool, num_spares: int
     ) -> None:
-        self._watched = Comparison(self._spec)
+        self._watched = AuditComparison(self._spec)
         if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
             self._engine = InlineEngine(self._spec)
         else:

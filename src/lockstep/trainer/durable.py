@@ -23,7 +23,7 @@ from lockstep.errors import (
 )
 from lockstep.trainer.arguments import is_positive_int, require
 from lockstep.trainer.background import BackgroundWriter
-from lockstep.trainer.notice import Notice
+from lockstep.trainer.preemption import PreemptionNotice
 from lockstep.trainer.state import KeepsState
 from lockstep.worker import Snapshot
 
@@ -193,7 +193,7 @@ class Saving:
     """
 
     def __init__(self, durability: Durability) -> None:
-        self.notice = Notice()
+        self.notice = PreemptionNotice()
         self._writer = BackgroundWriter(durability.write)
 
     def keep(self, snapshot: Snapshot) -> None:

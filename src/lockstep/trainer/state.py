@@ -12,7 +12,7 @@ from lockstep import checkpoint
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.trainer.arguments import require
 from lockstep.trainer.calls import Calls
-from lockstep.trainer.feeding import Feeding
+from lockstep.trainer.dataset_training import DatasetTraining
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +28,7 @@ class KeepsState(Calls):
 
     def __init__(self) -> None:
         super().__init__()
-        self._feeding = Feeding()
+        self._feeding = DatasetTraining()
 
     def get_model(self) -> nn.Module | list[nn.Module]:
         """A copy of the trained model on the CPU: a plain module, loadable without lockstep.

@@ -11,7 +11,7 @@ from lockstep.errors import (
     WrongTypeError,
     WrongUseError,
 )
-from lockstep.trainer.workers import why_not
+from lockstep.trainer.failure_tolerance import why_not
 from lockstep.worker import shown_error
 
 if TYPE_CHECKING:

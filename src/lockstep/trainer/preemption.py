@@ -15,7 +15,7 @@ _EXIT_STATUS: Final = 128 + signal.SIGTERM
 """As a shell reports the death by this signal."""
 
 
-class Notice:
+class PreemptionNotice:
     """Puts off what SIGTERM does until a checkpoint is written.
 
     Attributes:

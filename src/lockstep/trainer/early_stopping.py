@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MODES: Final = ("min", "max")
 
 
-class Watch(Callback):
+class MetricMonitor(Callback):
     """Looks for one metric in every result and compares it with the best so far.
 
     Args:
@@ -78,7 +78,7 @@ class Watch(Callback):
         return gain > self.min_delta
 
 
-class EarlyStopping(Watch):
+class EarlyStopping(MetricMonitor):
     """Sets `stop_reason` when the metric has not got better for a while, or is NaN.
 
     ::
@@ -88,7 +88,7 @@ class EarlyStopping(Watch):
                 trainer.train(), trainer.validate()
 
     Args:
-        metric, mode, min_delta: see `Watch`.
+        metric, mode, min_delta: see `MetricMonitor`.
         patience: how many values in a row may be no better than the best.
     """
 
@@ -114,7 +114,7 @@ class EarlyStopping(Watch):
                 )
 
 
-class KeepBest(Watch):
+class KeepBest(MetricMonitor):
     """Saves the run whenever the metric is better than ever; `trainer.load(path)` takes it.
 
     What the file was saved for stands beside it, in ``<path>.json``: a run that goes on from a
@@ -122,7 +122,7 @@ class KeepBest(Watch):
 
     Args:
         path: where `trainer.save` writes to.
-        metric, mode, min_delta: see `Watch`.
+        metric, mode, min_delta: see `MetricMonitor`.
 
     Attributes:
         best: the metric of what was saved; None before.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.worker import WorkerSpec
 
 
-class Feeding:
+class DatasetTraining:
     """Which dataset the workers train on: none, or the one of the last call."""
 
     def __init__(self) -> None:

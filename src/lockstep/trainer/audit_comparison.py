@@ -32,7 +32,7 @@ _OWN_WRAPPER: Final = (
 )
 
 
-class Comparison:
+class AuditComparison:
     """Of one trainer's workers, call after call.
 
     Args:

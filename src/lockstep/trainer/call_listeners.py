@@ -6,20 +6,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.trainer.call_errors import tell
 from lockstep.trainer.callbacks import Callback
-from lockstep.trainer.refusals import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.trainer import TorchTrainer
-    from lockstep.trainer.steps import StepMetrics
+    from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.worker import Report
 
 _TELL_EVERY_S: Final = 1.0
 
 
-class Announcer:
+class CallListeners:
     """Tells callbacks of one call.
 
     Nothing it is told to do may raise here: what is raised while workers are in the middle of a
@@ -78,11 +78,11 @@ class Announcer:
 
 def announcer_for(
     trainer: TorchTrainer, callbacks: Sequence[Callback], phase: str, steps: StepMetrics
-) -> Announcer | None:
+) -> CallListeners | None:
     """Who tells callbacks of a call; None if no callback wants to know."""
     listeners = [each for each in callbacks if _listens(each)]
     wants_steps = phase == "train" and steps.every
-    return Announcer(trainer, listeners, phase, steps) if listeners or wants_steps else None
+    return CallListeners(trainer, listeners, phase, steps) if listeners or wants_steps else None
 
 
 def _listens(callback: Callback) -> bool:
