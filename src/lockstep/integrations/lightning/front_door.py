@@ -17,14 +17,14 @@ import torch
 from lockstep import reduction
 from lockstep.data.layout import describe
 from lockstep.errors import ConfigurationError, NotAvailableError
-from lockstep.integrations.lightning import refusals
+from lockstep.integrations.lightning import unsupported
 from lockstep.integrations.lightning.checkpoints import added_by_hook, give_back
 from lockstep.integrations.lightning.hooks import HookedActs, call_data_hook
-from lockstep.integrations.lightning.returned import detached, loss_and_metrics
+from lockstep.integrations.lightning.logging_capture import LoggingCapture
+from lockstep.integrations.lightning.module_source import Source, check_given, is_lightning
 from lockstep.integrations.lightning.schedules import Schedules, configured
-from lockstep.integrations.lightning.sources import Source, check_given, is_lightning
-from lockstep.integrations.lightning.speech import Speech
-from lockstep.integrations.lightning.view import TrainerView
+from lockstep.integrations.lightning.step_outputs import detached, loss_and_metrics
+from lockstep.integrations.lightning.trainer_view import TrainerView
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator, loops
 from lockstep.operator.batch_metrics import mean_over_shards
@@ -70,7 +70,7 @@ def from_lightning(
         NotAvailableError: Lightning is not installed. In the workers: the module needs
             something that lockstep does not do; it is named.
     """
-    refusals.refuse_trainer_arguments(further)
+    unsupported.refuse_trainer_arguments(further)
     check_given(module_cls)
     source = Source(
         module_cls,
@@ -108,21 +108,21 @@ class LightningOperator(TrainingOperator):
     @classmethod
     def _check(cls, options: Options) -> None:
         super()._check(options)
-        refusals.check_settings(options, cls._source.gradient_clip_val is not None)
+        unsupported.check_settings(options, cls._source.gradient_clip_val is not None)
 
     # ------------------------------------------------------------------------------- setup
 
     def setup(self, config: Any) -> None:
         setting, source = self._lockstep.setting, self._source
         module, datamodule = source.make(config, copied=setting.is_trial)
-        refusals.check_module(module, setting.options)
+        unsupported.check_module(module, setting.options)
         self.module, self.datamodule = module, datamodule
         self._view = TrainerView(self, source, datamodule)
         self._view._tell(lightning_module=module, model=module)
         module.trainer = self._view
         if datamodule is not None:
             datamodule.trainer = self._view
-        self._speech = Speech(module, setting.group)
+        self._speech = LoggingCapture(module, setting.group)
         self._owners = [datamodule, module] if datamodule is not None else [module]
         self._prepare_data()
         for owner in self._owners:
@@ -161,7 +161,7 @@ class LightningOperator(TrainingOperator):
         if train is None:
             train = self._loader_of("train_dataloader")
         validation = None
-        if refusals.overrides(self.module, "validation_step"):
+        if unsupported.overrides(self.module, "validation_step"):
             validation = self._source.val_dataloader
             if validation is None:
                 validation = self._loader_of("val_dataloader")
@@ -182,7 +182,7 @@ class LightningOperator(TrainingOperator):
 
     def _loader_of(self, hook: str) -> Any:
         for owner in self._owners:
-            if refusals.overrides(owner, hook):
+            if unsupported.overrides(owner, hook):
                 return getattr(owner, hook)()
         return None
 
@@ -327,8 +327,8 @@ class LightningOperator(TrainingOperator):
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """The module's `predict_step`; without one, its `forward` of the features."""
         module = self.module
-        refusals.check_prediction(module)
-        if not refusals.overrides(module, "predict_step"):
+        unsupported.check_prediction(module)
+        if not unsupported.overrides(module, "predict_step"):
             return super().predict_batch(batch, batch_info)
         return module.predict_step(*_arguments(module.predict_step, batch, batch_info["batch_idx"]))
 

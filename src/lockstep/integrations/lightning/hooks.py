@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lockstep.integrations.lightning.refusals import overrides
+from lockstep.integrations.lightning.unsupported import overrides
 from lockstep.operator.step_hooks import StepHooks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
-    from lockstep.integrations.lightning.sources import Source
+    from lockstep.integrations.lightning.module_source import Source
     from lockstep.operator import TrainingOperator
 
 _CONSTANTS: Final[dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import NotAvailableError
-from lockstep.integrations.lightning.refusals import overrides
+from lockstep.integrations.lightning.unsupported import overrides
 
 _READERS = {
     "training_step": "on_train_batch_end",

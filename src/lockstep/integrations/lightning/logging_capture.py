@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.integrations.lightning.logged import Sums, merged, reduction_named, scalar
-from lockstep.integrations.lightning.sources import is_lightning
+from lockstep.integrations.lightning.logged_metrics import Sums, merged, reduction_named, scalar
+from lockstep.integrations.lightning.module_source import is_lightning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NOTHING_SEEN: Final = 1e-100
 
 
-class Speech:
+class LoggingCapture:
     """Listens to one LightningModule.
 
     Attributes:
