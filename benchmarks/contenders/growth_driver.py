@@ -74,11 +74,11 @@ class Standing:
         retries: int = 3,
     ) -> list[Any]:
         arguments = pickled(args, "arguments")
-        hearing = PendingCall(method, hears_all=False)
+        pending_call = PendingCall(method, hears_all=False)
         for rank in range(len(self.started)):
-            hearing.pending[self._actor.perform.remote(method, arguments)] = rank
-        hearing.listen(None)
-        return [hearing.values[rank] for rank in range(len(self.started))]
+            pending_call.pending[self._actor.perform.remote(method, arguments)] = rank
+        pending_call.listen(None)
+        return [pending_call.values[rank] for rank in range(len(self.started))]
 
     def roster(self) -> PoolStatus:
         return PoolStatus(workers=len(self.started))

@@ -55,7 +55,7 @@ class Crowd(RayEngine):
         self.spec = SimpleNamespace(num_workers=size, num_shards=size)
         self._resources = Resources(1, 0, None, "gloo", timeout_s=60)
         self._use_local = False
-        self._store = self._server = self._courier = self._crew = None
+        self._store = self._server = self._fetcher = self._pool = None
 
     def _check_session(self) -> None:
         pass

@@ -61,13 +61,13 @@ class Pending:
         work: Any,
         what: str,
         where: str,
-        loan: CollectiveKeepalive | None = None,
+        keepalive: CollectiveKeepalive | None = None,
         group: Group | None = None,
     ) -> None:
         self._work = work
         self._what = what
         self._where = where
-        self._loan = loan
+        self._loan = keepalive
         self._group = group
 
     def wait(self) -> None:
@@ -459,10 +459,10 @@ class Group:
         return self._process_group is None
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
-        where, loan = f"rank {self.rank} of {self.size}", CollectiveKeepalive(arguments)
+        where, keepalive = f"rank {self.rank} of {self.size}", CollectiveKeepalive(arguments)
         try:
             work = getattr(self._process_group, method)(*arguments)
-            return Pending(work, what, where, loan, self)
+            return Pending(work, what, where, keepalive, self)
         except RuntimeError as error:
             raise _peer_lost(what, where, error) from error
 

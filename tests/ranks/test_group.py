@@ -97,9 +97,9 @@ def test_while_it_is_lent_a_tensor_has_an_owner_besides_python_and_the_borrower(
     """So that the borrower is not the last of them when it lets go, and needs no interpreter."""
     tensor, shared = torch.ones(3), torch.ones(3)
     view = shared[:2]
-    loan = CollectiveKeepalive(([tensor], (shared, 5)))
+    keepalive = CollectiveKeepalive(([tensor], (shared, 5)))
     assert (tensor._use_count(), shared._use_count()) == (2, 2)
-    loan.settle()
+    keepalive.settle()
     assert (tensor._use_count(), shared._use_count()) == (1, 2)
     assert view.tolist() == [1, 1]
 

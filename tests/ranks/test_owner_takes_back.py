@@ -209,7 +209,7 @@ def test_what_nobody_comes_back_to_is_not_copied():
     run.step(0, seed=0)
     run.step(None, seed=1)
     after = run.weights()
-    assert run.owner._undoing._kept == []
+    assert run.owner._undo_log._kept == []
     run.regrouped(0)
     assert all(map(torch.equal, run.weights(), after))
 
@@ -219,7 +219,7 @@ def test_copies_use_their_memory_again():
     places = []
     for step in range(4):
         run.step(step, seed=step)
-        (kept,) = run.owner._undoing._kept
+        (kept,) = run.owner._undo_log._kept
         places.append([tensor.data_ptr() for tensor in kept._tensors])
     assert places[1] == places[2] == places[3]
 

@@ -153,12 +153,12 @@ def test_the_run_goes_on_with_those_that_are_left(operator_cls, moment, victim, 
     left = workers[1 - victim]
     results = all_at_once(workers, lambda rank, worker: worker.train(2, False, {}))
     assert isinstance(results[victim], Dies)
-    standing = left.stand_down("train")
+    survivor = left.stand_down("train")
     first.end()
     second = Generation(1, 1, before=first)
     left.join(0, Formation(second.rendezvous, size=1, source=0, stale=()))
-    begun = standing.progress.steps
-    left.train(2, False, {}, standing.progress)
+    begun = survivor.progress.steps
+    left.train(2, False, {}, survivor.progress)
     assert left.operator.global_step == 4
     assert begun == (0 if operator_cls is OneLoop else 1)
     left.train(STEPS - 4, False, {})

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from soak.pool import Member
+
 from soak import scripts
-from soak.crew import Member
 from soak.drawing import named
 from soak.judging import OUTCOMES, Outcome
 from soak.running import source_of

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 import torch
+from soak.pool import Member
 
-from soak.crew import Member
 from soak.drawing import named
 from soak.running import Runner, source_of
 from soak.sample import every_piece, sample, singles

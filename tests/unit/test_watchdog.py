@@ -33,8 +33,8 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     waits = WorkerStatus(3, is_warm=True, phase=WAITING, line="", stack="")
     computes = WorkerStatus(3, is_warm=True, phase="forward", line="", stack="")
     sightings = {member: Heartbeat(waits, since) for member in survivors}
-    watchdog._outlook = Seen(sightings | {hung: Heartbeat(computes, since)})
-    hearing = SimpleNamespace(
+    watchdog._heartbeats = Seen(sightings | {hung: Heartbeat(computes, since)})
+    pending_call = SimpleNamespace(
         method="train",
         here=None,
         has_failed=False,
@@ -42,20 +42,20 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
         deaths={},
         lost_peers=set(),
     )
-    watchdog.look(hearing)
+    watchdog.look(pending_call)
     assert list(watchdog.verdicts) == [hung]
 
     # Its death is heard; the others have not been freed yet.
-    hearing.has_failed, hearing.pending = True, {1: 1, 2: 2}
+    pending_call.has_failed, pending_call.pending = True, {1: 1, 2: 2}
     broke = time.monotonic()
-    watchdog.look(hearing)
+    watchdog.look(pending_call)
     assert list(watchdog.verdicts) == [hung]
     while len(watchdog.verdicts) < 3:
-        watchdog.look(hearing)
+        watchdog.look(pending_call)
     assert time.monotonic() - broke > LIMIT_S
 
     # The next call knows nothing of it.
     watchdog.begin()
     watchdog.verdicts.clear()
-    watchdog.look(hearing)
+    watchdog.look(pending_call)
     assert watchdog.verdicts == {}

@@ -39,7 +39,7 @@ class ActorPool:
         seats: the bundle of each actor in `room`.
         asked: what was asked for, to tell whether another trainer wants the same.
         session: the stay in a cluster that they belong to.
-        name: what their actors' names begin with; no other crew has it.
+        name: what their actors' names begin with; no other pool has it.
     """
 
     room: PlacementGroup
@@ -121,7 +121,7 @@ def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
 def crew_for(
     bundle: dict[str, float], ranks: range, num_spares: int, own_cluster: bool, label: str
 ) -> ActorPool:
-    """The crew that waits, if it is the one that is asked for; else a new one, named `label`."""
+    """The pool that waits, if it is the one that is asked for; else a new one, named `label`."""
     asked = (bundle, ranks, num_spares)
     if _waiting and _waiting[0].asked == asked and _waiting[0].session == session():
         return _waiting.pop()
@@ -176,33 +176,33 @@ def _hired(
     return options.remote(number)
 
 
-def replacement(crew: ActorPool, seat: int, number: int) -> Any:
-    """Another actor where one of the crew has died.
+def replacement(pool: ActorPool, seat: int, number: int) -> Any:
+    """Another actor where one of the pool has died.
 
     Its room stays reserved. If its node is gone, Ray reserves room elsewhere, when there is
     some, and starts the actor then.
     """
-    return _hired(crew.room, crew.asked[0], seat, number, crew.name)
+    return _hired(pool.room, pool.asked[0], seat, number, pool.name)
 
 
-def come_back(crew: ActorPool) -> None:
-    """A crew whose workers have stopped waits for the next trainer."""
+def come_back(pool: ActorPool) -> None:
+    """A pool whose workers have stopped waits for the next trainer."""
     dismiss_waiting()
-    _waiting.append(crew)
+    _waiting.append(pool)
 
 
-def send_home(crew: ActorPool) -> None:
+def send_home(pool: ActorPool) -> None:
     """End the processes and give their room back."""
-    _send_home(crew.room, crew.actors)
+    _send_home(pool.room, pool.actors)
 
 
 def dismiss_waiting() -> None:
-    """End a crew that nobody took over."""
+    """End a pool that nobody took over."""
     while _waiting:
-        crew = _waiting.pop()
-        if crew.session != session():
+        pool = _waiting.pop()
+        if pool.session != session():
             continue  # ended with the stay that it belonged to
-        send_home(crew)
+        send_home(pool)
 
 
 def _send_home(room: PlacementGroup, actors: list[Any]) -> None:

@@ -33,7 +33,7 @@ def looking_after(look: Callable[[], None]) -> Iterator[None]:
                 _log.exception("the other workers cannot be looked after any more")
                 return
 
-    thread = threading.Thread(target=watch, name="lockstep-lookout", daemon=True)
+    thread = threading.Thread(target=watch, name="lockstep-background-poll", daemon=True)
     thread.start()
     try:
         yield

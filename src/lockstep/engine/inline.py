@@ -62,12 +62,12 @@ class InlineEngine:
         cause = self.left
         if cause is None:
             return
-        standing = self._worker.go_back(self._left_method)
-        if standing.point is None:
+        survivor = self._worker.go_back(self._left_method)
+        if survivor.point is None:
             self.ended = no_way_back(cause)
             self.close(force=True)
-        elif standing.is_cut_short:
-            warn_of_cut_short_step(standing.point[0], cause)
+        elif survivor.is_cut_short:
+            warn_of_cut_short_step(survivor.point[0], cause)
         self._generation += 1
         self.left = None
 

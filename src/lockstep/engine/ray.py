@@ -71,8 +71,8 @@ class RayEngine:
         self._use_local = use_local
         self._hired = 0
         self._generation = 0
-        self._crew: ActorPool | None = None
-        self._courier: RemoteSnapshotFetcher | None = None
+        self._pool: ActorPool | None = None
+        self._fetcher: RemoteSnapshotFetcher | None = None
         self._store: RendezvousStore | None = None
         self._server: ServerProcess | None = None
         payload = pickled_spec(spec)
@@ -84,10 +84,10 @@ class RayEngine:
         ranks = remote_ranks(spec.num_workers, use_local, num_spares)
         try:
             label = spec.operator_cls.__name__
-            self._crew = crew_for(bundle, ranks, num_spares, own_cluster, label)
+            self._pool = crew_for(bundle, ranks, num_spares, own_cluster, label)
             self._payload = ray.put(payload)
-            self._enlist(self._crew, ranks)
-            self._open_server(self._crew)
+            self._enlist(self._pool, ranks)
+            self._open_server(self._pool)
             rendezvous = self.rendezvous(0) if spec.num_workers > 1 else None
             self.started = self.call("start", rendezvous)
             self._await_spares()
@@ -98,14 +98,14 @@ class RayEngine:
         for member, answer in zip(self.members, self.started, strict=True):
             member.pid = answer["pid"]
 
-    def _enlist(self, crew: ActorPool, ranks: range) -> None:
-        nodes = list(crew.nodes)
+    def _enlist(self, pool: ActorPool, ranks: range) -> None:
+        nodes = list(pool.nodes)
         found: list[WorkerHandle] = []
         if self._use_local:
             nodes.insert(0, this_node())
             found.append(WorkerHandle(0, nodes[0], 0, worker=Worker(self.spec, 0, 0)))
         local_ranks = placement_group.local_ranks(nodes)
-        for rank, seat, actor in zip(ranks, crew.seats, crew.actors, strict=True):
+        for rank, seat, actor in zip(ranks, pool.seats, pool.actors, strict=True):
             actor.enlist.remote(self._payload, rank, local_ranks[rank])
             found.append(WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, seat=seat))
         self._hired = len(found)
@@ -117,12 +117,12 @@ class RayEngine:
         while any(_is_starting(member, ref) for member, ref in self.spares):
             self.pause(_STOP_S)
 
-    def _open_server(self, crew: ActorPool) -> None:
+    def _open_server(self, pool: ActorPool) -> None:
         if self.spec.options.sync == "parameter_server" and self.spec.num_workers > 1:
             self._server = ServerProcess(
-                crew.room,
-                crew.seats[0],
-                name=f"{crew.name}:parameter-server",
+                pool.room,
+                pool.seats[0],
+                name=f"{pool.name}:parameter-server",
                 timeout_s=self._resources.timeout_s,
             )
 
@@ -175,9 +175,9 @@ class RayEngine:
 
     def hire(self, seat: int, local_rank: int) -> None:
         """Start another worker in a seat that is free; it becomes a spare."""
-        assert self._crew is not None
+        assert self._pool is not None
         number, self._hired = self._hired, self._hired + 1
-        actor = replacement(self._crew, seat, number)
+        actor = replacement(self._pool, seat, number)
         member = WorkerHandle(number, "", local_rank, actor, seat=seat)
         actor.enlist.remote(self._payload, number, local_rank)
         self.spares.append((member, _stands_by(member)))
@@ -216,19 +216,19 @@ class RayEngine:
         watch: Watch | None = None,
         retries: int = 0,
     ) -> list[Any]:
-        hearing = self.hear(method, args, range(len(self.members)), watch=watch)
-        return self.conclude(hearing)
+        pending_call = self.hear(method, args, range(len(self.members)), watch=watch)
+        return self.conclude(pending_call)
 
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
         return self.conclude(self.hear(method, args, [rank]))[0]
 
-    def conclude(self, hearing: PendingCall) -> list[Any]:
+    def conclude(self, pending_call: PendingCall) -> list[Any]:
         """The values, by rank; or the end of the workers if they cannot go on, and the cause."""
-        cause = hearing.cause()
+        cause = pending_call.cause()
         if cause is None:
-            return [hearing.values[rank] for rank in sorted(hearing.values)]
-        waits = bool(hearing.pending) and not self._finishes_alone(hearing.method)
-        if hearing.method in COLLECTIVE_METHODS or waits or hearing.deaths:
+            return [pending_call.values[rank] for rank in sorted(pending_call.values)]
+        waits = bool(pending_call.pending) and not self._finishes_alone(pending_call.method)
+        if pending_call.method in COLLECTIVE_METHODS or waits or pending_call.deaths:
             self.end(cause)
         raise cause
 
@@ -255,8 +255,8 @@ class RayEngine:
 
     def rescue(self, cause: BaseException) -> None:
         """A copy of the state that was made before the failure is as good as any."""
-        if self._courier is not None and isinstance(cause, Exception) and self._is_in_session:
-            self._courier.finish(_RESCUE_S)
+        if self._fetcher is not None and isinstance(cause, Exception) and self._is_in_session:
+            self._fetcher.finish(_RESCUE_S)
 
     def hear(
         self,
@@ -279,9 +279,9 @@ class RayEngine:
                 most of all; the workers are ended if None.
         """
         self._check_session()
-        hearing = PendingCall(method, self._server, hears_all=guard is not None)
-        if self._courier is not None:
-            self._courier.attend()
+        pending_call = PendingCall(method, self._server, hears_all=guard is not None)
+        if self._fetcher is not None:
+            self._fetcher.attend()
         local: WorkerHandle | None = None
         try:
             arguments = pickled(args, f"an argument of {method}")
@@ -293,22 +293,23 @@ class RayEngine:
                 if member.actor is None:
                     local = member
                 else:
-                    hearing.pending[member.actor.perform.remote(method, shared)] = rank
+                    pending_call.pending[member.actor.perform.remote(method, shared)] = rank
             if local is not None and local.worker is not None:
-                local.worker.before_meeting = partial(self._wait_for_peers, hearing.pending)
+                local.worker.before_meeting = partial(self._wait_for_peers, pending_call.pending)
                 own = args if args_of is None else (*args, *args_of(0))
-                hearing.here = partial(local.worker.where, threading.get_ident())
-                looks = nullcontext() if guard is None else looking_after(partial(guard, hearing))
+                pending_call.here = partial(local.worker.where, threading.get_ident())
+                look = partial(guard, pending_call) if guard is not None else None
+                looks = nullcontext() if look is None else looking_after(look)
                 with looks, between_steps(local.worker):
-                    _perform_here(local.worker, hearing, own, watch)
-                watch = hearing.here = None
-            hearing.listen(self._looker(hearing, watch, guard))
+                    _perform_here(local.worker, pending_call, own, watch)
+                watch = pending_call.here = None
+            pending_call.listen(self._looker(pending_call, watch, guard))
         except BaseException as error:
             # Nobody may be left behind in the middle of a step.
-            if hearing.pending or local is not None:
+            if pending_call.pending or local is not None:
                 (leave or self.end)(error)
             raise
-        return hearing
+        return pending_call
 
     @property
     def _is_in_session(self) -> bool:
@@ -342,13 +343,13 @@ class RayEngine:
 
     def _looker(
         self,
-        hearing: PendingCall,
+        pending_call: PendingCall,
         watch: Watch | None,
         guard: Callable[[PendingCall], None] | None,
     ) -> Callable[[], None] | None:
         actors = [member.actor for member in self.members if member.actor is not None]
-        courier = self._courier if hearing.method == "train" else None
-        if guard is None and courier is None and (watch is None or not actors):
+        fetcher = self._fetcher if pending_call.method == "train" else None
+        if guard is None and fetcher is None and (watch is None or not actors):
             return None
 
         is_logged = bool(self.spec.log_every) and len(actors) == len(self.members)
@@ -359,25 +360,25 @@ class RayEngine:
             if watch is not None and actors:
                 since = _tell_progress(actors, watch, since)
             if guard is not None:
-                guard(hearing)
-            if courier is not None:
-                courier.look()
+                guard(pending_call)
+            if fetcher is not None:
+                fetcher.look()
 
         return look
 
     def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
-        self._courier = RemoteSnapshotFetcher(lambda: self._rank_0, to)
-        return self._courier
+        self._fetcher = RemoteSnapshotFetcher(lambda: self._rank_0, to)
+        return self._fetcher
 
     def roll_call(self) -> PendingCall:
         """Who of the members does not live any more; asks each of them."""
         self._check_session()
-        hearing = PendingCall("roll call", hears_all=True)
+        pending_call = PendingCall("roll call", hears_all=True)
         for rank, member in enumerate(self.members):
             if member.actor is not None:
-                hearing.pending[member.actor.alive.remote()] = rank
-        hearing.listen(None)
-        return hearing
+                pending_call.pending[member.actor.alive.remote()] = rank
+        pending_call.listen(None)
+        return pending_call
 
     @ctrl_c_as_itself()
     def pause(self, seconds: float) -> None:
@@ -402,7 +403,7 @@ class RayEngine:
         members, self.members, self.spares = self.members, [], []
         if not self._is_in_session:
             everyone = []
-            self._server = self._crew = None
+            self._server = self._pool = None
         actors = [member.actor for member in everyone if member.actor is not None]
         pids = [each.pid for each in everyone if each.actor and each.pid and each.is_here]
         have_stopped = False
@@ -416,17 +417,17 @@ class RayEngine:
             self._let_go(actors, pids, keep=have_stopped)
 
     def _let_go(self, actors: list[Any], pids: list[int], *, keep: bool) -> None:
-        crew, self._crew = self._crew, None
+        pool, self._pool = self._pool, None
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        if crew is not None and crew.stays and keep and crew.actors == actors:
-            come_back(crew)
+        if pool is not None and pool.stays and keep and pool.actors == actors:
+            come_back(pool)
             pids = []
-        elif crew is not None:
+        elif pool is not None:
             for actor in actors:
                 ray.kill(actor, no_restart=True)
-            send_home(crew)
+            send_home(pool)
         if server is not None and server.is_here:
             pids.append(server.pid)
         wait_until_gone(pids, _STOP_S)
@@ -447,19 +448,19 @@ def _stands_by(member: WorkerHandle) -> Any:
 
 def _perform_here(
     worker: Worker,
-    hearing: PendingCall,
+    pending_call: PendingCall,
     args: tuple[Any, ...],
     watch: Watch | None,
 ) -> None:
     worker.on_commit = every(WATCH_S, watch, worker)
     try:
         with breakpoints_here():
-            hearing.values[0] = getattr(worker, hearing.method)(*args)
+            pending_call.values[0] = getattr(worker, pending_call.method)(*args)
     except Exception as error:
-        if hearing.method in COLLECTIVE_METHODS:
+        if pending_call.method in COLLECTIVE_METHODS:
             worker.leave()
         add_rank(error, 0)
-        hearing.failed(0, error, peer_lost=is_peer_lost(error))
+        pending_call.failed(0, error, peer_lost=is_peer_lost(error))
     finally:
         worker.on_commit = None
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RemoteSnapshotFetcher:
-    """See `Courier`.
+    """See `SnapshotFetcher`.
 
     Args:
         rank_0: who makes them now; None where nobody is left.
@@ -64,7 +64,7 @@ class RemoteSnapshotFetcher:
             self._is_requested = False
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """See `Courier`.
+        """See `SnapshotFetcher`.
 
         Args:
             timeout_s: how long to wait for workers that may not answer any more.

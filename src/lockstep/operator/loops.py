@@ -112,7 +112,7 @@ def train_epoch(
     operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
     parts = registered(operator)
-    operator._lockstep.acts.set_training(parts, True)
+    operator._lockstep.step_hooks.set_training(parts, True)
     operator._lockstep.ran_our_epoch = True
     recorder = _Recorder(operator)
     with operator.timers.record("train_epoch"):
@@ -204,7 +204,7 @@ def _step(operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim
     stage = operator._lockstep
     stage.is_default_step = True
     try:
-        stage.acts.step(operator, run, optimizer)
+        stage.step_hooks.step(operator, run, optimizer)
     except NonFiniteError:
         # A `train_batch` around this one may catch it, and leave this step out.
         stage.put_buffers_back()
@@ -219,7 +219,7 @@ def _open_window(
     # What an abandoned window left (a state was loaded in the middle of one) is gone.
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
-    operator._lockstep.acts.zero_grad(optimizer)
+    operator._lockstep.step_hooks.zero_grad(optimizer)
     if operator._lockstep.setting.options.accumulate > 1:
         operator._lockstep.buffers_before = BufferSnapshot(run.plain_modules())
 
@@ -248,8 +248,8 @@ def _train_part(
     weight = take_weight(operator, "train", part, metrics)
     with operator.timers.record("grad"):
         scaled = operator._lockstep.precision.scale(loss)
-        acts = operator._lockstep.acts
-        with acts.around_backward(scaled), _turn(operator, part, reduces):
+        step_hooks = operator._lockstep.step_hooks
+        with step_hooks.around_backward(scaled), _turn(operator, part, reduces):
             backward(operator, scaled, weight)
     return {"train_loss": _reported(operator, loss, part), **metrics}, weight
 
@@ -391,7 +391,7 @@ def default_prediction(operator: TrainingOperator, batch: Any) -> Any:
 def validate(
     operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
-    operator._lockstep.acts.set_training(registered(operator), False)
+    operator._lockstep.step_hooks.set_training(registered(operator), False)
     recorder = _Recorder(operator)
     with torch.no_grad(), operator.timers.record("validation"):
         for batch_idx, batch in enumerate(iterator):

@@ -75,21 +75,21 @@ def refuse_borrowed(operator: TrainingOperator) -> None:
 
 
 def _refuse_norms(operator: TrainingOperator, what: str, fix: str) -> None:
-    backstage = operator._lockstep
-    if backstage.registered is None:
+    state = operator._lockstep
+    if state.registered is None:
         return
-    if backstage.joint_norms is None:
-        backstage.joint_norms = [
+    if state.joint_norms is None:
+        state.joint_norms = [
             name or type(module).__name__
-            for root in backstage.registered.modules()
+            for root in state.registered.modules()
             for name, module in root.named_modules()
             if isinstance(module, nn.SyncBatchNorm) and module.training
         ]
-    if backstage.joint_norms:
+    if state.joint_norms:
         raise PerShardLossError(
             f"SyncBatchNorm {what}",
             where=f"{type(operator).__name__}, rank {operator.world_rank},"
             f" step {operator.global_step}",
-            got=", ".join(f"`{name}`" for name in backstage.joint_norms[:5]),
+            got=", ".join(f"`{name}`" for name in state.joint_norms[:5]),
             fix=fix,
         )

@@ -34,7 +34,7 @@ class OperatorState:
     Attributes:
         registered: what `register` was given; None before.
         loaders: what `register_data` was given, by purpose.
-        acts: what the default loop does to models and optimizers.
+        step_hooks: what the default loop does to models and optimizers.
         measures: what `register_metrics` was given.
         purpose: "train" or "validation": of the call that runs.
         delivered: the plain batch in hand; None between batches, and while shards are.
@@ -65,7 +65,7 @@ class OperatorState:
         self.precision = Precision(setting.options.precision, setting.device)
         self.registered: TrainingParts | None = None
         self.loaders: dict[str, Any] = {}
-        self.acts = StepHooks()
+        self.step_hooks = StepHooks()
         self.measures = RegisteredMetrics()
         self.delivered: ShardBatch | None = None
         self.read_ahead: ReadAhead | None = None

@@ -34,7 +34,5 @@ class StepHooks:
         self, operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer
     ) -> None:
         """After the reduction: unscale, clip, step."""
-        backstage = operator._lockstep
-        backstage.precision.step(
-            optimizer, run.parameters(), backstage.setting.options.clip_grad_norm
-        )
+        state = operator._lockstep
+        state.precision.step(optimizer, run.parameters(), state.setting.options.clip_grad_norm)

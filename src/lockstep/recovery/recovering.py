@@ -135,27 +135,31 @@ class RecoveringEngine:
         attempt, lost = args, LostCounts(self._engine, method)
         while True:
             ranks = range(len(self._engine.members)) if rank is None else [rank]
-            hearing = self._hear(method, attempt, ranks, watch)
+            pending_call = self._hear(method, attempt, ranks, watch)
             self._replace_the_lost()
-            if not hearing.has_failed:
-                return [*self._engine.conclude(hearing), *lost.reports]
+            if not pending_call.has_failed:
+                return [*self._engine.conclude(pending_call), *lost.reports]
             # Who was asked to leave for a newcomer has not failed.
-            retries -= 0 if self._has_dismissed and not hearing.deaths else 1
-            if hearing.is_recoverable and retries < 0 and (cause := hearing.cause()) is not None:
+            retries -= 0 if self._has_dismissed and not pending_call.deaths else 1
+            if (
+                pending_call.is_recoverable
+                and retries < 0
+                and (cause := pending_call.cause()) is not None
+            ):
                 cause.add_note(
                     f"workers were lost {given + 1} times in this call: max_retries={given} is"
                     f" used up; {method}(max_retries=...) allows more"
                 )
-            if not hearing.is_recoverable or retries < 0:
-                self._leave_if_all_live(hearing)
-                return self._engine.conclude(hearing)
-            regrouped = self._recover(hearing)
+            if not pending_call.is_recoverable or retries < 0:
+                self._leave_if_all_live(pending_call)
+                return self._engine.conclude(pending_call)
+            regrouped = self._recover(pending_call)
             lost.note(regrouped)
             if method in RESUMED and regrouped.progress is not None:
                 attempt = (*args, regrouped.progress)
             elif method not in REPEATED and method not in RESUMED:
                 self._replace_the_lost()
-                raise _happened_in_part(hearing)
+                raise _happened_in_part(pending_call)
 
     def _hear(
         self,
@@ -180,13 +184,13 @@ class RecoveringEngine:
         there = {"workers": len(self._engine.members), "recoveries": len(self._incidents)}
         return watch({**progress, **there} if progress else progress)
 
-    def _guard(self, hearing: PendingCall) -> None:
+    def _guard(self, pending_call: PendingCall) -> None:
         self._replace_the_lost()
-        self._watchdog.look(hearing)
-        if hearing.method in MEETING and hearing.deaths:
+        self._watchdog.look(pending_call)
+        if pending_call.method in MEETING and pending_call.deaths:
             # Somebody died after the roll call.
             self._engine.call_off()
-        if hearing.method == "train" and not self._has_dismissed and self._regrouping.can_grow:
+        if pending_call.method == "train" and not self._has_dismissed and self._regrouping.can_grow:
             # Each leaves before its next batch; whoever is in a step then fails in it.
             self._has_dismissed = True
             self._regrouping.dismiss()
@@ -197,23 +201,23 @@ class RecoveringEngine:
         may_repeat = (method in RESUMED or method in REPEATED) and method not in MEETING
         if not self._regrouping.can_grow and may_repeat:
             return
-        hearing = self._engine.roll_call()
-        if hearing.deaths or self._regrouping.can_grow:
-            self._recover(hearing)
+        pending_call = self._engine.roll_call()
+        if pending_call.deaths or self._regrouping.can_grow:
+            self._recover(pending_call)
 
     # ---------------------------------------------------------------------------- leaving
 
-    def _leave_if_all_live(self, hearing: PendingCall) -> None:
+    def _leave_if_all_live(self, pending_call: PendingCall) -> None:
         """A failure of the user's code ends its call; the workers, and their server, go on.
 
         Raises:
             The failure.
         """
-        cause = hearing.cause()
-        if cause is None or hearing.deaths or isinstance(cause, WorkerDiedError):
+        cause = pending_call.cause()
+        if cause is None or pending_call.deaths or isinstance(cause, WorkerDiedError):
             return
-        if hearing.method in RESUMED:
-            self._leave(hearing.method, cause)
+        if pending_call.method in RESUMED:
+            self._leave(pending_call.method, cause)
             raise cause
 
     def _leave(self, method: str, error: BaseException) -> None:
@@ -258,19 +262,19 @@ class RecoveringEngine:
 
     # ------------------------------------------------------------------------- recovering
 
-    def _recover(self, hearing: PendingCall) -> Regrouped:
-        began = hearing.failed_at or time.monotonic()
+    def _recover(self, pending_call: PendingCall) -> Regrouped:
+        began = pending_call.failed_at or time.monotonic()
         try:
-            regrouped = self._regrouping.run(hearing.method, self._losses(hearing))
+            regrouped = self._regrouping.run(pending_call.method, self._losses(pending_call))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                self._leave(hearing.method, error)
+                self._leave(pending_call.method, error)
             else:
                 self._engine.end(error)
             raise
         seconds = time.monotonic() - began
-        self._note(hearing.method, regrouped, seconds, has_failed=hearing.has_failed)
-        self._stop_poison(hearing, regrouped)
+        self._note(pending_call.method, regrouped, seconds, has_failed=pending_call.has_failed)
+        self._stop_poison(pending_call, regrouped)
         self._to_replace += regrouped.losses
         return regrouped
 
@@ -279,7 +283,7 @@ class RecoveringEngine:
         losses, self._to_replace = self._to_replace, []
         self._regrouping.hire_for(losses)
 
-    def _losses(self, hearing: PendingCall) -> list[Loss]:
+    def _losses(self, pending_call: PendingCall) -> list[Loss]:
         members, size = list(self._engine.members), len(self._engine.members)
         num_shards = self._engine.spec.num_shards
         return [
@@ -290,7 +294,7 @@ class RecoveringEngine:
                 died,
                 self._watchdog.last_seen(members[rank]),
             )
-            for rank, died in hearing.deaths.items()
+            for rank, died in pending_call.deaths.items()
         ]
 
     def _note(self, method: str, regrouped: Regrouped, seconds: float, *, has_failed: bool) -> None:
@@ -322,13 +326,13 @@ class RecoveringEngine:
         seen = [found.phase for loss in losses if (found := loss.last_seen) is not None]
         return f"{method} ({', '.join(seen)})" if seen else method
 
-    def _stop_poison(self, hearing: PendingCall, regrouped: Regrouped) -> None:
-        if hearing.method not in RESUMED:
+    def _stop_poison(self, pending_call: PendingCall, regrouped: Regrouped) -> None:
+        if pending_call.method not in RESUMED:
             return
         for loss in regrouped.losses:
-            fatal = self._deaths.note((hearing.method, *regrouped.point), loss.shards)
+            fatal = self._deaths.note((pending_call.method, *regrouped.point), loss.shards)
             if fatal:
-                error = self._poisoned(hearing.method, fatal, regrouped, loss)
+                error = self._poisoned(pending_call.method, fatal, regrouped, loss)
                 self._engine.end(error)
                 raise error
 
@@ -347,10 +351,10 @@ class RecoveringEngine:
         )
 
 
-def _happened_in_part(hearing: PendingCall) -> BaseException:
-    cause = hearing.cause()
+def _happened_in_part(pending_call: PendingCall) -> BaseException:
+    cause = pending_call.cause()
     died = WorkerDiedError(
-        f"a worker died during {hearing.method}, which may have happened on the others",
+        f"a worker died during {pending_call.method}, which may have happened on the others",
         cause=None if cause is None else str(cause).splitlines()[0],
         fix="the workers are complete again, with the survivors' state: look at it, and call again"
         " if that is right",

@@ -171,14 +171,14 @@ class Regrouping:
             places[places.index(loss.member)] = None
             engine.forget(loss.member)
         for _ in range(_ATTEMPTS):
-            standings = self._stand_down((method, given_up_for is not None), places, lost)
-            best = _best(standings)
+            survivors = self._stand_down((method, given_up_for is not None), places, lost)
+            best = _best(survivors)
             if best is None and not lost and given_up_for is not None:
                 raise no_way_back(given_up_for)
             if best is None:
-                raise _nobody_left(lost, list(standings))
+                raise _nobody_left(lost, list(survivors))
             roster = self._fill(places, lost)
-            formation = self._formation(roster, standings, best)
+            formation = self._formation(roster, survivors, best)
             if self._form(formation, lost, places):
                 return self._regrouped(len(roster), best, lost)
         raise WorkerDiedError(
@@ -197,30 +197,30 @@ class Regrouping:
             members = list(engine.members)
             ranks = range(len(members))
             guard = self._watchdog.look
-            hearing = engine.hear("stand_down", interrupted, ranks, guard=guard, leave=_stay)
-            failed = [rank for rank in ranks if rank not in hearing.values]
+            pending_call = engine.hear("stand_down", interrupted, ranks, guard=guard, leave=_stay)
+            failed = [rank for rank in ranks if rank not in pending_call.values]
             for rank in failed:
-                self._lose(members[rank], hearing, rank, places, lost)
+                self._lose(members[rank], pending_call, rank, places, lost)
             if not failed:
-                return {members[rank]: standing for rank, standing in hearing.values.items()}
+                return {members[rank]: survivor for rank, survivor in pending_call.values.items()}
 
     def _lose(
         self,
         member: WorkerHandle,
-        hearing: PendingCall,
+        pending_call: PendingCall,
         rank: int,
         places: list[WorkerHandle | None],
         lost: list[Loss],
     ) -> None:
-        died = hearing.deaths.get(rank)
+        died = pending_call.deaths.get(rank)
         if died is None:
             died = WorkerDiedError(
-                f"rank {rank} could not go on after a failure", cause=str(hearing.cause())
+                f"rank {rank} could not go on after a failure", cause=str(pending_call.cause())
             )
         if member in places:
             places[places.index(member)] = None
         lost.append(Loss(member, rank, range(0), died))
-        if rank in hearing.deaths:
+        if rank in pending_call.deaths:
             self._engine.forget(member)
         else:
             self._engine.bury(member)
@@ -273,11 +273,11 @@ class Regrouping:
     def _formation(
         self,
         roster: Sequence[WorkerHandle],
-        standings: dict[WorkerHandle, SurvivorState],
+        survivors: dict[WorkerHandle, SurvivorState],
         best: SurvivorState,
     ) -> Formation:
         self.generation += 1
-        found = [standings.get(member) for member in roster]
+        found = [survivors.get(member) for member in roster]
         source = found.index(best)
         return Formation(
             rendezvous=self._engine.rendezvous(self.generation),
@@ -298,13 +298,13 @@ class Regrouping:
         engine = self._engine
         self._watchdog.begin()
 
-        def guard(hearing: PendingCall) -> None:
-            self._watchdog.look(hearing)
-            if hearing.has_failed:
+        def guard(pending_call: PendingCall) -> None:
+            self._watchdog.look(pending_call)
+            if pending_call.has_failed:
                 engine.call_off()
 
         members = list(engine.members)
-        hearing = engine.hear(
+        pending_call = engine.hear(
             "join",
             (),
             range(len(members)),
@@ -312,11 +312,11 @@ class Regrouping:
             args_of=lambda rank: (rank, formation),
             leave=_stay,
         )
-        if not hearing.is_recoverable:
-            engine.conclude(hearing)
-        for rank in hearing.deaths:
-            self._lose(members[rank], hearing, rank, places, lost)
-        return not hearing.has_failed
+        if not pending_call.is_recoverable:
+            engine.conclude(pending_call)
+        for rank in pending_call.deaths:
+            self._lose(members[rank], pending_call, rank, places, lost)
+        return not pending_call.has_failed
 
     def _regrouped(self, size: int, best: SurvivorState, lost: Sequence[Loss]) -> Regrouped:
         assert best.point is not None
@@ -335,8 +335,8 @@ def _stay(_: BaseException) -> None:
     """Ctrl-C while the group is formed: nobody is in a step, and it can be formed later."""
 
 
-def _best(standings: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:
-    able = [standing for standing in standings.values() if standing.point is not None]
+def _best(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:
+    able = [survivor for survivor in survivors.values() if survivor.point is not None]
     return max(able, key=lambda one: (one.point or (0, 0), not one.is_cut_short), default=None)
 
 

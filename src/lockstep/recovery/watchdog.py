@@ -50,31 +50,31 @@ class Watchdog:
     def __init__(self, engine: RayEngine, hang_timeout_s: float) -> None:
         self._engine = engine
         self._limit_s = hang_timeout_s
-        self._outlook = Heartbeats()
+        self._heartbeats = Heartbeats()
         self._broken_at: float | None = None
         self._reached: dict[str, tuple[float, bool]] = {}
         self.verdicts: dict[WorkerHandle, str] = {}
 
     def begin(self) -> None:
         """Another call begins."""
-        self._outlook.forget()
+        self._heartbeats.forget()
         self._broken_at = None
 
     def last_seen(self, member: WorkerHandle) -> WorkerStatus | None:
         """What `member` was seen doing last."""
-        return self._outlook.last_seen(member)
+        return self._heartbeats.last_seen(member)
 
-    def look(self, hearing: PendingCall) -> None:
+    def look(self, pending_call: PendingCall) -> None:
         """Ask everybody where they are, and end who hangs."""
-        working = [self._engine.members[rank] for rank in hearing.pending.values()]
-        sightings = self._outlook.look(working)
+        working = [self._engine.members[rank] for rank in pending_call.pending.values()]
+        sightings = self._heartbeats.look(working)
         now = time.monotonic()
-        if hearing.has_failed and self._broken_at is None:
+        if pending_call.has_failed and self._broken_at is None:
             self._broken_at = now
-        if hearing.deaths or hearing.lost_peers:
-            self._free_who_waits(hearing, now)
-        here = None if hearing.here is None else hearing.here()
-        performing = len(hearing.pending) + (here is not None)
+        if pending_call.deaths or pending_call.lost_peers:
+            self._free_who_waits(pending_call, now)
+        here = None if pending_call.here is None else pending_call.here()
+        performing = len(pending_call.pending) + (here is not None)
         others_wait = performing < len(self._engine.members) or (here is not None and here.waits)
         for member, seen in sightings.items():
             if member in self.verdicts:
@@ -85,16 +85,16 @@ class Watchdog:
             waiting = [each for each, one in sightings.items() if self._waits(one, now)]
             is_waited_for = others_wait or any(each is not member for each in waiting)
             if is_waited_for and not self._waits(seen, now):
-                complaint = self._complaint(hearing.method, member, seen, now)
+                complaint = self._complaint(pending_call.method, member, seen, now)
                 if complaint is not None:
                     self._end(member, seen, now, complaint)
 
-    def _free_who_waits(self, hearing: PendingCall, now: float) -> None:
+    def _free_who_waits(self, pending_call: PendingCall, now: float) -> None:
         """A process that dies closes its sockets; a host that falls silent closes none."""
         assert self._broken_at is not None
         if now - self._broken_at > _CASCADE_S:
-            here = () if hearing.here is None else (0,)
-            self._engine.break_group([*here, *hearing.pending.values()])
+            here = () if pending_call.here is None else (0,)
+            self._engine.break_group([*here, *pending_call.pending.values()])
 
     def _is_stuck(self, seen: Heartbeat, now: float) -> bool:
         """It waits in a group that broke long ago; what it waited for one that hung is no fault."""

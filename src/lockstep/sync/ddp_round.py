@@ -275,7 +275,7 @@ class Round:
         """After the backward: tell followers how it has ended, and settle who used what.
 
         Raises:
-            LockstepError: what this rank or another has to refuse; see `verdict.judge`.
+            LockstepError: what this rank or another has to refuse; see `round_checks.judge`.
         """
         if self.refusal is not None:
             raise self.refusal

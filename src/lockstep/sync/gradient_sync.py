@@ -79,8 +79,8 @@ class GradientSync(WindowedSync):
             self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
         self._unread: round_checks.Unread | None = None
         how = making(self._cap_bytes, found.signature(), averages, order)
-        self._lineup = BucketAssignment(self._slots, group, how)
-        self._hook_parameters(arrivals=self._reducer.can_overlap or not self._lineup.is_whole)
+        self._assignment = BucketAssignment(self._slots, group, how)
+        self._hook_parameters(arrivals=self._reducer.can_overlap or not self._assignment.is_whole)
         guard.protect(self, self._slots)
 
     # ------------------------------------------------------------------ for users
@@ -217,7 +217,7 @@ class GradientSync(WindowedSync):
 
     @property
     def _reducer(self) -> Reducer:
-        return self._lineup.reducer
+        return self._assignment.reducer
 
     def _begin_plain(self) -> None:
         self._at_end(lambda: self._end_round() if self._is_open else None)
@@ -240,8 +240,8 @@ class GradientSync(WindowedSync):
         if not self._is_paused and self._last_shard is None:
             raise round_checks.out_of_order(self.place)
         # Unfrozen since the layout was made: every worker runs the same operator.
-        if self._window.kind is None and self._lineup.has_unfrozen:
-            self._lineup.admit_unfrozen(self.attached())
+        if self._window.kind is None and self._assignment.has_unfrozen:
+            self._assignment.admit_unfrozen(self.attached())
 
     def _drive(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward of our own; the round begins before it and ends after it."""
@@ -288,13 +288,13 @@ class GradientSync(WindowedSync):
 
     def _begin_round(self) -> None:
         contribution = self._window.contribution(self._units)
-        contribution.thaws = self._lineup.has_unfrozen
+        contribution.thaws = self._assignment.has_unfrozen
         self._reducer.start(contribution, self._step)
         if self._last_shard is not None and isinstance(self._reducer, OrderedReducer):
             weight = self._window.weight - self._taken_weight
             self._reducer.end_with(self._last_shard, weight)
         self._is_open = True
-        self._arrive = self._lineup.listener()
+        self._arrive = self._assignment.listener()
 
     def _end_round(self) -> None:
         window, contribution = self._window, self._reducer.contribution
@@ -306,11 +306,11 @@ class GradientSync(WindowedSync):
             contribution.faults.append({"kind": "unknown", "names": unknown})
         try:
             sums = self._reducer.finish()
-            used_all = self._reducer.used_all() and self._lineup.is_whole
+            used_all = self._reducer.used_all() and self._assignment.is_whole
             thawed: tuple[Sums, Contribution] | None = None
             if contribution.thaws or (sums is not None and sums.thaws):
-                thawed = self._lineup.thaw(self.attached(), contribution)
-            self._lineup.finish_learning()
+                thawed = self._assignment.thaw(self.attached(), contribution)
+            self._assignment.finish_learning()
         except BaseException:
             self._is_broken = True
             raise

@@ -61,13 +61,13 @@ class Owner:
         self._gone: set[int] = set()
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._optimizers: list[Optimizer] = []
-        self._undoing = OptimizerUndoLog()
+        self._undo_log = OptimizerUndoLog()
 
     def succeeded_by(self, size: int) -> Owner:
         """The owner for another generation of `size` workers: same parameters, same optimizers."""
         successor = Owner(size)
         successor._parameters, successor._optimizers = self._parameters, self._optimizers
-        successor._undoing = self._undoing
+        successor._undo_log = self._undo_log
         return successor
 
     @property
@@ -122,7 +122,7 @@ class Owner:
             self._has_taken_over = True
             return Message("done")
         if message.what == "inherit":
-            self._undoing.return_to(message.about)
+            self._undo_log.return_to(message.about)
             self._has_taken_over = True
             weights = [param.detach() for param in self._parameters.values()]
             return Message("done", list(self._parameters), weights)
@@ -187,7 +187,7 @@ class Owner:
     def _keep(self, message: Message) -> None:
         """Copy what is about to change, if the workers may come back to it."""
         optimizer = self._optimizers[message.about["number"]]
-        self._undoing.about_to_change(optimizer, message.about["may_go_back_to"])
+        self._undo_log.about_to_change(optimizer, message.about["may_go_back_to"])
 
     def _prepared(self, message: Message) -> Optimizer:
         """The optimizer that a request is about, with what the workers' loops did to it.

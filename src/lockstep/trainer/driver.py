@@ -313,11 +313,11 @@ class TorchTrainer(BesideTraining):
             traced(self, profile, method),
             self._bar(purpose, num_steps) as bar,
         ):
-            announcer = announcer_for(self, self._callbacks, purpose, self._steps)
-            watch = all_of(bar, announcer.watch if announcer is not None else None)
+            listeners = announcer_for(self, self._callbacks, purpose, self._steps)
+            watch = all_of(bar, listeners.watch if listeners is not None else None)
             reports = self._call(method, *arguments, watch=watch, retries=retries)
-            if announcer is not None:
-                announcer.finish(reports)
+            if listeners is not None:
+                listeners.finish(reports)
         if not any(report.steps for report in reports):
             raise no_batch(self._operator_cls, purpose, self._engine.started)
         return reports

@@ -225,7 +225,7 @@ class SavesMeanwhile(KeepsState):
     def __init__(self) -> None:
         super().__init__()
         self._saving: Saving | None = None
-        self._courier: Any = None
+        self._fetcher: Any = None
 
     def _fitted(
         self, spec: WorkerSpec, folder: Any, every: Any, keep: Any, resume: Any
@@ -244,7 +244,7 @@ class SavesMeanwhile(KeepsState):
             self._durability.announce()
         if self._durability.is_on:
             self._saving = Saving(self._durability)
-            self._courier = self._engine.bring_snapshots(self._saving)
+            self._fetcher = self._engine.bring_snapshots(self._saving)
 
     @contextmanager
     def _saving_meanwhile(self) -> Iterator[None]:
@@ -253,9 +253,9 @@ class SavesMeanwhile(KeepsState):
         if saving is None:
             yield
             return
-        with saving.notice.heeded(self._courier.request):
+        with saving.notice.heeded(self._fetcher.request):
             yield
-            self._courier.finish()
+            self._fetcher.finish()
             if saving.notice.is_pending:
                 state = self.state_dict()
                 saving.keep(Snapshot(state["global_step"], state))

@@ -79,14 +79,14 @@ def stand_down(
         interrupted: the method that could not be completed by all workers.
         is_given_up: nobody goes on with that call: it has ended with the last committed step.
     """
-    standing = _stand_down(worker, interrupted)
-    if is_given_up and standing.point is not None:
-        call, worker.underway, worker.before_call = worker.underway, None, None
+    survivor = _stand_down(worker, interrupted)
+    if is_given_up and survivor.point is not None:
+        call, worker.loop_run, worker.before_call = worker.loop_run, None, None
         if call is not None and interrupted == "train":
             # Of a window that an earlier call has begun, and counted.
             worker.owed = max(worker.owed, -call.tally.steps)
-        return SurvivorState(standing.point, is_cut_short=standing.is_cut_short)
-    return standing
+        return SurvivorState(survivor.point, is_cut_short=survivor.is_cut_short)
+    return survivor
 
 
 def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
@@ -95,16 +95,16 @@ def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
     Returns:
         Where it stands; `point` is None if what an optimizer has changed cannot be undone.
     """
-    standing = stand_down(worker, interrupted, is_given_up=True)
-    if standing.point is None:
-        return standing
+    survivor = stand_down(worker, interrupted, is_given_up=True)
+    if survivor.point is None:
+        return survivor
     stage = worker.operator._lockstep
     stage.setting = replace(stage.setting, group=Group(None, stage.setting.device))
     worker.snapshots.forget()
     rejoin(worker.run, stage.setting, stage.committed)
     worker.expect_usual_weight()
     worker.watch_from(stage.committed)
-    return standing
+    return survivor
 
 
 def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
@@ -114,7 +114,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
         return SurvivorState(None)
     # A dataset of Ray's was split for the ranks of then.
     worker.feed(None, None)
-    call = worker.underway if interrupted in ("train", "validate") else None
+    call = worker.loop_run if interrupted in ("train", "validate") else None
     if holds_own_part:
         # Nobody else has it, and with a lost worker its part is gone: all begin the window anew.
         if call is not None and interrupted == "train":
@@ -131,7 +131,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
         worker.has_state = False
         return SurvivorState(None)
     if undone == "all":
-        worker.underway = None
+        worker.loop_run = None
         # Negative where the call begins with batches of a window that was open before it.
         steps = call.cursor.step - call.first_step
         return SurvivorState(

@@ -20,13 +20,13 @@ class Queries:
     """The part of a worker that answers questions."""
 
     cursors: dict[str, Cursor]
-    underway: LoopRun | None
+    loop_run: LoopRun | None
     _operator: TrainingOperator | None
     _is_warm: bool
 
     def progress(self) -> dict[str, Any]:
         """Steps and samples so far, over all workers, in the call that runs; its latest loss."""
-        call, operator = self.underway, self._operator
+        call, operator = self.loop_run, self._operator
         if operator is None or call is None:
             return {}
         tally = call.tally
@@ -70,7 +70,7 @@ class Queries:
 
     def where(self, thread_id: int) -> WorkerStatus:
         """What the thread that trains is doing, seen from another one."""
-        call = self.underway
+        call = self.loop_run
         if call is None:
             return status_of_thread(thread_id, 0, None, is_warm=False)
         is_warm = self._is_warm or call.own_steps > 0

@@ -68,7 +68,7 @@ class Worker(StateAccess):
         cursors: the position in the data, by purpose.
         owed: batches that earlier calls have counted, and that the next one computes again first.
         has_state: the state of the run is here; a spare gets it when it joins.
-        underway: the latest `train` or `validate`.
+        loop_run: the latest `train` or `validate`.
         snapshots: copies of its state for checkpoints.
         before_call: the state in which a call of a `train_epoch` of the user's own began.
     """
@@ -95,7 +95,7 @@ class Worker(StateAccess):
         self._handles: list[RemovableHandle] = []
         self._threads_before: int | None = None
         self.has_state = False
-        self.underway = None
+        self.loop_run = None
         self.snapshots = Snapshots(self)
         self._watch = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None
@@ -271,9 +271,9 @@ class Worker(StateAccess):
         """Between two batches."""
         if self.on_boundary is not None:
             self.on_boundary()
-        if self.underway is not None:
-            self.underway.note_counts()
-            if self.underway.request.purpose == "train":
+        if self.loop_run is not None:
+            self.loop_run.note_counts()
+            if self.loop_run.request.purpose == "train":
                 self.snapshots.at_boundary()
         if self._is_dismissed:
             raise PeerLostError(
@@ -435,12 +435,12 @@ class Worker(StateAccess):
         return self._run(LoopRequest("validation", num_steps, profile, info), interrupted)
 
     def _run(self, request: LoopRequest, interrupted: LoopProgress | None) -> Report:
-        if interrupted is None or self.underway is None:
-            self.underway = self._begin(request, interrupted)
-        elif interrupted.is_over or self.underway.tally.steps < interrupted.steps:
-            self.underway.catch_up(interrupted)
-        report = self.underway.run()
-        self._is_warm = self._is_warm or self.underway.own_steps > 0
+        if interrupted is None or self.loop_run is None:
+            self.loop_run = self._begin(request, interrupted)
+        elif interrupted.is_over or self.loop_run.tally.steps < interrupted.steps:
+            self.loop_run.catch_up(interrupted)
+        report = self.loop_run.run()
+        self._is_warm = self._is_warm or self.loop_run.own_steps > 0
         self.before_call = None
         if request.purpose == "train":
             if self._rollback is not None:

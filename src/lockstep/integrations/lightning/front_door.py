@@ -135,7 +135,7 @@ class LightningOperator(TrainingOperator):
         self._steps_schedulers = setting.options.scheduler_step_freq is None
         manual = replace(setting.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.setting = replace(setting, options=manual)
-        self._lockstep.acts = self._acts = HookedActs(self, module)
+        self._lockstep.step_hooks = self._step_hooks = HookedActs(self, module)
         self.model, self.optimizer, *_ = self.register(
             models=module,
             optimizers=optimizer,
@@ -200,7 +200,7 @@ class LightningOperator(TrainingOperator):
         counted_on = getattr(iterator, "first_index", 0)
         self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
         self._view._tell(current_epoch=epoch, training=True, validating=False)
-        self._acts.set_training(loops.registered(self), True)
+        self._step_hooks.set_training(loops.registered(self), True)
         with self._speech.heard("train"):
             self._begin_fit()
             if self._open_epoch != epoch:
@@ -236,7 +236,7 @@ class LightningOperator(TrainingOperator):
         index = self._index(batch_info)
         self._computed = []
         self._speech.step = self.global_step
-        self._acts.begin(index, has_batches=bool(loops.parts_of(self, batch)))
+        self._step_hooks.begin(index, has_batches=bool(loops.parts_of(self, batch)))
         metrics = super().train_batch(batch, batch_info)
         if self._lockstep.place.closes:
             self._steps_taken += 1
@@ -271,7 +271,7 @@ class LightningOperator(TrainingOperator):
                 fix="return the loss times zero, as in (prediction * 0).sum()",
             )
         self._computed.append((detached(output), batch, num_samples))
-        self._acts.clear_once()
+        self._step_hooks.clear_once()
         return loss, metrics
 
     def _index(self, batch_info: Mapping[str, Any]) -> int:
@@ -284,7 +284,7 @@ class LightningOperator(TrainingOperator):
         module = self.module
         self._first_index = getattr(val_iterator, "step_in_epoch", 0)
         self._view._tell(training=False, validating=True)
-        self._acts.set_training(loops.registered(self), False)
+        self._step_hooks.set_training(loops.registered(self), False)
         with self._speech.heard("validation"):
             if self._first_index == 0:
                 module.on_validation_start()
