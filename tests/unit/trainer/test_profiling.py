@@ -5,7 +5,7 @@ import gzip
 import json
 
 import pytest
-from tests.unit.trainer.test_watching import start
+from tests.unit.trainer.test_early_stopping import start
 
 from lockstep.errors import WrongTypeError
 
