@@ -136,6 +136,19 @@ Left = tuple[weakref.ref[torch.Tensor], int]
 """A gradient as a backward has left it, and its version."""
 
 
+def gradient_as_left(grad: torch.Tensor | None) -> Left | None:
+    """What a backward has left in a parameter's ``grad``; None where it left none."""
+    # Not by its id: a freed gradient's is soon another one's. And not held: it is the user's.
+    return None if grad is None else (weakref.ref(grad), grad._version)
+
+
+def is_as_left(left: Left | None, grad: torch.Tensor | None) -> bool:
+    """Is `grad` the tensor that the backward left, and has nobody written it since?"""
+    if left is None or grad is None:
+        return left is None and grad is None
+    return left[0]() is grad and left[1] == grad._version
+
+
 @dataclass
 class WindowWeights:
     """The backwards since the last round, on this rank.

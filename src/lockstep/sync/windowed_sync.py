@@ -8,7 +8,6 @@ carries the gradients: our own buckets, or torch's DDP. What a backward sets in 
 from __future__ import annotations
 
 import threading
-import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +24,20 @@ from lockstep.sync.graph_task import call_at_end, current_task
 from lockstep.sync.inventory import agree_on_values
 from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.reducer import PLAIN, WEIGHTED
-from lockstep.sync.window_weights import WindowWeights, checked_weight, weighted_root
+from lockstep.sync.window_weights import (
+    WindowWeights,
+    checked_weight,
+    gradient_as_left,
+    is_as_left,
+    weighted_root,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
     from lockstep.group import Group
     from lockstep.sync.inventory import Inventory
-    from lockstep.sync.window_weights import Left, Units
+    from lockstep.sync.window_weights import Units
 
 
 class WindowedSync:
@@ -302,7 +307,7 @@ class WindowedSync:
     def _leave_window_open(self) -> None:
         """A backward under `no_sync` has ended: note what it left."""
         self._is_running = False
-        self._window.left = [_seen(slot.param.grad) for slot in self._slots]
+        self._window.left = [gradient_as_left(slot.param.grad) for slot in self._slots]
 
     def _check_left_gradients(self) -> None:
         """The next backward of a window comes: what did the program do to its gradients?
@@ -311,7 +316,7 @@ class WindowedSync:
         from the sum of the window's backwards, and no rank knows what they count for.
         """
         left = self._window.left
-        if left is None or all(map(_is_still, left, (s.param.grad for s in self._slots))):
+        if left is None or all(map(is_as_left, left, (s.param.grad for s in self._slots))):
             return
         grads = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
         # What the window has not reached is out of sight: was it to be zeroed, too?
@@ -491,14 +496,3 @@ class WindowedSync:
         if self._is_broken:
             raise round_checks.broken(self.place)
         return self._group
-
-
-def _seen(grad: torch.Tensor | None) -> Left | None:
-    # Not by its id: a freed gradient's is soon another one's. And not held: it is the user's.
-    return None if grad is None else (weakref.ref(grad), grad._version)
-
-
-def _is_still(left: Left | None, grad: torch.Tensor | None) -> bool:
-    if left is None or grad is None:
-        return left is None and grad is None
-    return left[0]() is grad and left[1] == grad._version
