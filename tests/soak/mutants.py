@@ -99,7 +99,7 @@ MUTANTS = {
     ),
     "a_dropped_window_keeps_its_weight": Mutant(
         "sync/windowed_sync.py",
-        "all(map(_is_still, left, (s.param.grad for s in self._slots))):",
+        "all(map(is_as_left, left, (s.param.grad for s in self._slots))):",
         "True:",
     ),
     "a_failed_backward_leaves_nothing": Mutant(
