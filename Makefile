@@ -31,7 +31,7 @@ demo: $(VENV)/.installed ## train a classifier of handwritten digits with two wo
 	$(BIN)/python examples/digits.py
 
 check: $(VENV)/.installed ## lint, format, types, import layers
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --cache-dir .import_linter_cache

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from soak.pool import Member
-
 from soak import scripts
 from soak.drawing import named
 from soak.judging import OUTCOMES, Outcome
+from soak.pool import Member
 from soak.running import source_of
 from soak.shrinking import shrunk
 from soak.spec import Spec

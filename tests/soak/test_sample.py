@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 import torch
-from soak.pool import Member
 
 from soak.drawing import named
+from soak.pool import Member
 from soak.running import Runner, source_of
 from soak.sample import every_piece, sample, singles
 
