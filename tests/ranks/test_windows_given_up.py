@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harness import gradients, outcomes, reset, rows, run_ranks
-from lockstep.errors import GradientNotReducedError
+from lockstep.errors import GradientNotReducedError, PeerLostError
 from lockstep.sync import replicate
 from lockstep.sync.ddp import DDPSync
 from ranks.test_replicate_exact import weights
@@ -129,6 +129,42 @@ def test_a_gradient_in_the_place_of_a_freed_one_is_another_gradient():
         model[0](mine(group)).square().mean().backward()
 
     assert [type(result) for result in on_two(body)] == [GradientNotReducedError] * 2
+
+
+def test_a_rank_without_rows_hears_that_nobody_closed_the_window():
+    """The gradients of its last step are still there, and are not those of this one."""
+    taken = []
+
+    def body(group, model, sync):
+        optimizer = sgd(model)
+        (model[0](mine(group)) + model[1](mine(group))).square().mean().backward()
+        optimizer.step()
+        with sync.no_sync():
+            if group.rank == 0:
+                model[0](mine(group)).square().mean().backward()
+        optimizer.step()
+        taken.append(group.rank)
+
+    assert [type(result) for result in on_two(body)] == [GradientNotReducedError, PeerLostError]
+    assert taken == []
+
+
+def test_reduced_gradients_are_used_twice_after_no_sync_without_a_backward():
+    def body(group, model, sync):
+        optimizer = sgd(model)
+        (model[0](mine(group)) + model[1](mine(group))).square().mean().backward()
+        optimizer.step()
+        with sync.no_sync():
+            model[0](mine(group))
+        optimizer.step()
+        return weights([model])
+
+    true = both()
+    optimizer = sgd(true)
+    (true[0](X) + true[1](X)).square().mean().backward()
+    optimizer.step()
+    optimizer.step()
+    assert_exact([[found] for found in on_two(body)], [weights([true])])
 
 
 @every_way

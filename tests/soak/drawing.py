@@ -138,12 +138,10 @@ def _is_heard(spec: Spec) -> bool:
     if ends & _HEARD_LATER:
         return False
     kinds = {step.gradients["kind"] for step in spec.steps}
-    if "window_left_open" in kinds and _leaves_out_a_rank(spec):
-        # It has no window, and steps: with gradients of the step before, or, where a round has
-        # come since its last step, with none.
-        is_content = any(step.update == "none" for step in spec.steps)
-        if spec.clearing == "never" or is_content:
-            return False
+    leaves_open = "window_left_open" in kinds and _leaves_out_a_rank(spec)
+    if leaves_open and any(step.update == "none" for step in spec.steps):
+        # It has no window, and where a round has come since its last step, that is what it takes.
+        return False
     if not spec.pieces() & _OF_ONE_RANK:
         return True
     # Peers hear of it when the step is over: until then they compute what they would have
@@ -179,7 +177,7 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False
     if kinds & (RAW | _ASKING) and spec.pieces() & _OF_ONE_RANK:
         return False  # where peers compare before their step, they wait for it
-    if "idle" in kinds and spec.pieces() & _OF_ONE_RANK:
+    if kinds & {"idle", "nothing"} and spec.pieces() & _OF_ONE_RANK:
         return False  # a rank that steps without a gradient stands for one without rows
     if "closure" in kinds and spec.way == "sums" and _leaves_out_a_rank(spec):
         return False  # the user's own sum holds the loss of borrowed rows

@@ -55,6 +55,7 @@ class WindowedSync:
         rounds: how many reductions there have been.
         full_round: the last one that left every parameter a gradient.
         has_added: see `watch_gradients`.
+        has_accumulated: the program left `no_sync` since the last optimizer step.
     """
 
     full_round = 0
@@ -80,13 +81,12 @@ class WindowedSync:
         self.averages = averages
         self._window = WindowWeights()
         self._delivered: float | WeightError | None = None
-        self._is_paused = self._is_broken = False
+        self._is_paused = self._is_broken = self.has_accumulated = False
         self._is_open = self._is_running = self._has_failed = False
         self._step = 0  # of the run, or of the optimizers, to which rounds belong
         self._steps_taken = 0
         self._lock = threading.RLock()  # the garbage collector may end a failed backward inside
-        # Runs of the engine, and whether each adds to ``parameter.grad``.
-        self._tasks: dict[int, bool] = {}
+        self._tasks: dict[int, bool] = {}  # runs of the engine; does each add to parameter.grad?
         self._arrive: Callable[[Slot], None] | None = None
         self._hooks: dict[Slot, ParameterHooks] = {}
         self._hooked: set[int] = set()  # numbers of slots that have had hooks of the user's
@@ -159,6 +159,7 @@ class WindowedSync:
             yield
         finally:
             self._is_paused = before
+            self.has_accumulated = True
 
     def agree_on_values(self) -> None:
         """Refuse to go on if the parameters differ between ranks.
@@ -442,6 +443,7 @@ class WindowedSync:
             self._group.confirm()
         self._step += 1
         self._steps_taken += 1
+        self.has_accumulated = False
         self._accept_changes()
 
     def _accept_changes(self) -> None:
