@@ -144,6 +144,8 @@ def _is_heard(spec: Spec) -> bool:
         return False
     if not spec.pieces() & _OF_ONE_RANK:
         return True
+    if spec.sync == "parameter_server" and "before:broadcast_buffers" in spec.pieces():
+        return False  # it waits for the owner there, and the owner for it
     # Peers hear of it when the step is over: until then they compute what they would have
     # computed, because the rank that is ahead, or behind, has the same rows.
     shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
