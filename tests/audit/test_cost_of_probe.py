@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a watched program pays for, counted: calls, transfers, bytes that are held."""
 
+import copy
 import gc
 import warnings
 import weakref
 
 import pytest
 import torch
+from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep.audit
@@ -176,6 +178,77 @@ def test_without_any_step_only_the_first_backwards_are_looked_at():
         return probe.detailed
 
     assert not _watching(train)
+
+
+def _late(body):
+    """What `body(probe, model)` returns when steps are not looked at any more."""
+
+    def train(probe):
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+        while probe.detailed:
+            step()
+        probe.ledger.started_group = True  # evaluations of one process are not compared
+        return body(probe, model, step)
+
+    return _watching(train, mode="full")
+
+
+def _evaluate(model):
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+
+
+def test_a_late_step_calls_modules_as_torch_does_alone():
+    assert _late(lambda *_: len(torch_modules._global_forward_pre_hooks)) == 0
+
+
+def test_a_late_evaluation_is_written_down_and_costs_no_later_step():
+    def body(probe, model, step):
+        _evaluate(model)
+        model.train()
+        step()
+        return probe.ledger.evaluations, len(torch_modules._global_forward_pre_hooks)
+
+    (evaluation,), hooks = _late(body)
+    assert evaluation["names"] == ["0.running_mean", "0.running_var"]
+    assert hooks == 0
+
+
+def test_what_stays_in_evaluation_mode_is_written_down_when_it_is_called_late():
+    def body(probe, model, step):
+        teacher = copy.deepcopy(model).eval()
+        step()
+        with torch.no_grad():
+            teacher(torch.ones(2, 3))
+        del teacher
+        gc.collect()
+        step()
+        return len(probe.ledger.evaluations), len(torch_modules._global_forward_pre_hooks)
+
+    assert _late(body) == (1, 0)
+
+
+def test_a_compiled_program_is_not_compiled_once_more_when_the_hook_could_go():
+    graphs = []
+
+    def train(probe):
+        model = torch.nn.Linear(3, 1)
+        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while probe.detailed:
+            compiled(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        compiled(torch.ones(2, 3))
+
+    _watching(train, mode="full")
+    assert len(graphs) == 1
 
 
 @pytest.mark.slow

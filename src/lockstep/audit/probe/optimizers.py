@@ -94,6 +94,8 @@ def _hook(probe: Probe) -> None:
 
 def _compiler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
+        probe.compiles = True
+        probe.look(probe.detailed)
         if kwargs.get("fullgraph") and not probe.ledger.facts.get("fullgraph"):
             # A graph that may not break cannot call us. Steps inside it are not seen.
             probe.ledger.facts["fullgraph"] = True

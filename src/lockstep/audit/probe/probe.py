@@ -266,7 +266,8 @@ class Probe:
         self.steps_done = 0
         self.evaluated = Evaluated()
         self.detailed = True
-        self.forward_hook: Callable[[bool], None] | None = None
+        self.compiles = False
+        self.forward_hook: Callable[[], None] | None = None
         self.is_on = False
         self.store: Any = None
         self.when_training: Callable[[], None] | None = None
@@ -301,10 +302,9 @@ class Probe:
 
         The hook on module calls is the only one that costs something where it does nothing.
         """
-        if closely != self.detailed:
-            self.detailed = closely
-            if self.forward_hook is not None:
-                self.forward_hook(closely)
+        self.detailed = closely
+        if self.forward_hook is not None:
+            self.forward_hook()
 
     def have_enough(self) -> None:
         """The steps that were asked for are in: nothing is looked at any more.

@@ -43,10 +43,10 @@ def install(probe: Probe) -> None:
     probe.patches.wrap(DDP, "__init__", functools.partial(_constructor, probe))
     register = functools.partial(_registrar, probe)
     probe.patches.wrap(DDP, "register_comm_hook", register)
-    hook = _ForwardHook(probe)
-    if probe.mode == "watch":
-        probe.forward_hook = hook
-    hook(probe.detailed or probe.mode != "watch")
+    hook = probe.forward_hook = _ForwardHook(probe)
+    if probe.mode != "watch":
+        probe.patches.wrap(torch.nn.Module, "train", functools.partial(_mode_setter, hook))
+    hook()
     probe.patches.keep(hook)
     # It says that global hooks may fire twice for a compiled module, which is no harm here.
     warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global")
@@ -54,21 +54,55 @@ def install(probe: Probe) -> None:
 
 
 class _ForwardHook:
-    """Torch's global hook on module calls, which can be left out for a while."""
+    """Torch's global hook on module calls, where something of them is of interest.
+
+    While there is one, torch takes a longer way through every call of every module.
+
+    Attributes:
+        evaluated: modules that were put into evaluation mode, by id: a step that is not looked at
+            is of interest for those that still are. Under "watch" nobody notes them.
+    """
 
     def __init__(self, probe: Probe) -> None:
+        self.evaluated: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._probe = probe
         self._look = _module_hook(probe)
         self._handle: Any = None
 
-    def __call__(self, is_wanted: bool) -> None:
-        self.remove()
-        if is_wanted:
+    def __call__(self) -> None:
+        """Put it in, or take it out, as what follows asks for.
+
+        A compiled program keeps it, which would be compiled once more without it.
+        """
+        probe = self._probe
+        is_wanted = probe.detailed or probe.compiles or (probe.is_on and self._is_evaluated())
+        if is_wanted and self._handle is None:
             self._handle = register_module_forward_pre_hook(self._look)
+        elif not is_wanted:
+            self.remove()
+
+    def _is_evaluated(self) -> bool:
+        for key, reference in list(self.evaluated.items()):
+            module = reference()
+            if module is None or module.training:
+                self.evaluated.pop(key, None)
+        return bool(self.evaluated)
 
     def remove(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+def _mode_setter(hook: _ForwardHook, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self: torch.nn.Module, mode: bool = True) -> Any:
+        result = original(self, mode)
+        if not mode:
+            hook.evaluated[id(self)] = weakref.ref(self)
+            hook()
+        return result
+
+    return watched
 
 
 class _Filter:
@@ -116,7 +150,7 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
     def before_forward(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not probe.is_on:
             return
-        if not probe.detailed and module.training and not isinstance(module, DDP):
+        if not probe.detailed and module.training:
             return  # most of a run's calls: nothing of them is of interest
         if is_recorded():
             return
