@@ -187,6 +187,7 @@ BEFORE: dict[str, str] = {
         net.late = nn.Parameter(torch.ones(3, dtype=torch.float64))
         net.register_forward_hook(lambda m, i, o: o * m.late)
         optimizer.add_param_group({"params": [net.late]})
+        ps.append(net.late)
         """
     ),
     "replaced_parameter": _text(
@@ -200,7 +201,7 @@ BEFORE: dict[str, str] = {
     ),
     "tie": "modules[0][2].weight = modules[0][0].weight",
     "untie": "net = modules[0]\nnet[2].weight = nn.Parameter(net[0].weight.detach().clone())\n"
-    "optimizer.add_param_group({'params': [net[2].weight]})",
+    "optimizer.add_param_group({'params': [net[2].weight]})\nps.append(net[2].weight)",
     "other_data": f"{_P}.data = {_P}.data.clone()",
     "other_shape": "ps[-1].data = ps[-1].data.repeat(1)[:1]",
     "extra_backward": _text(
