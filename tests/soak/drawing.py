@@ -185,8 +185,10 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False  # the user's own sum holds the loss of borrowed rows
     if "weights_by_hand_alone" in kinds and "unused" in MODELS[spec.model].tags:
         return False  # the user's own mean needs a gradient from everybody
+    # One process goes on with that window; ranks give up one whose every gradient is dropped.
     return not any(
-        step.gradients["kind"] == "window_left_open" and step.update == "none"
+        step.gradients["kind"] == "window_left_open"
+        and (step.update == "none" or any(piece["kind"] == "drop_one" for piece in step.after))
         for step in spec.steps
     )
 
