@@ -6,10 +6,19 @@ import torch
 
 from harness import gradients
 from lockstep import replicate
-from lockstep.errors import GradientNotReducedError
+from lockstep.errors import GradientNotReducedError, LockstepError
 from lockstep.group import Group
 from ranks.test_replicate_exact import weights
-from ranks.ways import assert_exact, built, every_way, mean_square, momentum, on_ranks, our_buckets
+from ranks.ways import (
+    assert_exact,
+    built,
+    every_way,
+    mean_square,
+    momentum,
+    on_ranks,
+    our_buckets,
+    results_of,
+)
 
 PARTS = (slice(0, 8), slice(8, 12))
 
@@ -45,6 +54,48 @@ def test_two_steps_with_one_reduced_gradient(way):
         return [*seen, weights([rank.plain])]
 
     assert_exact(on_ranks(way, body), oracle(times=2))
+
+
+@our_buckets
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_two_steps_with_one_reduced_gradient_that_was_changed_in_part(way, which):
+    """All ranks did the same. DDP runs no round without a backward, and refuses it."""
+
+    def body(rank):
+        for step in range(3):
+            rank.optimizer.zero_grad()
+            reduced(rank)
+            rank.optimizer.step()
+            rank.params[which].grad.mul_(step - 1)
+            rank.optimizer.step()
+        return [weights([rank.plain])]
+
+    true = built()
+    optimizer, params = momentum(true), list(true.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_square(true).backward()
+        optimizer.step()
+        params[which].grad.mul_(step - 1)
+        optimizer.step()
+    assert_exact(on_ranks(way, body, bucket_cap_mb=1e-4), [weights([true])])
+
+
+@every_way
+@pytest.mark.parametrize("changed_on", [0, 1])
+def test_a_reduced_gradient_that_one_rank_alone_has_changed_is_refused(way, changed_on):
+    def body(rank):
+        reduced(rank)
+        rank.optimizer.step()
+        if rank.number == changed_on:
+            rank.params[0].grad.mul_(3)
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+        reduced(rank)
+        rank.optimizer.step()
+
+    results, _ = results_of(way, body)
+    assert all(isinstance(result, LockstepError) for result in results)
 
 
 @every_way

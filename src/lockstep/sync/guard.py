@@ -263,9 +263,10 @@ def _refuse_unknown(watch: _Watch) -> None:
 
 def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) -> None:
     has_new = any(slot.passed > since for slot in slots)
-    # A reduced gradient may be used twice, but not in the place of those that a rank without
-    # samples was to accumulate. One that was zeroed means that there is nothing here.
-    has_old = not owner.has_accumulated and any(slot.is_untouched for slot in slots)
+    # Reduced gradients may be used twice, but not in the place of those that a rank without
+    # samples was to accumulate. Where one was zeroed or changed, a round compares what was done.
+    held = [slot for slot in slots if slot.param.grad is not None]
+    has_old = bool(held) and not owner.has_accumulated and all(s.is_untouched for s in held)
     if not has_new and not has_old and not _by_hand(slots):
         # Nothing to reduce here. Peers may have had something: without this they would wait.
         owner.reduce_pending()
