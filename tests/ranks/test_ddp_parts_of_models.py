@@ -111,6 +111,27 @@ def test_layers_of_a_window_that_is_gone_are_not_taken_for_used(drop):
         assert torch.equal(grads[2], features(-1.0).expand(3, 4))
 
 
+def test_layers_of_a_window_that_is_gone_get_no_gradient_in_another_models_backward():
+    def body(group):
+        net, judge = reset(Halves().double(), 3), reset(nn.Linear(3, 1).double(), 4)
+        sync = DDPSync([net, judge], group, ddp_args={"find_unused_parameters": True})
+        model, judging = sync.models
+        with sync.no_sync():
+            sync.backward(model(features(1.0)).sum(), weight=1)
+        sync.reduce_pending()
+        model.zero_grad()
+        fake = model(features(-1.0))
+        sync.backward(judging(fake.detach()).sum(), weight=1)
+        in_between = [param.grad for param in net.parameters()]
+        sync.backward(judging(fake).sum(), weight=1)
+        sync.detach()
+        return in_between, [param.grad is None for param in net.parameters()]
+
+    for in_between, are_none in outcomes(2, body):
+        assert in_between == [None] * 4
+        assert are_none == [True, True, False, False]
+
+
 def test_gradients_of_a_forward_outside_a_window_may_come_inside():
     def body(group, model, sync):
         loss = model(features(1.0)).sum()

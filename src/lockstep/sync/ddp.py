@@ -455,6 +455,8 @@ class DDPSync(WindowedSync):
             self._is_broken = self._is_broken or self._round.has_sent
         for model in self._reduced if broken else self._round.unfinished():
             model.forget()
+        for model in self._reduced:
+            model.hide_marked(self._arrived)
         self._window = WindowWeights()
         self._used.clear()
         self._arrived.clear()

@@ -28,7 +28,7 @@ from lockstep.errors import (
 from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from lockstep.sync.buckets import Slot
 
@@ -120,6 +120,7 @@ class ReducedModel(DistributedDataParallel):
         self.slots = list(slots)
         self._carrier: Carrier | None = carrier
         self.is_waiting = False
+        self._shown: dict[Slot, torch.Tensor] = {}
         self._take_hold()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -217,7 +218,14 @@ class ReducedModel(DistributedDataParallel):
         """
         for slot in self.marked:
             if slot.param.grad is None:
-                slot.param.grad = torch.zeros_like(slot.param)
+                slot.param.grad = self._shown[slot] = torch.zeros_like(slot.param)
+
+    def hide_marked(self, arrived: Container[Slot]) -> None:
+        """After it: none of these zeros stays where it has brought no gradient."""
+        for slot, zeros in self._shown.items():
+            if slot.param.grad is zeros and slot not in arrived:
+                slot.param.grad = None
+        self._shown.clear()
 
     def _carry(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if self._carrier is None:
