@@ -181,7 +181,7 @@ def test_without_any_step_only_the_first_backwards_are_looked_at():
 
 
 def _late(body):
-    """What `body(probe, model)` returns when steps are not looked at any more."""
+    """What ``body(probe, model, step)`` returns when steps are not looked at any more."""
 
     def train(probe):
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
@@ -219,6 +219,33 @@ def test_a_late_evaluation_is_written_down_and_costs_no_later_step():
     (evaluation,), hooks = _late(body)
     assert evaluation["names"] == ["0.running_mean", "0.running_var"]
     assert hooks == 0
+
+
+class Asked(torch.nn.Module):
+    """Counts how often somebody asks any of them for its mode."""
+
+    questions = 0
+
+    @property
+    def training(self):
+        Asked.questions += 1
+        return vars(self)["mode"]
+
+    @training.setter
+    def training(self, mode):
+        vars(self)["mode"] = mode
+
+
+def test_putting_a_large_model_into_evaluation_mode_takes_a_look_at_each_module_and_no_more():
+    def body(probe, model, step):
+        large = torch.nn.Sequential(*[Asked() for _ in range(200)])
+        Asked.questions = 0
+        large.eval()
+        return Asked.questions, len(torch_modules._global_forward_pre_hooks)
+
+    questions, hooks = _late(body)
+    assert hooks == 1
+    assert questions <= 3 * 200
 
 
 def test_what_stays_in_evaluation_mode_is_written_down_when_it_is_called_late():

@@ -140,12 +140,12 @@ def _is_heard(spec: Spec) -> bool:
     kinds = {step.gradients["kind"] for step in spec.steps}
     leaves_open = "window_left_open" in kinds and _leaves_out_a_rank(spec)
     if leaves_open and any(step.update == "none" for step in spec.steps):
-        # It has no window, and where a round has come since its last step, that is what it takes.
+        # A rank without rows has no window: it steps with what a round since its last step left.
         return False
     if not spec.pieces() & _OF_ONE_RANK:
         return True
     if spec.sync == "parameter_server" and "before:broadcast_buffers" in spec.pieces():
-        return False  # it waits for the owner there, and the owner for it
+        return False  # one rank waits for the others in the broadcast, they for it in their step
     # Peers hear of it when the step is over: until then they compute what they would have
     # computed, because the rank that is ahead, or behind, has the same rows.
     shown = {piece["kind"] for step in spec.steps for piece in step.after} & _SHOWN
@@ -185,7 +185,8 @@ def _is_closed(spec: Spec, kinds: set[str]) -> bool:
         return False  # the user's own sum holds the loss of borrowed rows
     if "weights_by_hand_alone" in kinds and "unused" in MODELS[spec.model].tags:
         return False  # the user's own mean needs a gradient from everybody
-    # One process goes on with that window; ranks give up one whose every gradient is dropped.
+    # One process adds an open window to its next one; ranks give up a window whose every
+    # gradient is dropped.
     return not any(
         step.gradients["kind"] == "window_left_open"
         and (step.update == "none" or any(piece["kind"] == "drop_one" for piece in step.after))

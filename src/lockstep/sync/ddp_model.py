@@ -221,7 +221,7 @@ class ReducedModel(DistributedDataParallel):
                 slot.param.grad = self._shown[slot] = torch.zeros_like(slot.param)
 
     def hide_marked(self, arrived: Container[Slot]) -> None:
-        """After it: none of these zeros stays where it has brought no gradient."""
+        """After a backward: the zeros of `show_marked` go where no gradient has arrived."""
         for slot, zeros in self._shown.items():
             if slot.param.grad is zeros and slot not in arrived:
                 slot.param.grad = None

@@ -82,11 +82,14 @@ class _ForwardHook:
             self.remove()
 
     def _is_evaluated(self) -> bool:
-        for key, reference in list(self.evaluated.items()):
+        # The first that still is will do: `eval()` of a model asks once for each of its modules.
+        while self.evaluated:
+            key, reference = next(iter(self.evaluated.items()))
             module = reference()
-            if module is None or module.training:
-                self.evaluated.pop(key, None)
-        return bool(self.evaluated)
+            if module is not None and not module.training:
+                return True
+            self.evaluated.pop(key, None)
+        return False
 
     def remove(self) -> None:
         if self._handle is not None:
