@@ -435,6 +435,10 @@ class Drawing:
         if "unused" in MODELS[spec.model].tags:
             # Where a layer that one rank leaves out fails, its peers' backward does not.
             found |= {"freeze", "caught_midway"}
+        if spec.model == "compiled":
+            # Compiled code knows the hooks of the moment in which it was compiled: a rank that
+            # compiles anew, for another number of rows, has a failure that its peers do not have.
+            found.add("caught_midway")
         if is_last or spec.workers == 1 or spec.sync == "data_parallel":
             found |= _HEARD_LATER & set(BEFORE)
         if any(0 in split for split in spec.splits):
