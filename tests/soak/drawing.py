@@ -290,7 +290,7 @@ class Drawing:
     def _loose(self, seed: int) -> Spec:
         sync = self._fixed.get("sync") or self._weighted(SYNCS)
         workers = self._fixed.get("workers") or self._weighted(WORKERS)
-        model = self._model(sync)
+        model = self._fixed.get("model") or self._model(sync)
         steps = [self._kind(model, sync) for _ in range(self._source.choice((1, 2, 2, 3, 3, 4)))]
         if self._chance(0.4):
             steps = steps[:1] * len(steps)

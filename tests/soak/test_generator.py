@@ -47,6 +47,19 @@ def test_what_is_drawn_and_what_it_shrinks_to_is_fair():
     assert all(named(f"fixed:{number}", sync="ddp", workers=3).workers == 3 for number in range(20))
 
 
+def pieces_of(model):
+    """What 600 programs of a model are made of."""
+    specs = drawn(600, model=model, sync="replicate", trainer=0.0)
+    return set().union(*(spec.pieces() for spec in specs))
+
+
+@pytest.mark.parametrize("model", ["compiled", "branches"])
+def test_no_layer_fails_in_a_model_whose_ranks_do_not_all_reach_it(model):
+    """A rank without its rows, or that has compiled before the failure was there."""
+    assert "before:caught_midway" in pieces_of("mlp")
+    assert "before:caught_midway" not in pieces_of(model)
+
+
 def test_shrinking_ends():
     """Each candidate is simpler: whatever all of them show, none comes back."""
     for spec in drawn(40):
