@@ -36,6 +36,7 @@ from lockstep.operator.loss_weights import (
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -282,6 +283,7 @@ def _reported(operator: TrainingOperator, loss: torch.Tensor, part: ShardBatch) 
     return loss.detach() if per_sample else loss.detach() / part.num_samples
 
 
+@in_phase(Phase.FORWARD)
 def _loss_and_metrics(
     operator: TrainingOperator, batch: Any, batch_info: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -306,6 +308,7 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
 
 
+@in_phase(Phase.BACKWARD)
 def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | None) -> None:
     sync = operator._lockstep.sync
     if sync is None:
@@ -402,6 +405,7 @@ def validate(
     return recorder.summary()
 
 
+@in_phase(Phase.VALIDATION)
 def validate_batch(
     operator: TrainingOperator, batch: Any, batch_info: dict[str, Any]
 ) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import cloudpickle
 import torch
 
 from lockstep.errors import PeerLostError
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,6 +231,7 @@ class RemoteOwner:
         self._line: Line | None = line
         self._place = place
 
+    @in_phase(Phase.WAITING)
     def ask(self, message: Message) -> Message:
         """See `Channel`.
 

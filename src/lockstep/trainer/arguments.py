@@ -126,6 +126,12 @@ def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any, further: A
     )
 
 
+def checked_retries(max_retries: Any) -> None:
+    """How many failures one call may recover from."""
+    is_count = is_int(max_retries) and max_retries >= 0
+    require(is_count, "max_retries", max_retries, "an int >= 0")
+
+
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -10,7 +10,7 @@ the others take it over, and the step that nobody has counted is computed again.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,7 @@ from lockstep.operator.sync_setup import rejoin
 from lockstep.sync import is_block, is_expanded
 from lockstep.worker import state_broadcast
 from lockstep.worker.loop_run import LoopProgress
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.step_sources import open_source
 
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
-
-Undone = Literal["all", "step", "cut short", "nothing"]
-"""What of a call was taken back: the whole of it, or the step that was not counted. Or that step
-counts, without the rest of what the loop does behind its optimizers; or there is no way back."""
 
 Point = tuple[int, int]
 """Steps of the run that have happened, and the epoch; further on is larger."""
@@ -70,13 +67,15 @@ class Formation:
     local_ranks: tuple[int, ...] = ()
 
 
+@remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE, is_timed=True)
 def stand_down(
     worker: Worker, interrupted: str | None, *, is_given_up: bool = False
 ) -> SurvivorState:
     """Leave the group and undo what was not committed. Idempotent.
 
     Args:
-        interrupted: the method that could not be completed by all workers.
+        interrupted: the purpose of the loop that could not be completed by all workers; None if
+            another call was interrupted.
         is_given_up: nobody goes on with that call: it has ended with the last committed step.
     """
     survivor = _stand_down(worker, interrupted)
@@ -89,8 +88,11 @@ def stand_down(
     return survivor
 
 
-def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
+def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
     """Without peers, undo what was not committed, and be ready for the next call.
+
+    Args:
+        interrupted: as for `stand_down`.
 
     Returns:
         Where it stands; `point` is None if what an optimizer has changed cannot be undone.
@@ -114,7 +116,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
         return SurvivorState(None)
     # A dataset of Ray's was split for the ranks of then.
     worker.feed(None, None)
-    call = worker.loop_run if interrupted in ("train", "validate") else None
+    call = worker.loop_run if interrupted is not None else None
     if holds_own_part:
         # Nobody else has it, and with a lost worker its part is gone: all begin the window anew.
         if call is not None and interrupted == "train":
@@ -145,6 +147,7 @@ def _point(worker: Worker) -> Point:
     return worker.operator._lockstep.committed, epoch
 
 
+@remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.RAISE, is_timed=True)
 def join(worker: Worker, rank: int, formation: Formation) -> None:
     """Become rank `rank` of the next generation.
 

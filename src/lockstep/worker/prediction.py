@@ -17,11 +17,14 @@ from lockstep.data import ShardedLoader
 from lockstep.data.batch_structure import map_leaves
 from lockstep.operator.loss_scope import computing
 from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
+from lockstep.phases import Phase, in_phase
 from lockstep.randomness import derive_seed, preserved
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from lockstep.data import Step
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
@@ -46,6 +49,7 @@ class Predicted:
     output: Any
 
 
+@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
 def predict(worker: Worker, loader: Any) -> list[Predicted]:
     """Run the operator's `predict_batch` on this worker's shards of `loader`.
 
@@ -62,12 +66,22 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
         with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
             return [
                 _predicted(operator, step.index, part.shards[0], part.indices, staged)
-                for step in source.batches(epoch=0)
+                for step in _read(source.batches(epoch=0))
                 for part in step.parts
                 for staged in [_staged(placement.seed, step.index, part)]
             ]
     finally:
         source.close()
+
+
+def _read(steps: Iterator[Step]) -> Iterator[Step]:
+    """`steps`, each of them read in the phase of its name."""
+    while True:
+        with in_phase(Phase.READING):
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
 
 
 def _staged(seed: int, step: int, part: Any) -> ShardBatch:

@@ -18,6 +18,7 @@ from torch import nn
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.operator.state_copy import load_state
+from lockstep.phases import Phase, in_phase
 from lockstep.sync import is_block, is_expanded
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
+@in_phase(Phase.COPYING_STATE)
 def collect(
     operator: TrainingOperator, run: TrainingParts, take: Callable[[Any], Any]
 ) -> dict[str, Any]:
@@ -193,6 +195,7 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
         )
 
 
+@in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for model, saved in zip(run.plain_models(), state["models"], strict=True):
@@ -258,6 +261,7 @@ def averages(run: TrainingParts) -> list[nn.Module]:
     )
 
 
+@in_phase(Phase.COPYING_STATE)
 def model_copies(run: TrainingParts, models: list[nn.Module]) -> nn.Module | list[nn.Module]:
     """Copies of `models` on the CPU, without gradients, hooks or any trace of lockstep.
 
