@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.batch_size import share_bounds
 from lockstep.data.batch_structure import leading_length
-from lockstep.data.delivery import DirectDelivery, LoaderDelivery, PartPlan, StepPlan
-from lockstep.data.fetch import ItemKind, Request, RequestedDataset, Segment, as_it_is
-from lockstep.data.layout import Window, describe
-from lockstep.data.plan_checks import check_agreement, plan_fingerprint
+from lockstep.data.data_order_check import check_agreement, plan_fingerprint
+from lockstep.data.global_batches import Window, describe
+from lockstep.data.loader_copy import DirectDelivery, LoaderDelivery, PartPlan, StepPlan
+from lockstep.data.seeded_dataset import ItemKind, Request, SeededDataset, Segment, as_it_is
+from lockstep.data.shard_batch_size import share_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -105,14 +105,12 @@ class ShardedLoader:
         self._is_plain = not isinstance(loader, DataLoader)
         self._delivery: DirectDelivery | LoaderDelivery
         if isinstance(loader, DataLoader):
-            dataset = RequestedDataset(
+            dataset = SeededDataset(
                 loader.dataset, kind, loader.collate_fn, seed, keeps_generators=keeps_generators
             )
             self._delivery = LoaderDelivery(loader, dataset, seed)
         else:
-            batches = RequestedDataset(
-                None, kind, as_it_is, seed, keeps_generators=keeps_generators
-            )
+            batches = SeededDataset(None, kind, as_it_is, seed, keeps_generators=keeps_generators)
             self._delivery = DirectDelivery(batches)
 
     @property

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from lockstep.data.fetch import Request, RequestedDataset, WorkerStart, as_it_is
-from lockstep.data.isolation import Isolation, held_generators
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data.seeded_dataset import Request, SeededDataset, WorkerStart, as_it_is
 from lockstep.errors import ConfigurationError, NotShardableError
 from lockstep.randomness import derive_seed
 
@@ -94,7 +94,7 @@ class _Run:
 class DirectDelivery:
     """Batches without a loader: the items are the batches."""
 
-    def __init__(self, dataset: RequestedDataset) -> None:
+    def __init__(self, dataset: SeededDataset) -> None:
         self._dataset = dataset
 
     def run(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
@@ -124,7 +124,7 @@ class LoaderDelivery:
         seed: the run's.
     """
 
-    def __init__(self, loader: DataLoader[Any], dataset: RequestedDataset, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], dataset: SeededDataset, seed: int) -> None:
         self._seed = seed
         self._sampler = _RequestSampler()
         self._held = held_generators(loader.generator)
@@ -171,7 +171,7 @@ class LoaderDelivery:
         one: both must be left as they were, and the draw be the same after a resume.
         """
         self._sampler.run = run
-        with Isolation(derive_seed(self._seed, "loader", epoch), self._held).entered():
+        with IsolatedRandomness(derive_seed(self._seed, "loader", epoch), self._held).entered():
             iterator = iter(self._loader)
             try:
                 return iterator, next(iterator, _END)
@@ -210,7 +210,7 @@ def _shut_down(iterator: Any) -> None:
 
 
 def _copy_with(
-    loader: DataLoader[Any], dataset: RequestedDataset, sampler: _RequestSampler
+    loader: DataLoader[Any], dataset: SeededDataset, sampler: _RequestSampler
 ) -> DataLoader[Any]:
     copy: DataLoader[Any] = object.__new__(type(loader))
     # Into __dict__, because DataLoader forbids assigning these once it is initialised.

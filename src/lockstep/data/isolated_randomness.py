@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A random stream of their own for a user's sampler, dataset or iterable.
+"""Random states of their own for a user's sampler, dataset or iterable.
 
-A sampler may draw from torch's, numpy's or Python's global generators, or from generators it
-holds itself, when it is opened or at any later index. The draws must be the same on every
-worker and after a resume, and must not disturb the draws of the training step in between. So
-the sampler runs only inside an `Isolation`: the global generators, and those it holds, carry
-the stream's own states while it runs and their previous ones otherwise. Entering copies a few
-kilobytes, therefore items are drawn in chunks, not one by one.
+A sampler may draw from torch's, numpy's or Python's global generators, or from generators that
+it holds itself, when its iterator is made or at any later index. The draws have to be the same on
+every worker and after a resume, and must not disturb what the training step draws in between. So
+a sampler runs only inside an `IsolatedRandomness`: while the sampler runs, the global generators
+and those that the sampler holds carry the sampler's own states, and their previous ones
+otherwise. Entering copies a few kilobytes; that is why indices are drawn in chunks, not one by
+one.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _is_random_source(value: object) -> bool:
     return isinstance(value, kinds)
 
 
-class Isolation:
+class IsolatedRandomness:
     """The random state in which one pass over a user's object runs, and nothing else does.
 
     A generator that is held is seeded by (`seed`, its own first seed), so that the user's

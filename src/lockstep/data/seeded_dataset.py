@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_structure import concatenate
-from lockstep.data.tensor_dataset import rows_at_once
+from lockstep.data.fast_tensor_dataset import rows_at_once
 from lockstep.randomness import derive_seed, preserved, seed_all
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def may_draw(dataset: Any) -> bool:
     return type(dataset) is not TensorDataset and dataset is not None
 
 
-class RequestedDataset(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """The user's dataset, read a request at a time, each shard from its own random state.
 
     Args:
@@ -188,7 +188,7 @@ class WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, RequestedDataset):
+        if info is not None and isinstance(info.dataset, SeededDataset):
             # WorkerInfo forbids plain assignment.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._user_function is not None:

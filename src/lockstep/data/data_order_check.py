@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data.batch_structure import content_digest
-from lockstep.data.fetch import ItemKind
+from lockstep.data.seeded_dataset import ItemKind
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lockstep.data.layout import Layout
+    from lockstep.data.global_batches import GlobalBatches
     from lockstep.data.shard_placement import ShardPlacement
 
 _MEANING: Final = {
@@ -41,7 +41,9 @@ _MEANING: Final = {
 }
 
 
-def plan_fingerprint(layout: Layout, placement: ShardPlacement, epoch: int) -> dict[str, Any]:
+def plan_fingerprint(
+    layout: GlobalBatches, placement: ShardPlacement, epoch: int
+) -> dict[str, Any]:
     """The plan of an epoch as plain JSON, equal on workers that read by the same plan."""
     return {
         "kind": layout.kind.value,
@@ -55,7 +57,7 @@ def plan_fingerprint(layout: Layout, placement: ShardPlacement, epoch: int) -> d
     }
 
 
-def _first_batch(layout: Layout, seed: int, epoch: int) -> str | None:
+def _first_batch(layout: GlobalBatches, seed: int, epoch: int) -> str | None:
     window = next(layout.windows(seed, epoch), None)
     if window is None:
         return None

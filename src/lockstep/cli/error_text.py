@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from lockstep.cli.options import TRAINER
+from lockstep.cli.train_options import TRAINER
 
 _RESUME: Final = "run it again with --checkpoint-dir DIR --resume auto"
 _PHRASES: Final = {

@@ -22,10 +22,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lockstep.data.batch_size import ShardBatchSize
-from lockstep.data.fetch import ItemKind
-from lockstep.data.isolation import Isolation, held_generators
-from lockstep.data.permutation import ShuffledOrder
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data.seeded_dataset import ItemKind
+from lockstep.data.shard_batch_size import ShardBatchSize
+from lockstep.data.shuffled_order import ShuffledOrder
 from lockstep.errors import NotShardableError, WrongTypeError
 from lockstep.randomness import derive_seed
 
@@ -53,7 +53,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GlobalBatches:
     """A loader's stream of items.
 
     Args:
@@ -121,7 +121,7 @@ class Layout:
 
     def _drawn(self, seed: int, epoch: int, offset: int) -> Iterator[Window]:
         """Items that can only be had one after the other."""
-        isolation = Isolation(
+        isolation = IsolatedRandomness(
             derive_seed(seed, "order", epoch), held_generators(self.items, *self.held)
         )
         chunk = self.per_step
@@ -158,7 +158,7 @@ def announce_epoch(epoch: int, holders: Iterable[Any]) -> None:
             set_epoch(epoch)
 
 
-def describe(loader: Any, num_shards: int, global_batch_size: int | None = None) -> Layout:
+def describe(loader: Any, num_shards: int, global_batch_size: int | None = None) -> GlobalBatches:
     """How `loader` is shared out over `num_shards` shards.
 
     Args:
@@ -172,7 +172,7 @@ def describe(loader: Any, num_shards: int, global_batch_size: int | None = None)
     """
     if not isinstance(loader, DataLoader):
         check_reiterable(loader)
-        return Layout(ItemKind.READY_BATCH, loader, num_shards)
+        return GlobalBatches(ItemKind.READY_BATCH, loader, num_shards)
     _refuse_split(loader.dataset)
     if isinstance(loader.dataset, IterableDataset):
         return _describe_stream(loader, num_shards, global_batch_size)
@@ -189,12 +189,12 @@ def describe(loader: Any, num_shards: int, global_batch_size: int | None = None)
         _refuse_distributed(sampler)
     if batch_sampler is None:
         kind = ItemKind.READY_BATCH_INDEX
-        return Layout(kind, loader.sampler, num_shards, held=(loader.generator,))
+        return GlobalBatches(kind, loader.sampler, num_shards, held=(loader.generator,))
     if not is_exactly(batch_sampler, BatchSampler):
         kind = ItemKind.BATCH_OF_INDICES
-        return Layout(kind, batch_sampler, num_shards, held=(loader.generator,))
+        return GlobalBatches(kind, batch_sampler, num_shards, held=(loader.generator,))
     per_step = global_batch_size or _whole(batch_sampler.batch_size, num_shards)
-    return Layout(
+    return GlobalBatches(
         ItemKind.SAMPLE_INDEX,
         batch_sampler.sampler,
         per_step,
@@ -216,7 +216,7 @@ def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
 
 def _describe_stream(
     loader: DataLoader[Any], num_shards: int, global_batch_size: int | None
-) -> Layout:
+) -> GlobalBatches:
     dataset = loader.dataset
     if loader.num_workers > 0:
         raise NotShardableError(
@@ -228,9 +228,9 @@ def _describe_stream(
             fix="DataLoader(..., num_workers=0), or a map-style dataset (__len__ and __getitem__)",
         )
     if loader.batch_size is None:
-        return Layout(ItemKind.READY_BATCH, dataset, num_shards, held=(loader.generator,))
+        return GlobalBatches(ItemKind.READY_BATCH, dataset, num_shards, held=(loader.generator,))
     per_step = global_batch_size or _whole(loader.batch_size, num_shards)
-    return Layout(
+    return GlobalBatches(
         ItemKind.SAMPLE, dataset, per_step, drop_last=loader.drop_last, held=(loader.generator,)
     )
 
