@@ -62,8 +62,8 @@ def test_every_field_is_kept() -> None:
     )
     before = dict(vars(loader))
     sharded = ShardedLoader(loader, ALONE, joint=False, borrow=False)
-    copy = vars(sharded._delivery._loader)
-    assert type(sharded._delivery._loader) is _SubLoader
+    copy = vars(sharded._copy._loader)
+    assert type(sharded._copy._loader) is _SubLoader
     assert copy.keys() == before.keys()
     for name in before.keys() - REPLACED - {"worker_init_fn"}:
         assert copy[name] is before[name], name

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from lockstep.data import ShardedLoader, ShardPlacement
+from lockstep.data.global_batches import ItemKind
 from lockstep.data.seeded_dataset import (
-    ItemKind,
     Request,
     SeededDataset,
     Segment,

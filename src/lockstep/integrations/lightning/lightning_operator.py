@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from lockstep import reduction
-from lockstep.data.global_batches import describe
+from lockstep.data.global_batches import global_batches_of
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
 from lockstep.integrations.lightning.checkpoint_hooks import added_by_hook, give_back
@@ -169,7 +169,7 @@ class LightningOperator(TrainingOperator):
         self.register_data(train_loader=train, validation_loader=validation)
         shards = self._lockstep.setting.placement.num_shards
         lengths = [
-            None if each is None else describe(each, shards).num_steps()
+            None if each is None else global_batches_of(each, shards).num_steps()
             for each in (train, validation)
         ]
         known = [float("inf") if each is None else each for each in lengths]
