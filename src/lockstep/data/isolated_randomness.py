@@ -16,8 +16,9 @@ import hashlib
 import random
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,73 +27,68 @@ from torch.utils.data import Sampler
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
 
 
-class _Held(Protocol):
-    """A generator that a user's object holds, whatever library it comes from."""
+@dataclass(frozen=True, slots=True)
+class HeldGenerator:
+    """A generator that a user's object holds, whatever library the generator comes from.
 
-    def origin(self) -> int | str: ...
-    def seed(self, seed: int) -> None: ...
-    def get(self) -> Any: ...
-    def set(self, state: Any) -> None: ...
+    Attributes:
+        origin: what the user's choice of a seed shows in, before anything was drawn.
+        seed: starts the generator anew.
+        get, set: its whole state, to be put back later.
+    """
 
-
-class _TorchHeld:
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def origin(self) -> int | str:
-        return self._generator.initial_seed()
-
-    def seed(self, seed: int) -> None:
-        self._generator.manual_seed(seed)
-
-    def get(self) -> Any:
-        return self._generator.get_state()
-
-    def set(self, state: Any) -> None:
-        self._generator.set_state(state)
+    origin: Callable[[], int | str]
+    seed: Callable[[int], object]
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
 
 
-class _NumpyHeld:
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._bits = generator.bit_generator
-
-    def origin(self) -> int | str:
-        return _digest(self._bits.state)
-
-    def seed(self, seed: int) -> None:
-        self._bits.state = _bits_like(self._bits, seed).state
-
-    def get(self) -> Any:
-        return self._bits.state
-
-    def set(self, state: Any) -> None:
-        self._bits.state = state
-
-
-class _LegacyNumpyHeld:
-    def __init__(self, generator: np.random.RandomState) -> None:
-        self._generator = generator
-
-    def origin(self) -> int | str:
-        return _digest(self.get())
-
-    def seed(self, seed: int) -> None:
-        fresh = np.random.RandomState(_bits_like(self._generator._bit_generator, seed))
-        self.set(fresh.get_state(legacy=False))
-
-    def get(self) -> Any:
-        return self._generator.get_state(legacy=False)
-
-    def set(self, state: Any) -> None:
-        self._generator.set_state(state)
+def _held(value: object) -> HeldGenerator | None:
+    """`value` as a held generator; None if it is no generator, or one that has no state."""
+    if isinstance(value, torch.Generator):
+        return HeldGenerator(
+            value.initial_seed, value.manual_seed, value.get_state, value.set_state
+        )
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        get = value.getstate
+        return HeldGenerator(lambda: _digest(get()), value.seed, get, value.setstate)
+    if isinstance(value, np.random.Generator):
+        return _of_bits(value.bit_generator)
+    if isinstance(value, np.random.RandomState):
+        return _of_legacy(value)
+    return None
 
 
-def _bits_like(bits: np.random.BitGenerator, seed: int) -> Any:
+def _of_bits(bits: np.random.BitGenerator) -> HeldGenerator:
+    def put(state: Any) -> None:
+        bits.state = state
+
+    return HeldGenerator(
+        lambda: _digest(bits.state),
+        lambda seed: put(_like(bits, seed).state),
+        lambda: bits.state,
+        put,
+    )
+
+
+def _of_legacy(generator: np.random.RandomState) -> HeldGenerator:
+    # Its state holds more than that of its bits: half of the last pair of normal numbers.
+    def get() -> Any:
+        return generator.get_state(legacy=False)
+
+    def start(seed: int) -> None:
+        fresh = np.random.RandomState(_like(generator._bit_generator, seed))
+        generator.set_state(fresh.get_state(legacy=False))
+
+    return HeldGenerator(lambda: _digest(get()), start, get, generator.set_state)
+
+
+def _like(bits: np.random.BitGenerator, seed: int) -> Any:
     make: Any = type(bits)
     return make(seed)
 
@@ -103,95 +99,69 @@ def _digest(state: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-class _PythonHeld:
-    def __init__(self, generator: random.Random) -> None:
-        self._generator = generator
-
-    def origin(self) -> int | str:
-        return _digest(self._generator.getstate())
-
-    def seed(self, seed: int) -> None:
-        self._generator.seed(seed)
-
-    def get(self) -> Any:
-        return self._generator.getstate()
-
-    def set(self, state: Any) -> None:
-        self._generator.setstate(state)
-
-
-def held_generators(*holders: object) -> list[_Held]:
+def held_generators(*holders: object) -> list[HeldGenerator]:
     """The generators among `holders` and in the attributes of the samplers among them."""
-    found: dict[int, _Held] = {}
-    _search(list(holders), found, set())
+    found: dict[int, HeldGenerator] = {}
+    _search(holders, found, set())
     return list(found.values())
 
 
-def _search(values: list[Any], found: dict[int, _Held], seen: set[int]) -> None:
+def _search(values: Iterable[Any], found: dict[int, HeldGenerator], seen: set[int]) -> None:
     for value in values:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Generator):
-            found[id(value)] = _TorchHeld(value)
-        elif isinstance(value, np.random.Generator):
-            found[id(value)] = _NumpyHeld(value)
-        elif isinstance(value, np.random.RandomState):
-            found[id(value)] = _LegacyNumpyHeld(value)
-        elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            found[id(value)] = _PythonHeld(value)
+        if (generator := _held(value)) is not None:
+            found[id(value)] = generator
         elif isinstance(value, Sampler):
-            _search(list(vars(value).values()), found, seen)
+            _search(vars(value).values(), found, seen)
         elif hasattr(value, "__iter__") and hasattr(value, "__dict__"):
             # A sampler need not derive from torch's class. One level only: what it holds
             # besides generators and samplers (datasets, models) is not ours to walk through.
-            inner = [v for v in vars(value).values() if _is_random_source(v)]
-            _search(inner, found, seen)
-
-
-def _is_random_source(value: object) -> bool:
-    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, Sampler)
-    return isinstance(value, kinds)
+            inner = vars(value).values()
+            _search([one for one in inner if _held(one) or isinstance(one, Sampler)], found, seen)
 
 
 class IsolatedRandomness:
-    """The random state in which one pass over a user's object runs, and nothing else does.
+    """The random states in which one pass over a user's object runs, and nothing else does.
 
-    A generator that is held is seeded by (`seed`, its own first seed), so that the user's
-    choice still tells runs apart, and gets its own state back whenever the isolation is left.
+    A held generator is seeded by (`seed`, its own first seed), so that the user's choice still
+    tells runs apart, and gets its own state back whenever the isolation is left.
 
     Args:
         seed: what the global generators start from.
         held: generators from `held_generators`.
     """
 
-    def __init__(self, seed: int, held: Iterable[_Held] = ()) -> None:
+    def __init__(self, seed: int, held: Sequence[HeldGenerator] = ()) -> None:
         self._seed = seed
-        self._held = list(held)
-        self._global: RandomState | None = None
-        self._private: list[Any] = []
+        self._held = held
+        self._inside: tuple[RandomState, list[Any]] | None = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        outside, private_outside = RandomState.capture(), [one.get() for one in self._held]
+        outside = self._capture()
         try:
-            self._resume()
+            if self._inside is None:
+                self._start()
+            else:
+                self._restore(self._inside)
             yield
-            self._global = RandomState.capture()
-            self._private = [one.get() for one in self._held]
+            self._inside = self._capture()
         finally:
-            outside.restore()
-            for one, state in zip(self._held, private_outside, strict=True):
-                one.set(state)
+            self._restore(outside)
 
-    def _resume(self) -> None:
-        if self._global is None:
-            seed_all(self._seed)
-            for number, one in enumerate(self._held):
-                one.seed(derive_seed(self._seed, "held", number, one.origin()))
-            return
-        self._global.restore()
-        for one, state in zip(self._held, self._private, strict=True):
+    def _start(self) -> None:
+        seed_all(self._seed)
+        for number, one in enumerate(self._held):
+            one.seed(derive_seed(self._seed, "held", number, one.origin()))
+
+    def _capture(self) -> tuple[RandomState, list[Any]]:
+        return RandomState.capture(), [one.get() for one in self._held]
+
+    def _restore(self, states: tuple[RandomState, list[Any]]) -> None:
+        states[0].restore()
+        for one, state in zip(self._held, states[1], strict=True):
             one.set(state)
 
     def open(self, items: Iterable[T]) -> Iterator[T]:
