@@ -4,39 +4,65 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.options import positive
 
-NOT_GIVEN: Final = argparse.SUPPRESS
-"""The trainer's own default holds."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-TRAINER: Final = (
-    "num_workers",
-    "num_shards",
-    "num_cpus_per_worker",
-    "use_gpu",
-    "sync",
-    "precision",
-    "accumulate",
-    "clip_grad_norm",
-    "scheduler_step_freq",
-    "seed",
-    "reproducible",
-    "check_finite",
-    "spare_workers",
-    "min_workers",
-    "hang_timeout_s",
-    "audit",
-    "checkpoint_dir",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "resume",
-)
-"""Options that are arguments of `TorchTrainer`, under the same names."""
+Options = dict[str, dict[str, Any]]
+"""Arguments of `TorchTrainer`, and what argparse is told of the option of each."""
 
-SAVING: Final = ("checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume")
-"""Those of them that have no part in a dry run, which writes nothing."""
+
+def _gpu(text: str) -> bool | str:
+    known: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
+    return known[text]
+
+
+_COUNT: Final = {"type": positive, "metavar": "N"}
+
+_TRAINING: Final[Options] = {
+    "num_workers": _COUNT,
+    "num_shards": _COUNT,
+    "num_cpus_per_worker": _COUNT,
+    "use_gpu": {"type": _gpu, "metavar": "{auto,yes,no}"},
+    "sync": {"choices": ["replicate", "ddp", "fsdp", "parameter_server", "data_parallel"]},
+    "precision": {"choices": ["fp32", "bf16", "fp16"]},
+    "accumulate": _COUNT,
+    "clip_grad_norm": {"type": float, "metavar": "NORM"},
+    "scheduler_step_freq": {"choices": ["batch", "epoch", "manual"]},
+    "seed": {"type": int, "metavar": "N"},
+    "reproducible": {"action": "store_true", "help": "the same bits with any workers"},
+}
+
+_SAFETY: Final[Options] = {
+    "spare_workers": {"type": int, "metavar": "N", "help": "ready for a lost one's place"},
+    "min_workers": {**_COUNT, "help": "with fewer the run ends"},
+    "hang_timeout_s": {"type": float, "metavar": "SECONDS"},
+    "audit": {"choices": ["watch", "full", "off"]},
+    "check_finite": {
+        "action": "store_false",
+        "help": "take steps whose gradients hold NaN or infinity",
+    },
+}
+
+SAVING: Final[Options] = {
+    "checkpoint_dir": {"metavar": "DIR", "help": "save the run there as it goes"},
+    "checkpoint_every": {"type": positive, "metavar": "STEPS"},
+    "keep_checkpoints": _COUNT,
+    "resume": {"choices": ["auto"], "help": "go on from the newest in the directory"},
+}
+"""Options without a part in a dry run, which writes nothing."""
+
+TRAINER: Final[Options] = {**_TRAINING, **_SAFETY, **SAVING}
+
+
+def option(name: str) -> str:
+    """The option for an argument of `TorchTrainer`."""
+    return "--no-check-finite" if name == "check_finite" else f"--{name.replace('_', '-')}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +73,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="default 1")
     _add_config(parser.add_argument_group("the operator's config"))
-    _add_trainer(parser.add_argument_group("how to train (see TorchTrainer)"))
-    _add_safety(parser.add_argument_group("what may go wrong (see TorchTrainer)"))
-    _add_output(parser.add_argument_group("what to keep"))
+    _add(parser.add_argument_group("how to train (see TorchTrainer)"), _TRAINING)
+    _add(parser.add_argument_group("what may go wrong (see TorchTrainer)"), _SAFETY)
+    output = parser.add_argument_group("what to keep")
+    _add(output, SAVING)
+    _add_output(output)
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="start the workers, compare a step with one process (verify), say what would run"
         " where, and end",
     )
+
+
+def _add(group: argparse._ArgumentGroup, options: Mapping[str, dict[str, Any]]) -> None:
+    for name, how in options.items():
+        # An option that is not given is absent: the trainer's own default holds.
+        group.add_argument(option(name), dest=name, default=argparse.SUPPRESS, **how)
 
 
 def _add_config(group: argparse._ArgumentGroup) -> None:
@@ -73,40 +107,7 @@ def _add_config(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_trainer(group: argparse._ArgumentGroup) -> None:
-    _option(group, "--num-workers", type=positive, metavar="N")
-    _option(group, "--num-shards", type=positive, metavar="N")
-    _option(group, "--num-cpus-per-worker", type=positive, metavar="N")
-    _option(group, "--use-gpu", type=_gpu, metavar="{auto,yes,no}")
-    ways = ["replicate", "ddp", "fsdp", "parameter_server", "data_parallel"]
-    _option(group, "--sync", choices=ways)
-    _option(group, "--precision", choices=["fp32", "bf16", "fp16"])
-    _option(group, "--accumulate", type=positive, metavar="N")
-    _option(group, "--clip-grad-norm", type=float, metavar="NORM")
-    _option(group, "--scheduler-step-freq", choices=["batch", "epoch", "manual"])
-    _option(group, "--seed", type=int, metavar="N")
-    _option(group, "--reproducible", action="store_true", help="the same bits with any workers")
-
-
-def _add_safety(group: argparse._ArgumentGroup) -> None:
-    _option(group, "--spare-workers", type=int, metavar="N", help="ready for a lost one's place")
-    _option(group, "--min-workers", type=positive, metavar="N", help="with fewer the run ends")
-    _option(group, "--hang-timeout-s", type=float, metavar="SECONDS")
-    _option(group, "--audit", choices=["watch", "full", "off"])
-    _option(
-        group,
-        "--no-check-finite",
-        action="store_false",
-        dest="check_finite",
-        help="take steps whose gradients hold NaN or infinity",
-    )
-
-
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    _option(group, "--checkpoint-dir", metavar="DIR", help="save the run there as it goes")
-    _option(group, "--checkpoint-every", type=positive, metavar="STEPS")
-    _option(group, "--keep-checkpoints", type=positive, metavar="N")
-    _option(group, "--resume", choices=["auto"], help="go on from the newest in the directory")
     group.add_argument("--save", metavar="FILE", help="save the run there at its end")
     group.add_argument(
         "--log",
@@ -122,14 +123,3 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         metavar="STEPS",
         help="also the metrics of every so many steps, to each --log",
     )
-
-
-def _option(group: argparse._ArgumentGroup, name: str, **arguments: Any) -> None:
-    group.add_argument(name, default=NOT_GIVEN, **arguments)
-
-
-def _gpu(text: str) -> bool | str:
-    known: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
-    if text not in known:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
-    return known[text]
