@@ -339,7 +339,7 @@ class LightningOperator(TrainingOperator):
             "steps": self._steps_taken,
             "epoch": self._view.current_epoch,
             "plateaus": self._schedules.state(),
-            "checkpoint": added_by_hook(self),
+            "checkpoint": added_by_hook(self._view, self._owners),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
         }
 
@@ -350,7 +350,7 @@ class LightningOperator(TrainingOperator):
         self._open_epoch = -1
         if state.get("datamodule"):
             self.datamodule.load_state_dict(state["datamodule"])
-        give_back(self, state["checkpoint"])
+        give_back(self._view, self._owners, state["checkpoint"])
 
     def _end(self) -> None:
         """The trainer shuts down: what Lightning calls after the last epoch."""
