@@ -42,7 +42,7 @@ class NoSuchTrainerAttributeError(NotAvailableError, AttributeError):
 
 
 class TrainerView:
-    """Read-only attributes, as Lightning's trainer has them. Any other attribute refuses by name."""
+    """Read-only attributes, as Lightning's trainer has them; any other one is refused by name."""
 
     _operator: TrainingOperator
     callback_metrics: dict[str, Any]
