@@ -15,6 +15,8 @@ import lockstep
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lockstep"
+UNIT = ROOT / "tests" / "unit"
+"""Its folders are those of the source: whoever changes a module finds its tests there."""
 
 PUBLIC_NAMES = [
     "Callback",
@@ -223,6 +225,30 @@ def _replaces_code(tree: ast.Module) -> bool:
     )
 
 
+UNIT_TESTS = [p for p in PYTHON_FILES if p.is_relative_to(UNIT) and p.name.startswith("test_")]
+
+
+def test_each_folder_of_unit_tests_is_a_package_of_the_source() -> None:
+    folders = {path.parent.relative_to(UNIT) for path in UNIT_TESTS}
+    assert [str(f) for f in folders if not (SOURCE / f / "__init__.py").exists()] == []
+
+
+def test_each_unit_test_names_the_module_that_it_tests() -> None:
+    """For `lockstep.sync.buckets`: ``sync/test_buckets.py``, ``sync/test_buckets_of_a_run.py``, or
+    any file of ``sync/`` whose docstring has that name in backticks."""
+    modules = {_module(path) for path in SOURCE_FILES}
+    nameless = []
+    for path in UNIT_TESTS:
+        package = ".".join(("lockstep", *path.relative_to(UNIT).parent.parts))
+        words = path.stem.split("_")[1:]
+        beginnings = {"_".join(words[:end]) for end in range(1, len(words) + 1)}
+        docstring = ast.get_docstring(_tree(path)) or ""
+        named = set(re.findall(rf"`{re.escape(package)}\.(\w+)", docstring))
+        if not modules & {f"{package}.{name}" for name in beginnings | named}:
+            nameless.append(_name(path))
+    assert nameless == []
+
+
 def test_no_mock_stands_in_for_communication() -> None:
     offenders = set()
     for path in PYTHON_FILES:
@@ -325,7 +351,7 @@ def test_no_circle_of_imports() -> None:
         for imported, line in graph[importer].items()
         if imported in circle
     ]
-    assert ways == [], "a new circle of imports"
+    assert not ways, "a new circle of imports:\n" + "\n".join(ways)
     gone = [known for known in KNOWN_CIRCLES if known not in circles]
     assert gone == [], f"broken, or smaller: take it off KNOWN_CIRCLES. There are {circles}"
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's loader is kept: every field, the subclass, the sampler's own stream."""
+"""The user's loader is kept: every field, the subclass, the sampler's own stream.
+
+`lockstep.data.layout` reads the loader, `lockstep.data.isolation` its sampler's random numbers, and
+`lockstep.data.delivery` makes a loader like it.
+"""
 
 import itertools
 import random

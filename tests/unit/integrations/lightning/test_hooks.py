@@ -5,7 +5,7 @@ import lightning
 import pytest
 import torch
 import torchmetrics
-from tests.unit.integrations.lightning_modules import (
+from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     SAMPLES,
     Classifier,

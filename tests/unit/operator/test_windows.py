@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accumulation, clipping and reproducible sums in the default loop, against plain autograd."""
+"""Accumulation, clipping and reproducible sums in the default loop, against plain autograd.
+
+`lockstep.operator.loops` with ``accumulate``, ``clip_grad_norm`` and ``reproducible``.
+"""
 
 import pytest
 import torch

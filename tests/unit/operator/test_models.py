@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with buffers, random numbers or parameters in the loss; what is drawn and moved."""
+"""Models with buffers, random numbers or parameters in the loss; what is drawn and moved.
+
+`lockstep.operator.registration` and `lockstep.operator.running_statistics` in whole runs.
+"""
 
 import subprocess
 import sys

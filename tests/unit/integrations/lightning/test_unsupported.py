@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from tests.unit.integrations.lightning_modules import SAMPLES, Classifier, farthest, loader, problem
+from tests.unit.integrations.lightning.modules import SAMPLES, Classifier, farthest, loader, problem
 from torch import nn
 from torch.utils.data import DataLoader
 

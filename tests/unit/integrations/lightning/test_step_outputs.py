@@ -3,14 +3,14 @@
 
 import pytest
 import torch
-from tests.unit.integrations.lightning_modules import (
+from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     SAMPLES,
     Classifier,
     loader,
     problem,
 )
-from tests.unit.integrations.test_lightning_refused import Rows
+from tests.unit.integrations.lightning.test_unsupported import Rows
 from torch import nn
 
 from lockstep import TorchTrainer, TrainingOperator

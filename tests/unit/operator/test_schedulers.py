@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When registered schedulers step: every one of them, assigned to an attribute or not."""
+"""When registered schedulers step: every one of them, assigned to an attribute or not.
+
+`lockstep.operator.loops` steps them, `lockstep.operator.registration` finds them.
+"""
 
 import pytest
 import torch

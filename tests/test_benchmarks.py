@@ -25,7 +25,7 @@ from benchmarks.harness import (
 )
 from benchmarks.verdict import Measured, NotMeasured, markdown
 
-REPORTING = Path(__file__).resolve().parents[2] / "benchmarks" / "contenders"
+REPORTING = Path(__file__).resolve().parents[1] / "benchmarks" / "contenders"
 
 
 def program(name: str, lines: str) -> Contender:

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tests.unit.integrations.lightning_modules import (
+from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     Classifier,
     by_lightning,

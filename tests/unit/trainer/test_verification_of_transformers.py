@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep import TrainingOperator
 from lockstep.keys import WEIGHT
-from unit.trainer.test_verify import four_shards
+from unit.trainer.test_verification import four_shards
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face datasets and torchdata's loader: shared out exactly, and entered anywhere."""
+"""Hugging Face datasets and torchdata's loader: shared out exactly, and entered anywhere.
+
+The loaders of other packages in `lockstep.data.sharded_loader` and `lockstep.data.shard_loader`.
+"""
 
 import datasets
 import pytest

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loggers, each read back with the real package."""
+"""The loggers, each read back with the real package.
+
+The rows of `lockstep.integrations.loggers.row` in `lockstep.integrations.loggers.files`,
+`lockstep.integrations.loggers.tensorboard` and `lockstep.integrations.loggers.mlflow`.
+"""
 
 import csv
 import json

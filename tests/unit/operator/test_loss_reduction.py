@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss that is a sum over its batch: added over shards, reported per sample."""
+"""A loss that is a sum over its batch: added over shards, reported per sample.
+
+`lockstep.operator.loss_weights` with ``loss_reduction="sum"``.
+"""
 
 import pytest
 import torch
