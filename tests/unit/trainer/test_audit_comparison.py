@@ -84,7 +84,7 @@ def test_gradients_that_nobody_clears_are_told_once_with_the_line_of_the_step(op
     line = first + next(n for n, text in enumerate(lines) if "optimizer.step()" in text)
     assert said.startswith("[LS116] ")
     assert "and grow" in said
-    assert f"test_uncleared.py:{line}" in said
+    assert f"test_audit_comparison.py:{line}" in said
     assert "optimizer.zero_grad()" in said
 
 
