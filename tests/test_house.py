@@ -39,30 +39,6 @@ PUBLIC_NAMES = [
 
 KNOWN_CIRCLES = [
     {
-        "lockstep.audit.agreement",
-        "lockstep.audit.by_design",
-        "lockstep.audit.world",
-    },
-    {
-        "lockstep.audit.judgement",
-        "lockstep.audit.options",
-        "lockstep.audit.outcome",
-        "lockstep.audit.report.page",
-        "lockstep.audit.report.terminal",
-        "lockstep.audit.rules",
-        "lockstep.audit.rules.ownership",
-    },
-    {
-        "lockstep.audit.probe.aliases",
-        "lockstep.audit.probe.arrivals",
-        "lockstep.audit.probe.evaluations",
-        "lockstep.audit.probe.frozen",
-        "lockstep.audit.probe.gathers",
-        "lockstep.audit.probe.passed_back",
-        "lockstep.audit.probe.probe",
-        "lockstep.audit.probe.schedules",
-    },
-    {
         "lockstep.engine",
         "lockstep.engine.ray",
     },
