@@ -14,21 +14,21 @@ from lockstep.sync.gradient_sync import GradientSync as GradientSync
 from lockstep.sync.inventory import buffer_places as buffer_places
 from lockstep.sync.local_parameters import is_local as is_local
 from lockstep.sync.local_parameters import local as local
-from lockstep.sync.optimizer_undo_log import copy_over as copy_over
-from lockstep.sync.optimizer_undo_log import overwrite as overwrite
-from lockstep.sync.owner_server import OwnerServer as OwnerServer
-from lockstep.sync.parameter_server import ParameterServer as ParameterServer
+from lockstep.sync.parameter_server.messages import ServerAddress as ServerAddress
+from lockstep.sync.parameter_server.optimizer_undo_log import copy_over as copy_over
+from lockstep.sync.parameter_server.optimizer_undo_log import overwrite as overwrite
+from lockstep.sync.parameter_server.server import ParameterServer as ParameterServer
+from lockstep.sync.parameter_server.server_sync import ParameterServerSync as ParameterServerSync
 from lockstep.sync.protocol import Synchroniser as Synchroniser
-from lockstep.sync.shard_order import ShardOrder as ShardOrder
+from lockstep.sync.shard_tree_sum import ShardOrder as ShardOrder
 from lockstep.sync.single_process import SingleProcess as SingleProcess
-from lockstep.sync.wire import OwnerAddress as OwnerAddress
 
 __all__ = [
     "GradientSync",
-    "OwnerAddress",
-    "OwnerServer",
     "ParameterServer",
+    "ParameterServerSync",
     "ReplicatedModel",
+    "ServerAddress",
     "ShardOrder",
     "SingleProcess",
     "Synchroniser",

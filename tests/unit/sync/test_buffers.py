@@ -8,7 +8,7 @@ from torch import nn
 from kinds import KINDS, NESTED
 from lockstep.sync import buffer_places, copy_over, overwrite, put_buffer
 from lockstep.sync.buffers import same_bits, write_into
-from lockstep.sync.wire import pack, unpack
+from lockstep.sync.parameter_server.messages import pack, unpack
 from lockstep.worker.state_broadcast import joined, taken_apart
 from lockstep.worker.tensor_pool import TensorPool
 

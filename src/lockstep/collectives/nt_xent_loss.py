@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.collectives.calls import TILE, agreed_call, as_tensor, gradient_of_scale, wide
-from lockstep.collectives.gathering import all_rows
+from lockstep.collectives.contrastive_call import (
+    TILE,
+    agreed_call,
+    as_tensor,
+    gradient_of_scale,
+    wide,
+)
+from lockstep.collectives.gather_with_gradient import all_rows
 from lockstep.collectives.similarity_tiles import Coefficients, gradients, sums_of_exponentials
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.calls import Call, Reduction
+    from lockstep.collectives.contrastive_call import Call, Reduction
     from lockstep.collectives.similarity_tiles import Tile
 
 

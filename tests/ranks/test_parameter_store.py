@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync.owner import Owner
-from lockstep.sync.served_optimizer import shipped
-from lockstep.sync.wire import Message
+from lockstep.sync.parameter_server.messages import Message
+from lockstep.sync.parameter_server.parameter_store import ParameterStore
+from lockstep.sync.parameter_server.remote_optimizer import shipped
 
 
 class Counting(torch.optim.Optimizer):
@@ -57,7 +57,7 @@ class Run:
             (group,) = optimizers[-1].param_groups
             settings = {name: value for name, value in group.items() if name != "params"}
             self.groups.append([(settings, numbers)])
-        self.owner, self.size = Owner(size), size
+        self.owner, self.size = ParameterStore(size), size
         self.shipped = shipped(optimizers, self.parameters)
         self.alone(Message("adopt", self.shipped))
 
@@ -236,7 +236,7 @@ def test_workers_that_are_left_further_behind_than_was_kept():
 @pytest.mark.parametrize("what", ["adopt", "inherit"])
 def test_who_asks_too_early_is_answered_when_rank_0_has_come(what):
     run = Run(OPTIMIZERS["sgd"])
-    owner, about = Owner(2), run.shipped
+    owner, about = ParameterStore(2), run.shipped
     if what == "inherit":
         owner.handle(0, Message("adopt", about))
         owner, about = owner.succeeded_by(2), 0
@@ -249,7 +249,7 @@ def test_who_asks_too_early_is_answered_when_rank_0_has_come(what):
 
 
 def test_who_asks_after_rank_0_has_left_is_refused():
-    owner = Owner(2)
+    owner = ParameterStore(2)
     owner.leave(0)
     asked = Message("state", {"number": 0, "weights": [], "groups": []})
     assert owner.handle(1, asked)[1].what == "error"

@@ -30,7 +30,7 @@ from lockstep.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.collectives.call_checks import Agreed
+    from lockstep.collectives.row_layout import Agreed
     from lockstep.group import Group
 
 _PRINTS: Final = 8
@@ -51,7 +51,7 @@ class Heard:
     on_roots: bool
 
 
-class CrossingBackward:
+class CommunicatingBackward:
     """The backward to come of one call; made in its forward, kept by its graph.
 
     Args:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lockstep.collectives.call_checks import agree_on_rows, brings_nothing, ranks_of
-from lockstep.collectives.crossing import CrossingBackward
+from lockstep.collectives.communicating_backward import CommunicatingBackward
+from lockstep.collectives.row_layout import agree_on_rows, brings_nothing, ranks_of
 from lockstep.errors import ConfigurationError
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.call_checks import Agreed
+    from lockstep.collectives.row_layout import Agreed
     from lockstep.group import Group
 
 _UNEVEN = ("pad", "error")
@@ -84,7 +84,7 @@ def gather(
     mine = mine[:0] if brings_nothing() else mine
     crossing = None
     if x.requires_grad and torch.is_grad_enabled():
-        crossing = CrossingBackward(name, ranks, agreed, returns_rows=True)
+        crossing = CommunicatingBackward(name, ranks, agreed, returns_rows=True)
     apply: Any = _Gather.apply
     rows: torch.Tensor = apply(mine, ranks, agreed, crossing, backward)
     return rows.movedim(0, dim)
@@ -127,7 +127,7 @@ class _Gather(torch.autograd.Function):
         rows: torch.Tensor,
         group: Group,
         agreed: Agreed,
-        crossing: CrossingBackward | None,
+        crossing: CommunicatingBackward | None,
         backward: str,
     ) -> torch.Tensor:
         ctx.crossing, ctx.backward, ctx.dtype = crossing, backward, rows.dtype
@@ -135,7 +135,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        crossing: CrossingBackward = ctx.crossing
+        crossing: CommunicatingBackward = ctx.crossing
         rank = crossing.group.rank
         replicated = ctx.backward == "replicated"
         heard = crossing.call_roll(gradient, one_loss=replicated)

@@ -6,7 +6,7 @@ import torch
 
 from harness import run_ranks
 from lockstep.data import shards_of
-from lockstep.sync.shard_order import ShardOrder, fold, ordered_sum
+from lockstep.sync.shard_tree_sum import ShardOrder, fold, ordered_sum
 
 
 def leaves(num_shards: int, length: int) -> list[torch.Tensor]:

@@ -19,17 +19,17 @@ from torch.optim import Optimizer
 
 from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.optimizer_undo_log import REPLACED, own_attributes
-from lockstep.sync.wire import Message
+from lockstep.sync.parameter_server.messages import Message
+from lockstep.sync.parameter_server.optimizer_undo_log import REPLACED, own_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from lockstep.sync.owner import Groups
-    from lockstep.sync.wire import Channel
+    from lockstep.sync.parameter_server.messages import Channel
+    from lockstep.sync.parameter_server.parameter_store import Groups
 
 
-class ServedOptimizer:
+class RemoteOptimizer:
     """The worker's side of one optimizer.
 
     Args:
@@ -193,7 +193,7 @@ class ServedOptimizer:
             self.optimizer.load_state_dict(state)
 
 
-def served_ones(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Those whose steps can happen elsewhere; one that holds only local parameters stays.
 
     Raises:
@@ -213,7 +213,7 @@ def served_ones(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
                 cause="the parameter server steps with what all ranks share",
                 fix="make an optimizer of their own for the local parameters",
             )
-        if evaluates_again(optimizer):
+        if needs_closure(optimizer):
             raise NotAvailableError(
                 "this optimizer evaluates the loss within a step, which happens elsewhere",
                 where=where,
@@ -223,7 +223,7 @@ def served_ones(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return found
 
 
-def evaluates_again(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, torch.optim.LBFGS):
         return True
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -15,10 +15,14 @@ from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.group import Pending
 from lockstep.sync.bucket_assignment import ReducerFactory
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.owner import OwnerHere
+from lockstep.sync.parameter_server.messages import Message, ServerAddress, connect_to_server
+from lockstep.sync.parameter_server.parameter_store import InProcessServer
+from lockstep.sync.parameter_server.remote_optimizer import (
+    RemoteOptimizer,
+    optimizers_to_serve,
+    shipped,
+)
 from lockstep.sync.reducer import Reducer
-from lockstep.sync.served_optimizer import ServedOptimizer, served_ones, shipped
-from lockstep.sync.wire import Message, OwnerAddress, call_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +31,10 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Bucket, Slot
-    from lockstep.sync.wire import Channel
+    from lockstep.sync.parameter_server.messages import Channel
 
 
-class ParameterServer(GradientSync):
+class ParameterServerSync(GradientSync):
     """The worker's side: modules and optimizers whose owner lives elsewhere.
 
     After a synchronised backward ``parameter.grad`` is the global gradient on every rank, so
@@ -51,21 +55,23 @@ class ParameterServer(GradientSync):
         modules: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         group: Group,
-        address: OwnerAddress | None,
+        address: ServerAddress | None,
         *,
         goes_on_at: int | None = None,
         **options: Any,
     ) -> None:
-        self._served: list[ServedOptimizer] = []
+        self._served: list[RemoteOptimizer] = []
         self._is_remote = address is not None
-        wanted = served_ones(optimizers)
+        wanted = optimizers_to_serve(optimizers)
         if address is None and group.size > 1:
             raise ConfigurationError(
                 "several ranks need one parameter server, and nobody says where it listens",
                 where=f"rank {group.rank} of {group.size}",
                 fix='TorchTrainer(..., sync="parameter_server") starts one',
             )
-        self._channel: Channel = call_owner(address, group.rank) if address else OwnerHere()
+        self._channel: Channel = (
+            connect_to_server(address, group.rank) if address else InProcessServer()
+        )
         try:
             through_owner = partial(_ThroughTheOwner, combine=self._sum_at_the_owner)
             super().__init__(modules, group, making=through_owner, **options)
@@ -85,7 +91,7 @@ class ParameterServer(GradientSync):
         number_of = {id(param): number for number, param in parameters.items()}
         owned = self._owned(optimizers, goes_on_at, parameters) if leads else None
         for number, optimizer in enumerate(optimizers):
-            served = ServedOptimizer(optimizer, number, number_of, self._channel, owned=owned)
+            served = RemoteOptimizer(optimizer, number, number_of, self._channel, owned=owned)
             self._served.append(served)
 
     def _owned(

@@ -19,7 +19,7 @@ from lockstep.errors import (
     PeerLostError,
     ReplicasDifferError,
 )
-from lockstep.sync import ParameterServer
+from lockstep.sync import ParameterServerSync
 from ranks.programs import X, Y, mlp, squared
 from ranks.served import serve_ranks, server
 from ranks.test_replicate_exact import weights
@@ -45,7 +45,7 @@ def run(loop, size=2):
         made = []
 
         def attach(*optimizers):
-            made.append(ParameterServer([models[group.rank]], optimizers, group, address))
+            made.append(ParameterServerSync([models[group.rank]], optimizers, group, address))
             return made[-1]
 
         part = PARTS[group.rank] if size == 2 else slice(None)
@@ -272,7 +272,7 @@ def test_detaching_makes_the_optimizer_an_ordinary_one():
         return weights([twin])
 
     with server(1) as address:
-        sync = ParameterServer([model], [optimizer], lockstep.group.Group(None), address)
+        sync = ParameterServerSync([model], [optimizer], lockstep.group.Group(None), address)
         assert optimizer.state == {}
         steps(model, sync, optimizer, slice(None), count=2)
         sync.detach()
@@ -346,7 +346,7 @@ def test_what_cannot_step_elsewhere_is_refused():
 def test_several_ranks_without_a_server_are_refused():
     def one_rank(group):
         model = mlp()
-        ParameterServer([model], [sgd(model)], group, None)
+        ParameterServerSync([model], [sgd(model)], group, None)
 
     for result in outcomes(2, one_rank):
         assert isinstance(result, ConfigurationError)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An `Owner` behind a socket: one thread, one request at a time.
+"""An `ParameterStore` behind a socket: one thread, one request at a time.
 
 A worker has one request open at most and reads its answer at once, so that neither side can
 wait for the other to read. When a worker vanishes the server ends, and when one leaves while
@@ -16,13 +16,19 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from lockstep.sync.owner import Owner
-from lockstep.sync.wire import Line, LineClosedError, OwnerAddress, packed, shows
+from lockstep.sync.parameter_server.messages import (
+    ConnectionLostError,
+    MessageSocket,
+    ServerAddress,
+    packed,
+    shows,
+)
+from lockstep.sync.parameter_server.parameter_store import ParameterStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lockstep.sync.wire import Message, Parcel
+    from lockstep.sync.parameter_server.messages import Message, Parcel
 
 # A worker says who it is as soon as it is connected; a stranger must not hold up the others.
 _INTRODUCTION_S: Final = 10.0
@@ -35,15 +41,15 @@ class _Session:
     rank belongs to the n-th session.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: ParameterStore) -> None:
         self._owner = owner
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, MessageSocket] = {}
 
-    def attend(self, rank: int) -> list[Line]:
+    def attend(self, rank: int) -> list[MessageSocket]:
         """One request of `rank`; returns the lines that it ended.
 
         Raises:
-            LineClosedError: a worker is lost.
+            ConnectionLostError: a worker is lost.
         """
         message = self.lines[rank].receive()
         if message.what != "leave":
@@ -55,20 +61,20 @@ class _Session:
 
     def _send(self, answers: Mapping[int, Message]) -> None:
         parcels: dict[int, Parcel] = {}
-        lost: LineClosedError | None = None
+        lost: ConnectionLostError | None = None
         for rank, answer in answers.items():
             if id(answer) not in parcels:
                 parcels[id(answer)] = packed(answer)
             try:
                 self.lines[rank].send(parcels[id(answer)])
-            except LineClosedError as error:
+            except ConnectionLostError as error:
                 # The others' step has happened all the same.
                 lost = error
         if lost is not None:
             raise lost
 
 
-class OwnerServer:
+class ParameterServer:
     """Listens for `size` workers.
 
     Args:
@@ -89,13 +95,15 @@ class OwnerServer:
         secret: bytes,
         timeout_s: float,
         *,
-        before: OwnerServer | None = None,
+        before: ParameterServer | None = None,
     ) -> None:
         self._size = size
         self._timeout_s = timeout_s
-        self.owner: Owner = Owner(size) if before is None else before.owner.succeeded_by(size)
+        self.owner: ParameterStore = (
+            ParameterStore(size) if before is None else before.owner.succeeded_by(size)
+        )
         self._listener = socket.create_server((host, 0), backlog=size)
-        self.address = OwnerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
+        self.address = ServerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
         self._selector = selectors.DefaultSelector()
         self._sessions: list[_Session] = []
         self._came: Counter[int] = Counter()
@@ -118,7 +126,7 @@ class OwnerServer:
                         self._accept()
                     elif key.data is not None and key.fileobj in key.data[0].lines.values():
                         self._attend(*key.data)
-        except LineClosedError:
+        except ConnectionLostError:
             return  # a worker is lost: those that wait for it learn it from their own lines
         finally:
             self.close()
@@ -135,15 +143,17 @@ class OwnerServer:
             if not shows(self.address.secret, connection):
                 connection.close()
                 return
-            line = Line(connection, self._timeout_s)
+            line = MessageSocket(connection, self._timeout_s)
             rank: int = line.receive().about
-        except (OSError, LineClosedError):
+        except (OSError, ConnectionLostError):
             connection.close()  # somebody who is no worker
             return
         number = self._came[rank]
         self._came[rank] += 1
         if number == len(self._sessions):
-            self._sessions.append(_Session(self.owner if number == 0 else Owner(self._size)))
+            self._sessions.append(
+                _Session(self.owner if number == 0 else ParameterStore(self._size))
+            )
         self._sessions[number].lines[rank] = line
         self._selector.register(line, selectors.EVENT_READ, (self._sessions[number], rank))
 

@@ -22,8 +22,8 @@ from lockstep.errors import (
     ReplicasDifferError,
     WorkerFailedError,
 )
-from lockstep.sync.optimizer_undo_log import OptimizerUndoLog
-from lockstep.sync.wire import Message, checked
+from lockstep.sync.parameter_server.messages import Message, checked
+from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ Groups = list[tuple[dict[str, Any], list[int]]]
 """An optimizer's parameter groups: their settings, and the numbers of their parameters."""
 
 
-class Owner:
+class ParameterStore:
     """Parameters and optimizers of `size` workers.
 
     Requests, by the word they begin with:
@@ -63,9 +63,9 @@ class Owner:
         self._optimizers: list[Optimizer] = []
         self._undo_log = OptimizerUndoLog()
 
-    def succeeded_by(self, size: int) -> Owner:
+    def succeeded_by(self, size: int) -> ParameterStore:
         """The owner for another generation of `size` workers: same parameters, same optimizers."""
-        successor = Owner(size)
+        successor = ParameterStore(size)
         successor._parameters, successor._optimizers = self._parameters, self._optimizers
         successor._undo_log = self._undo_log
         return successor
@@ -295,11 +295,11 @@ def _out_of_step(kinds: Sequence[str]) -> GradientNotReducedError:
     )
 
 
-class OwnerHere:
+class InProcessServer:
     """An owner in the process of its only worker; see `Channel`."""
 
     def __init__(self) -> None:
-        self._owner = Owner(1)
+        self._owner = ParameterStore(1)
 
     def ask(self, message: Message) -> Message:
         """See `Channel`.

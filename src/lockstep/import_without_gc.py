@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Imports make objects by the hundred thousand, and no garbage.
 
     Measured: importing torch and its compiler front end (which an optimizer imports)
@@ -29,8 +29,8 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def import_for_good(module: str) -> None:
+def import_and_freeze(module: str) -> None:
     """Import what lives as long as the process, so that no later collection looks at it either."""
-    with no_collections():
+    with gc_paused():
         importlib.import_module(module)
         gc.freeze()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from lockstep.collectives.call_checks import (
+from lockstep.collectives.communicating_backward import CommunicatingBackward
+from lockstep.collectives.row_layout import (
     Agreed,
     agree_on_rows,
     brings_nothing,
@@ -17,7 +18,6 @@ from lockstep.collectives.call_checks import (
     ranks_of,
     refuse_sums,
 )
-from lockstep.collectives.crossing import CrossingBackward
 from lockstep.collectives.similarity_tiles import Similarities, strips_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError
 
@@ -44,7 +44,7 @@ class Call:
     agreed: Agreed
     columns: Agreed
     scale: float
-    crossing: CrossingBackward | None
+    crossing: CommunicatingBackward | None
     reduction: str
     tile: Tile
     nothing: bool
@@ -140,7 +140,7 @@ def agreed_call(
     _compare_calls(name, agreed, columns, positives is not None)
     crossing = None
     if torch.is_grad_enabled() and (grad or a.requires_grad or b.requires_grad):
-        crossing = CrossingBackward(name, ranks, agreed)
+        crossing = CommunicatingBackward(name, ranks, agreed)
     return Call(ranks, agreed, columns, scale, crossing, reduction, tile, brings_nothing())
 
 

@@ -63,7 +63,7 @@ class Channel(Protocol):
         """Leave; idempotent."""
 
 
-class LineClosedError(Exception):
+class ConnectionLostError(Exception):
     """The other side went away, or did not speak in time. Never leaves this package."""
 
 
@@ -81,7 +81,7 @@ def packed(message: Message) -> Parcel:
     return Parcel(cloudpickle.dumps((message.what, message.about, spec)), block)
 
 
-class Line:
+class MessageSocket:
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket, timeout_s: float | None) -> None:
@@ -93,7 +93,7 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: Message | Parcel) -> None:
-        """Raises `LineClosedError`."""
+        """Raises `ConnectionLostError`."""
         parcel = packed(message) if isinstance(message, Message) else message
         head, block = parcel.head, parcel.block
         try:
@@ -101,10 +101,10 @@ class Line:
             if block.numel():
                 self._socket.sendall(_memory_of(block))
         except OSError as error:
-            raise LineClosedError(str(error)) from error
+            raise ConnectionLostError(str(error)) from error
 
     def receive(self) -> Message:
-        """The next message. Raises `LineClosedError`."""
+        """The next message. Raises `ConnectionLostError`."""
         head_length, block_length = _LENGTHS.unpack(self._exactly(_LENGTHS.size))
         what, about, spec = pickle.loads(self._exactly(head_length))
         block = torch.empty(block_length, dtype=torch.uint8, device="cpu")
@@ -122,10 +122,10 @@ class Line:
             while place.nbytes:
                 count = self._socket.recv_into(place)
                 if count == 0:
-                    raise LineClosedError("the connection was closed")
+                    raise ConnectionLostError("the connection was closed")
                 place = place[count:]
         except OSError as error:
-            raise LineClosedError(str(error) or type(error).__name__) from error
+            raise ConnectionLostError(str(error) or type(error).__name__) from error
 
     def cut(self) -> None:
         """End it for both sides; wakes a thread of this process that waits in it."""
@@ -175,7 +175,7 @@ def _padded(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class OwnerAddress:
+class ServerAddress:
     """Where the owner of the parameters listens, and the secret that a worker shows it.
 
     Attributes:
@@ -188,7 +188,7 @@ class OwnerAddress:
     timeout_s: float
 
 
-def call_owner(address: OwnerAddress, rank: int) -> RemoteOwner:
+def connect_to_server(address: ServerAddress, rank: int) -> ServerClient:
     """Connect rank `rank` to the owner.
 
     Raises:
@@ -203,13 +203,13 @@ def call_owner(address: OwnerAddress, rank: int) -> RemoteOwner:
                     timeout=min(address.timeout_s, _NOBODY_IS_SLOWER_S),
                 )
             )
-            line = Line(connection, address.timeout_s)
+            line = MessageSocket(connection, address.timeout_s)
             connection.sendall(address.secret)
             line.send(Message("here", rank))
-        except (OSError, LineClosedError) as error:
+        except (OSError, ConnectionLostError) as error:
             raise _lost(place, error) from error
         until_welcome.pop_all()
-    return RemoteOwner(line, place)
+    return ServerClient(line, place)
 
 
 def shows(secret: bytes, connection: socket.socket) -> bool:
@@ -223,11 +223,11 @@ def shows(secret: bytes, connection: socket.socket) -> bool:
     return hmac.compare_digest(bytes(given), secret)
 
 
-class RemoteOwner:
+class ServerClient:
     """An owner in another process; see `Channel`."""
 
-    def __init__(self, line: Line, place: str) -> None:
-        self._line: Line | None = line
+    def __init__(self, line: MessageSocket, place: str) -> None:
+        self._line: MessageSocket | None = line
         self._place = place
 
     def ask(self, message: Message) -> Message:
@@ -241,7 +241,7 @@ class RemoteOwner:
         try:
             self._line.send(message)
             answer = self._line.receive()
-        except LineClosedError as error:
+        except ConnectionLostError as error:
             raise _lost(self._place, error) from error
         return checked(answer)
 
@@ -249,7 +249,7 @@ class RemoteOwner:
         line, self._line = self._line, None
         if line is None:
             return
-        with suppress(LineClosedError):  # nobody is there to be told
+        with suppress(ConnectionLostError):  # nobody is there to be told
             line.send(Message("leave"))
         line.close()
 

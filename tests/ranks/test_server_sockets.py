@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep.errors import PeerLostError
-from lockstep.sync import OwnerAddress, OwnerServer
-from lockstep.sync.wire import Message, call_owner, pack, unpack
+from lockstep.sync import ParameterServer, ServerAddress
+from lockstep.sync.parameter_server.messages import Message, connect_to_server, pack, unpack
 from ranks.served import server
 
 
@@ -36,7 +36,7 @@ def sums(channels, tensors, order):
 def test_sums_are_added_in_rank_order_whoever_comes_first():
     values = [torch.tensor([x], dtype=torch.float64) for x in (1e16, 1.0, -1e16)]
     with server(3) as address:
-        channels = [call_owner(address, rank) for rank in range(3)]
+        channels = [connect_to_server(address, rank) for rank in range(3)]
         for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
             found = sums(channels, values, order)
             assert [tensor.item() for tensor in found] == [(1e16 + 1.0) - 1e16] * 3
@@ -46,7 +46,7 @@ def test_sums_are_added_in_rank_order_whoever_comes_first():
 
 def test_low_precision_is_added_in_float32():
     with server(3) as address:
-        channels = [call_owner(address, rank) for rank in range(3)]
+        channels = [connect_to_server(address, rank) for rank in range(3)]
         tensors = [torch.tensor([x], dtype=torch.bfloat16) for x in (256.0, 1.0, 1.0)]
         found = sums(channels, tensors, range(3))
         assert [(t.item(), t.dtype) for t in found] == [(258.0, torch.bfloat16)] * 3
@@ -61,7 +61,7 @@ def test_a_stranger_without_the_secret_is_sent_away_and_harms_nobody():
             stranger.settimeout(10)
             with pytest.raises(ConnectionError):
                 _read_to_the_end(stranger)
-        channels = [call_owner(address, rank) for rank in range(2)]
+        channels = [connect_to_server(address, rank) for rank in range(2)]
         for channel in channels:
             channel.close()
 
@@ -74,7 +74,7 @@ def _read_to_the_end(connection):
 @pytest.mark.parametrize("orderly", [True, False], ids=["leaves", "vanishes"])
 def test_who_waits_for_a_worker_that_goes_is_freed(orderly):
     with server(2) as address:
-        one, other = (call_owner(address, rank) for rank in range(2))
+        one, other = (connect_to_server(address, rank) for rank in range(2))
         errors = []
 
         def wait():
@@ -94,8 +94,8 @@ def test_who_waits_for_a_worker_that_goes_is_freed(orderly):
 
 def test_a_second_connection_of_each_rank_is_a_session_of_its_own():
     with server(2) as address:
-        first = [call_owner(address, rank) for rank in range(2)]
-        second = [call_owner(address, rank) for rank in (1, 0)][::-1]
+        first = [connect_to_server(address, rank) for rank in range(2)]
+        second = [connect_to_server(address, rank) for rank in (1, 0)][::-1]
         values = [torch.ones(2), torch.ones(2)]
         assert sums(second, values, range(2))[0].tolist() == [2, 2]
         for channel in second:
@@ -110,7 +110,7 @@ def test_what_is_due_to_the_others_comes_although_one_has_gone():
     # the line broken when it answers.
     much = torch.ones(8 << 20)
     with server(2) as address:
-        gone, left = (call_owner(address, rank) for rank in range(2))
+        gone, left = (connect_to_server(address, rank) for rank in range(2))
         left._line.send(Message("add", tensors=[much]))
         gone._line.send(Message("add", tensors=[much]))
         gone._line.close()
@@ -121,10 +121,10 @@ def test_what_is_due_to_the_others_comes_although_one_has_gone():
 
 
 def test_a_server_whose_workers_will_not_come_is_called_off():
-    listening = OwnerServer("127.0.0.1", 2, b"secret", 5.0)
+    listening = ParameterServer("127.0.0.1", 2, b"secret", 5.0)
     thread = threading.Thread(target=listening.serve)
     thread.start()
-    waiting = call_owner(listening.address, 0)
+    waiting = connect_to_server(listening.address, 0)
     listening.call_off()
     thread.join()
     with pytest.raises(PeerLostError):
@@ -134,10 +134,10 @@ def test_a_server_whose_workers_will_not_come_is_called_off():
 
 
 def test_nobody_there():
-    listening = OwnerServer("127.0.0.1", 1, b"secret", 5.0)
+    listening = ParameterServer("127.0.0.1", 1, b"secret", 5.0)
     listening.close()
     with pytest.raises(PeerLostError, match="parameter server"):
-        call_owner(listening.address, 0)
+        connect_to_server(listening.address, 0)
 
 
 def test_a_server_that_ends_during_the_welcome_leaves_no_socket_behind():
@@ -149,7 +149,7 @@ def test_a_server_that_ends_during_the_welcome_leaves_no_socket_behind():
         ending.start()
         # What is caught keeps the frames alive, and with them a socket that nobody closed.
         with pytest.raises(PeerLostError) as caught:
-            call_owner(OwnerAddress(*listener.getsockname(), secret, 20.0), 0)
+            connect_to_server(ServerAddress(*listener.getsockname(), secret, 20.0), 0)
         ending.join()
         assert _open_sockets() == before, caught.value
 

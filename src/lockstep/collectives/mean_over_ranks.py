@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.collectives.call_checks import agree_on_rows, brings_nothing, ranks_of, refuse_sums
-from lockstep.collectives.crossing import CrossingBackward, note_global_mean
+from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
+from lockstep.collectives.row_layout import agree_on_rows, brings_nothing, ranks_of, refuse_sums
 from lockstep.errors import ConfigurationError
 from lockstep.lazy_compiler import outside_graphs
 
@@ -56,7 +56,7 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
             fix="give one number for each row",
         )
     needs = per_row_loss.requires_grad and torch.is_grad_enabled()
-    crossing = CrossingBackward(name, ranks, agreed) if needs else None
+    crossing = CommunicatingBackward(name, ranks, agreed) if needs else None
     apply: Any = _GlobalMean.apply
     mean: torch.Tensor = apply(mine, ranks, elements, crossing)
     return mean
@@ -69,7 +69,7 @@ class _GlobalMean(torch.autograd.Function):
         rows: torch.Tensor,
         group: Group,
         elements: int,
-        crossing: CrossingBackward | None,
+        crossing: CommunicatingBackward | None,
     ) -> torch.Tensor:
         ctx.crossing, ctx.elements, ctx.shape = crossing, elements, rows.shape
         ctx.dtype = rows.dtype

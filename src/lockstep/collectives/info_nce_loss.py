@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.collectives.calls import (
+from lockstep.collectives.contrastive_call import (
     TILE,
     agreed_call,
     alike,
@@ -25,7 +25,7 @@ from lockstep.collectives.calls import (
     gradient_of_scale,
     wide,
 )
-from lockstep.collectives.gathering import all_rows
+from lockstep.collectives.gather_with_gradient import all_rows
 from lockstep.collectives.similarity_tiles import (
     LOG2_E,
     Coefficients,
@@ -36,7 +36,7 @@ from lockstep.group import MAX
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.calls import Call, Reduction
+    from lockstep.collectives.contrastive_call import Call, Reduction
     from lockstep.collectives.similarity_tiles import Sums, Tile
     from lockstep.group import Group, Pending
 
