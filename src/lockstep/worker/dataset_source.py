@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import RayShare
+from lockstep.data import RayDatasetShard
 from lockstep.worker.cursor import Cursor
 from lockstep.worker.step_sources import wants_joint
 
@@ -41,7 +41,7 @@ class DatasetSource:
             ConfigurationError: no row of a global batch would be this worker's.
         """
         before = cursors.get("train")
-        source = RayShare(
+        source = RayDatasetShard(
             rows,
             batches,
             operator._lockstep.setting.placement,

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from lockstep.data import ShardedLoader, ShardPlacement
-from lockstep.data.fetch import (
-    ItemKind,
+from lockstep.data.global_batches import ItemKind
+from lockstep.data.seeded_dataset import (
     Request,
-    RequestedDataset,
+    SeededDataset,
     Segment,
     WorkerStart,
     may_draw,
@@ -119,7 +119,7 @@ def test_only_datasets_that_cannot_draw_are_read_without_seeding() -> None:
 
 
 def test_what_a_spawned_loader_worker_is_sent_can_travel() -> None:
-    dataset = RequestedDataset(Noisy(), ItemKind.SAMPLE_INDEX, noisy_collate, 3)
+    dataset = SeededDataset(Noisy(), ItemKind.SAMPLE_INDEX, noisy_collate, 3)
     twin, start = pickle.loads(pickle.dumps((dataset, WorkerStart(_open_in_worker))))
     request = Request(0, 1, (Segment(0, [4, 5]), Segment(1, [6])))
     assert plain(twin.__getitems__(request)) == plain(dataset.__getitems__(request))

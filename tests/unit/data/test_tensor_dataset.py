@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lockstep.data.tensor_dataset import _DTYPES, rows_at_once
+from lockstep.data.fast_tensor_dataset import _DTYPES, rows_at_once
 
 PLACES = [3, 0, 3, 7]
 

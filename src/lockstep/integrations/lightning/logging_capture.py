@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.integrations.lightning.logged_metrics import Sums, merged, reduction_named, scalar
-from lockstep.integrations.lightning.module_source import is_lightning
+from lockstep.integrations.lightning.module_factory import is_lightning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

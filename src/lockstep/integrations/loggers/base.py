@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.metrics.numeric import as_number, read_numbers
+from lockstep.metrics.metric_values import as_number, read_numbers
 from lockstep.trainer.arguments import is_positive_int, require
 from lockstep.trainer.callbacks import Callback, steps_done
 

@@ -19,7 +19,7 @@ _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModuleFactory:
     """The arguments of `from_lightning`.
 
     Attributes:

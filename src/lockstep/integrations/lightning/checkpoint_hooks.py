@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
-    from lockstep.integrations.lightning.front_door import LightningOperator
+    from lockstep.integrations.lightning.lightning_operator import LightningOperator
 
 
 def offered_to_hook(operator: LightningOperator) -> dict[str, Any]:

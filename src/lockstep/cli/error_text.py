@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in the words of the command line: what one types there is an option, and no Python."""
+"""An error's text for the command line: arguments of Python in it become options."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-from lockstep.cli.options import TRAINER
+from lockstep.cli.train_options import TRAINER, option
 
 _RESUME: Final = "run it again with --checkpoint-dir DIR --resume auto"
 _PHRASES: Final = {
@@ -45,11 +45,6 @@ def shown(error: BaseException) -> str:
     advice = _GIVEN.sub(_as_option, advice)
     advice = _BARE.sub(lambda found: option(found[1]), advice)
     return "\n".join([said + fix + advice, *getattr(error, "__notes__", [])])
-
-
-def option(name: str) -> str:
-    """The option for an argument of `TorchTrainer`."""
-    return "--no-check-finite" if name == "check_finite" else f"--{name.replace('_', '-')}"
 
 
 def _as_option(found: re.Match[str]) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from lockstep.metrics.merging import merge
-from lockstep.metrics.numeric import as_number, checked_weight, read_numbers
+from lockstep.metrics.merge_over_workers import merge
+from lockstep.metrics.metric_values import as_number, checked_weight, read_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens inside a loader (and its worker processes): one request, one batch.
+"""The user's dataset inside a loader: it reads one batch a request, from seeded random states.
 
-The loader is handed a dataset of ours that holds the user's. torch calls its
-``__getitems__`` with a whole request, in the main process or in a loader worker; there the
-random generators are seeded by (seed, epoch, step, shard) before each shard's samples are
-read. Which process reads them, how many such processes there are, and who carries the shard
-no longer shows in an augmentation. See docs/adr/0003 for what was measured.
+The loader is handed a `SeededDataset`, which holds the user's dataset. torch calls its
+``__getitems__`` with a whole `Request`, in the main process or in one of the loader's worker
+processes; there the random generators are seeded by (seed, epoch, step, shard) before the samples
+of each shard are read. An augmentation then depends neither on which process reads a sample, nor
+on how many such processes there are, nor on which rank carries the shard. docs/adr/0003 holds the
+measurements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,30 +25,12 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_structure import concatenate
-from lockstep.data.tensor_dataset import rows_at_once
+from lockstep.data.fast_tensor_dataset import rows_at_once
+from lockstep.data.global_batches import ItemKind
 from lockstep.randomness import derive_seed, preserved, seed_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-
-class ItemKind(Enum):
-    """What one item of a loader's stream is."""
-
-    SAMPLE_INDEX = "sample indices"
-    BATCH_OF_INDICES = "batches of indices"
-    READY_BATCH_INDEX = "indices of ready batches"
-    SAMPLE = "a stream of samples"
-    READY_BATCH = "ready batches"
-
-    @property
-    def is_ready_batch(self) -> bool:
-        return self in (ItemKind.READY_BATCH_INDEX, ItemKind.READY_BATCH)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether one item is one sample."""
-        return self in (ItemKind.SAMPLE_INDEX, ItemKind.SAMPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +43,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything that one batch is made of."""
+    """Everything that one batch is made of: the items of one or several shards of a step."""
 
     epoch: int
     step: int
     segments: tuple[Segment, ...]
 
+    @property
+    def items(self) -> list[Any]:
+        return [item for segment in self.segments for item in segment.items]
+
 
 def as_it_is(value: Any) -> Any:
-    """Return `value`: the loader's collate function once the request has been collated."""
+    """Return `value`: the collate function of a loader whose dataset has collated already."""
     return value
 
 
@@ -84,14 +70,14 @@ def may_draw(dataset: Any) -> bool:
     """
     if type(dataset) is Subset:
         return may_draw(dataset.dataset)
-    return type(dataset) is not TensorDataset and dataset is not None
+    return type(dataset) is not TensorDataset
 
 
-class RequestedDataset(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """The user's dataset, read a request at a time, each shard from its own random state.
 
     Args:
-        dataset: the user's; None where the items carry the samples themselves.
+        dataset: the user's; not read where the items are the data themselves.
         kind: what the items of a request are.
         collate: the user's collate function (or conversion, for ready batches).
         seed: the run's.
@@ -139,23 +125,19 @@ class RequestedDataset(Dataset[Any]):
     def _batch(self, request: Request) -> Any:
         # A loader's worker stacks rows into memory that it shares, which spares a copy.
         if self._takes_rows and get_worker_info() is None:
-            indices = [index for segment in request.segments for index in segment.items]
-            rows = rows_at_once(self.dataset, indices)
+            rows = rows_at_once(self.dataset, request.items)
             if rows is not None:
                 return rows
-        pieces = []
+        pieces: list[Any] = []
         for segment in request.segments:
             if self._may_draw:
                 seed = (self._seed, "data", request.epoch, request.step, segment.shard)
                 seed_all(derive_seed(*seed))
             pieces += self._read(segment)
-        if self._kind.is_ready_batch:
-            return concatenate([self._collate(piece) for piece in pieces])
-        if len(pieces) == 1:
-            return self._collate(pieces[0])
-        if all(isinstance(piece, list) for piece in pieces):
-            return self._collate(list(chain.from_iterable(pieces)))
-        # The user's __getitems__ returned something of its own for each part.
+        holds_samples = self._kind.is_sample or self._kind is ItemKind.BATCH_OF_INDICES
+        if holds_samples and all(isinstance(piece, list) for piece in pieces):
+            pieces = [list(chain.from_iterable(pieces))]
+        # Ready batches, or a user's __getitems__ that returns something of its own for each shard.
         return concatenate([self._collate(piece) for piece in pieces])
 
     def _read(self, segment: Segment) -> list[Any]:
@@ -166,9 +148,7 @@ class RequestedDataset(Dataset[Any]):
             return [self._samples(indices) for indices in segment.items]
         if self._kind is ItemKind.READY_BATCH_INDEX:
             return [self.dataset[index] for index in segment.items]
-        if self._kind is ItemKind.SAMPLE:
-            return [list(segment.items)]
-        return list(segment.items)
+        return [list(segment.items)] if self._kind is ItemKind.SAMPLE else list(segment.items)
 
     def _samples(self, indices: Any) -> Any:
         # The same condition as torch's own fetcher: an attribute set to None switches it off.
@@ -188,7 +168,7 @@ class WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, RequestedDataset):
+        if info is not None and isinstance(info.dataset, SeededDataset):
             # WorkerInfo forbids plain assignment.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._user_function is not None:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user's loader is made of: its stream of items, and how many make a global batch.
+"""A loader's data as a stream of items that is cut into global batches.
 
-Five kinds of loaders become one: a stream of items, `per_step` of which make a step. A
-loader with a batch size streams samples and takes a global batch of them; a loader whose
-batches are made elsewhere (a custom ``batch_sampler``, ``batch_size=None``, a list of
-batches) streams batches and takes one per shard. What cannot be shared out so that every
-sample is seen exactly once is refused here, before anything is read.
+Every loader is one stream of items, `per_step` of which make a global batch. A loader with a batch
+size streams samples and takes a whole global batch of them; a loader whose batches are made
+elsewhere (a custom ``batch_sampler``, ``batch_size=None``, a list of batches) streams batches and
+takes one for each shard. What cannot be shared out so that every sample is seen exactly once is
+refused here, before anything is read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch.utils.data import (
@@ -22,50 +24,91 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lockstep.data.batch_size import ShardBatchSize
-from lockstep.data.fetch import ItemKind
-from lockstep.data.isolation import Isolation, held_generators
-from lockstep.data.permutation import ShuffledOrder
+from lockstep.data.batch_structure import leading_length
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data.shard_batch_size import ShardBatchSize
+from lockstep.data.shuffled_order import ShuffledOrder
 from lockstep.errors import NotShardableError, WrongTypeError
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 _DRAWN_AT_A_TIME = 256
 
 T = TypeVar("T")
 
+Read = Callable[[int, int], list[Any]]
+"""``read(start, stop)``: the items at these positions of a stream."""
+
+
+class ItemKind(Enum):
+    """What one item of a loader's stream is."""
+
+    SAMPLE_INDEX = "sample indices"
+    BATCH_OF_INDICES = "batches of indices"
+    READY_BATCH_INDEX = "indices of ready batches"
+    SAMPLE = "a stream of samples"
+    STREAMED_BATCH = "a stream of ready batches"
+    READY_BATCH = "ready batches"
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether one item is one sample, and not a batch."""
+        return self in (ItemKind.SAMPLE_INDEX, ItemKind.SAMPLE)
+
+    @property
+    def is_data(self) -> bool:
+        """Whether an item is the data itself, so that to draw it is to read it."""
+        return self in (ItemKind.SAMPLE, ItemKind.STREAMED_BATCH, ItemKind.READY_BATCH)
+
+    def indices(self, items: Sequence[Any]) -> tuple[Any, ...]:
+        """The dataset's indices in `items`; empty where items are the data itself."""
+        if self is ItemKind.BATCH_OF_INDICES:
+            return tuple(index for indices in items for index in indices)
+        return () if self.is_data else tuple(items)
+
+    def count(self, items: Sequence[Any]) -> int | None:
+        """Samples that `items` stand for; None where only the batch made of them can tell."""
+        if self.is_sample:
+            return len(items)
+        if self is ItemKind.BATCH_OF_INDICES and all(isinstance(item, Sized) for item in items):
+            return sum(len(item) for item in items)
+        if self is ItemKind.READY_BATCH:
+            return sum(leading_length(item) for item in items)
+        return None
+
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """A global batch that has not been read yet: positions of something that can be read."""
+class GlobalBatch:
+    """A global batch that has not been read yet: positions `start` to `stop` of a stream."""
 
-    read: Callable[[int, int], list[Any]]
+    read: Read
     start: int
     stop: int
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def part(self, start: int, stop: int) -> list[Any]:
+    def items(self, start: int, stop: int) -> list[Any]:
+        """The items from number `start` of this batch on, up to number `stop`."""
         return self.read(self.start + start, self.start + stop)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A loader's stream of items.
+class GlobalBatches:
+    """A loader's stream of items, and how it is cut.
 
     Args:
         kind: what an item is.
-        items: the user's sampler, batch sampler, dataset or iterable.
-        per_step: items in a full step, over all shards.
-        drop_last: whether an incomplete step is left out.
-        held: what else may hold a generator that the stream draws from.
+        source: the user's sampler, batch sampler, dataset or iterable, which yields the items.
+        per_step: items in a full global batch, over all shards.
+        drop_last: whether an incomplete global batch is left out.
+        held: further objects that may hold a generator which the stream draws from.
     """
 
     kind: ItemKind
-    items: Any
+    source: Any
     per_step: int
     drop_last: bool = False
     held: tuple[Any, ...] = ()
@@ -73,36 +116,36 @@ class Layout:
     @property
     def length(self) -> int | None:
         """Items in an epoch, where the user's objects tell."""
-        return known_length(self.items)
+        return known_length(self.source)
 
     def num_steps(self, offset: int = 0) -> int | None:
-        """Steps that begin at or after item `offset`."""
+        """Global batches that begin at or after item `offset`."""
         if self.length is None:
             return None
         rest = max(0, self.length - offset)
         return rest // self.per_step if self.drop_last else -(-rest // self.per_step)
 
-    def windows(self, seed: int, epoch: int, offset: int = 0) -> Iterator[Window]:
+    def of_epoch(self, seed: int, epoch: int, offset: int = 0) -> Iterator[GlobalBatch]:
         """The global batches of an epoch, from item `offset` on."""
-        announce_epoch(epoch, (self.items, getattr(self.items, "sampler", None)))
+        announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
         order = self._seekable(seed, epoch)
         if order is None:
-            yield from self._drawn(seed, epoch, offset)
-            return
+            return self._drawn(seed, epoch, offset)
         read, length = order
-        for start in range(offset, length, self.per_step):
-            stop = min(start + self.per_step, length)
-            if stop - start == self.per_step or not self.drop_last:
-                yield Window(read, start, stop)
+        return self._cut(read, offset, length)
 
-    def _seekable(
-        self, seed: int, epoch: int
-    ) -> tuple[Callable[[int, int], list[Any]], int] | None:
-        """Orders that can be entered anywhere without drawing what comes before.
+    def _cut(self, read: Read, begin: int, end: int) -> Iterator[GlobalBatch]:
+        for start in range(begin, end, self.per_step):
+            stop = min(start + self.per_step, end)
+            if stop - start == self.per_step or not self.drop_last:
+                yield GlobalBatch(read, start, stop)
+
+    def _seekable(self, seed: int, epoch: int) -> tuple[Read, int] | None:
+        """An order that can be entered anywhere without drawing what comes before, and its length.
 
         Exact types only: a subclass may order differently.
         """
-        sampler = self.items
+        sampler = self.source
         if self.kind not in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
             return None
         if type(sampler) is SequentialSampler:
@@ -119,26 +162,23 @@ class Layout:
             return shuffled.read, len(shuffled)
         return None
 
-    def _drawn(self, seed: int, epoch: int, offset: int) -> Iterator[Window]:
+    def _drawn(self, seed: int, epoch: int, offset: int) -> Iterator[GlobalBatch]:
         """Items that can only be had one after the other."""
-        isolation = Isolation(
-            derive_seed(seed, "order", epoch), held_generators(self.items, *self.held)
+        isolated = IsolatedRandomness(
+            derive_seed(seed, "order", epoch), held_generators(self.source, *self.held)
         )
         chunk = self.per_step
-        if self.kind not in (ItemKind.SAMPLE, ItemKind.READY_BATCH):
-            # Indices are small: entering the isolation is shared by many. Samples are not.
+        if not self.kind.is_data:
+            # Indices are small: many of them share one entry of the isolation. Samples do not.
             chunk *= max(1, _DRAWN_AT_A_TIME // self.per_step)
-        iterator = isolation.open(self.items)
-        while offset > 0 and (skipped := len(isolation.draw(iterator, min(chunk, offset)))):
+        iterator = isolated.open(self.source)
+        while offset > 0 and (skipped := len(isolated.draw(iterator, min(chunk, offset)))):
             offset -= skipped
-        while drawn := isolation.draw(iterator, chunk):
-            for start in range(0, len(drawn), self.per_step):
-                stop = min(start + self.per_step, len(drawn))
-                if stop - start == self.per_step or not self.drop_last:
-                    yield Window(_reader(drawn), start, stop)
+        while drawn := isolated.draw(iterator, chunk):
+            yield from self._cut(_reader(drawn), 0, len(drawn))
 
 
-def _reader(drawn: list[Any]) -> Callable[[int, int], list[Any]]:
+def _reader(drawn: list[Any]) -> Read:
     return lambda start, stop: drawn[start:stop]
 
 
@@ -158,7 +198,9 @@ def announce_epoch(epoch: int, holders: Iterable[Any]) -> None:
             set_epoch(epoch)
 
 
-def describe(loader: Any, num_shards: int, global_batch_size: int | None = None) -> Layout:
+def global_batches_of(
+    loader: Any, num_shards: int, global_batch_size: int | None = None
+) -> GlobalBatches:
     """How `loader` is shared out over `num_shards` shards.
 
     Args:
@@ -172,10 +214,10 @@ def describe(loader: Any, num_shards: int, global_batch_size: int | None = None)
     """
     if not isinstance(loader, DataLoader):
         check_reiterable(loader)
-        return Layout(ItemKind.READY_BATCH, loader, num_shards)
+        return GlobalBatches(ItemKind.READY_BATCH, loader, num_shards)
     _refuse_split(loader.dataset)
     if isinstance(loader.dataset, IterableDataset):
-        return _describe_stream(loader, num_shards, global_batch_size)
+        return _of_stream(loader, num_shards, global_batch_size)
     if getattr(loader, "next_iter_state", None) is not None:
         raise NotShardableError(
             "this loader was told to go on from a state of its own",
@@ -189,12 +231,12 @@ def describe(loader: Any, num_shards: int, global_batch_size: int | None = None)
         _refuse_distributed(sampler)
     if batch_sampler is None:
         kind = ItemKind.READY_BATCH_INDEX
-        return Layout(kind, loader.sampler, num_shards, held=(loader.generator,))
+        return GlobalBatches(kind, loader.sampler, num_shards, held=(loader.generator,))
     if not is_exactly(batch_sampler, BatchSampler):
         kind = ItemKind.BATCH_OF_INDICES
-        return Layout(kind, batch_sampler, num_shards, held=(loader.generator,))
+        return GlobalBatches(kind, batch_sampler, num_shards, held=(loader.generator,))
     per_step = global_batch_size or _whole(batch_sampler.batch_size, num_shards)
-    return Layout(
+    return GlobalBatches(
         ItemKind.SAMPLE_INDEX,
         batch_sampler.sampler,
         per_step,
@@ -214,9 +256,9 @@ def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
     return own is kind or (double and own.__name__ == kind.__name__)
 
 
-def _describe_stream(
+def _of_stream(
     loader: DataLoader[Any], num_shards: int, global_batch_size: int | None
-) -> Layout:
+) -> GlobalBatches:
     dataset = loader.dataset
     if loader.num_workers > 0:
         raise NotShardableError(
@@ -228,9 +270,9 @@ def _describe_stream(
             fix="DataLoader(..., num_workers=0), or a map-style dataset (__len__ and __getitem__)",
         )
     if loader.batch_size is None:
-        return Layout(ItemKind.READY_BATCH, dataset, num_shards, held=(loader.generator,))
+        return GlobalBatches(ItemKind.STREAMED_BATCH, dataset, num_shards, held=(loader.generator,))
     per_step = global_batch_size or _whole(loader.batch_size, num_shards)
-    return Layout(
+    return GlobalBatches(
         ItemKind.SAMPLE, dataset, per_step, drop_last=loader.drop_last, held=(loader.generator,)
     )
 

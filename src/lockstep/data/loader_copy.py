@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From plans to batches, through the user's own loader.
+"""A copy of the user's loader that returns the batches it is asked for.
 
-The loader is copied object for object and three of its fields are replaced: the dataset (by
-one that reads requests), the batch sampler (by one that hands out requests) and the collate
-function (the request was collated where it was read). Everything else, a subclass's methods
-and fields of later torch versions included, is as the user made it; rebuilding a loader from a
-list of known fields is how fields get lost.
+The loader is copied object for object and three of its fields are replaced: the dataset (by one
+that reads requests), the batch sampler (by one that hands out requests) and the collate function
+(the dataset has collated already). Everything else, a subclass's methods and fields of later torch
+versions included, is as the user made it; to rebuild a loader from a list of known fields is how
+fields get lost.
 
-A loader reads requests ahead of the batches it returns, and a step may hold none for this
-worker or several. So both sides pull plans through one `_Run`, which keeps what the other side
-has not come to yet.
+A loader asks for requests ahead of the batches it returns, while a step may hold no request for
+this rank, or several. So the loader and the reader of the steps pull the same plans through
+`itertools.tee`, which keeps what either of them has not come to yet.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from itertools import tee
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from lockstep.data.fetch import Request, RequestedDataset, WorkerStart, as_it_is
-from lockstep.data.isolation import Isolation, held_generators
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data.seeded_dataset import Request, SeededDataset, WorkerStart, as_it_is
 from lockstep.errors import ConfigurationError, NotShardableError
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.utils.data import DataLoader
 
@@ -34,121 +34,91 @@ _END: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
-class PartPlan:
-    """A batch to come; `num_samples` None means that only the batch can tell."""
-
-    request: Request
-    num_samples: int | None
-    shards: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step to come, as far as this worker goes."""
+    """The batches that a rank reads in one step.
+
+    Args:
+        index: of the step within the epoch.
+        requests: one for each batch.
+        num_samples: of the global batch; None where the batches of other ranks would tell.
+    """
 
     index: int
-    parts: list[PartPlan]
+    requests: list[Request]
     num_samples: int | None
 
 
-class _Run:
-    """One pass over an epoch's plans, pulled by the loader and by the consumer."""
+class _Requests:
+    """The requests of one pass over an epoch, as a loader's iterator asks for them."""
 
-    def __init__(self, plans: Iterator[StepPlan]) -> None:
-        self._plans = plans
-        self._steps: deque[StepPlan] = deque()
-        self._requests: deque[Request] = deque()
-        self.num_requested = 0
+    def __init__(self, plans: Iterable[StepPlan]) -> None:
+        self._requests = (request for plan in plans for request in plan.requests)
+        self.num_asked = 0
 
-    def _advance(self) -> bool:
-        plan = next(self._plans, None)
-        if plan is None:
-            return False
-        self._steps.append(plan)
-        self._requests += [part.request for part in plan.parts]
-        return True
+    def __iter__(self) -> Iterator[Request]:
+        return self
 
-    def steps(self) -> Iterator[StepPlan]:
-        while self._steps or self._advance():
-            yield self._steps.popleft()
-
-    def requests(self) -> Iterator[Request]:
-        while True:
-            while not self._requests:
-                if not self._advance():
-                    return
-            self.num_requested += 1
-            yield self._requests.popleft()
-
-    def end(self) -> None:
-        """Let go of the plans: a persistent loader holds on to the run it read last.
-
-        Through the plans it would hold its own owner, and then only the cycle collector, in
-        an order that torch's worker processes take seconds to get over, would end it.
-        """
-        self._plans = iter(())
-        self._steps.clear()
-        self._requests.clear()
-
-
-class DirectDelivery:
-    """Batches without a loader: the items are the batches."""
-
-    def __init__(self, dataset: RequestedDataset) -> None:
-        self._dataset = dataset
-
-    def run(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
-        for plan in plans:
-            yield plan, [self._dataset.__getitems__(part.request) for part in plan.parts]
+    def __next__(self) -> Request:
+        request = next(self._requests)
+        self.num_asked += 1
+        return request
 
     def close(self) -> None:
-        pass
+        """Let go of the plans: a persistent loader holds on to the requests it read last.
+
+        Through the plans the loader would hold its own owner, and then only the cycle collector
+        would end it, in an order that torch's worker processes take seconds to get over.
+        """
+        self._requests.close()
 
 
 class _RequestSampler:
     """The copy's batch sampler. One object for its life: persistent workers keep it."""
 
     def __init__(self) -> None:
-        self.run = _Run(iter(()))
+        self.requests = _Requests(())
 
     def __iter__(self) -> Iterator[Request]:
-        return self.run.requests()
+        return self.requests
 
 
-class LoaderDelivery:
-    """Batches through a copy of the user's loader.
+class LoaderCopy:
+    """A copy of the user's loader, which reads the requests of a rank's steps.
 
     Args:
         loader: the user's; it is not changed.
-        dataset: what reads a request.
+        dataset: reads a request.
         seed: the run's.
     """
 
-    def __init__(self, loader: DataLoader[Any], dataset: RequestedDataset, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], dataset: SeededDataset, seed: int) -> None:
         self._seed = seed
         self._sampler = _RequestSampler()
         self._held = held_generators(loader.generator)
         self._loader = _copy_with(loader, dataset, self._sampler)
         self._keeps_workers = loader.num_workers > 0 and loader.persistent_workers
 
-    def run(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
-        run = _Run(plans)
+    def read(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
+        """Each plan with its batches, in order."""
+        plans, ahead = tee(plans)
+        requests = _Requests(ahead)
+        del ahead
         iterator: Any = None
-        num_delivered = 0
+        num_returned = 0
         try:
-            for plan in run.steps():
+            for plan in plans:
                 batches = []
-                for _ in plan.parts:
-                    # Opened at the first batch: a worker that never has samples must not let
-                    # its loader search an endless stream for some.
+                for _ in plan.requests:
+                    # Opened at the first batch: a rank that never has samples must not let its
+                    # loader search an endless stream for some.
                     if iterator is None:
-                        iterator, batch = self._open(run, epoch)
+                        iterator, batch = self._open(requests, epoch)
                     else:
-                        self._check_still_ours(run)
+                        self._check_still_ours(requests)
                         batch = next(iterator, _END)
-                    num_delivered += 1
+                    num_returned += 1
                     # A subclass that keeps an iterator of its own never asks for our requests.
-                    if batch is _END or run.num_requested < num_delivered:
+                    if batch is _END or requests.num_asked < num_returned:
                         raise self._miscount()
                     batches.append(batch)
                 yield plan, batches
@@ -156,22 +126,23 @@ class LoaderDelivery:
             if iterator is not None and next(iterator, _END) is not _END:
                 raise self._miscount()
         finally:
-            run.end()
+            requests.close()
             self._end(iterator)
 
     def close(self) -> None:
+        """End the worker processes that a loader with ``persistent_workers`` keeps."""
         iterator = self._loader._iterator
         vars(self._loader)["_iterator"] = None
         _shut_down(iterator)
 
-    def _open(self, run: _Run, epoch: int) -> tuple[Iterator[Any], Any]:
+    def _open(self, requests: _Requests, epoch: int) -> tuple[Iterator[Any], Any]:
         """Start the loader and take the first batch.
 
         torch draws the loader workers' base seed from the user's generator, or the global
         one: both must be left as they were, and the draw be the same after a resume.
         """
-        self._sampler.run = run
-        with Isolation(derive_seed(self._seed, "loader", epoch), self._held).entered():
+        self._sampler.requests = requests
+        with IsolatedRandomness(derive_seed(self._seed, "loader", epoch), self._held).entered():
             iterator = iter(self._loader)
             try:
                 return iterator, next(iterator, _END)
@@ -179,8 +150,8 @@ class LoaderDelivery:
                 self._end(iterator)
                 raise
 
-    def _check_still_ours(self, run: _Run) -> None:
-        if self._keeps_workers and self._sampler.run is not run:
+    def _check_still_ours(self, requests: _Requests) -> None:
+        if self._keeps_workers and self._sampler.requests is not requests:
             raise ConfigurationError(
                 "this iteration was ended by a later one over the same loader",
                 cause="persistent_workers=True gives a loader one set of worker processes, "
@@ -210,7 +181,7 @@ def _shut_down(iterator: Any) -> None:
 
 
 def _copy_with(
-    loader: DataLoader[Any], dataset: RequestedDataset, sampler: _RequestSampler
+    loader: DataLoader[Any], dataset: SeededDataset, sampler: _RequestSampler
 ) -> DataLoader[Any]:
     copy: DataLoader[Any] = object.__new__(type(loader))
     # Into __dict__, because DataLoader forbids assigning these once it is initialised.

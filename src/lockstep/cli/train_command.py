@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.cli.operators import find_operator
-from lockstep.cli.options import SAVING, TRAINER
-from lockstep.cli.settings import config_of
-from lockstep.cli.words import shown
+from lockstep.cli.error_text import shown
+from lockstep.cli.operator_config import config_of
+from lockstep.cli.operator_import import find_operator
+from lockstep.cli.train_options import SAVING, TRAINER
 from lockstep.errors import ConfigurationError, LockstepError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
 from lockstep.trainer import TorchTrainer

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from lockstep.data.batch_structure import leading_length
-from lockstep.data.isolation import Isolation, held_generators
-from lockstep.data.layout import announce_epoch, check_reiterable, known_length
+from lockstep.data.global_batches import announce_epoch, check_reiterable, known_length
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.randomness import derive_seed
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.data.shard_placement import ShardPlacement
 
 
-class Unsharded:
+class UserShardedLoader:
     """One worker's own loader, in steps of one part each.
 
     Its global random numbers are functions of (seed, epoch, first shard); generators that
@@ -86,7 +86,7 @@ class Unsharded:
         holders = (self._loader, *self._holders)
         announce_epoch(epoch, (h.sampler if type(h) is BatchSampler else h for h in holders))
         first = self._shards[0] if self._shards else -1
-        isolation = Isolation(
+        isolation = IsolatedRandomness(
             derive_seed(self.placement.seed, "unsharded", epoch, first),
             held_generators(*self._holders),
         )

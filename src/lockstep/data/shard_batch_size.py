@@ -37,12 +37,6 @@ class ShardBatchSize(int):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (int(self), self.whole)
 
-    def __copy__(self) -> ShardBatchSize:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardBatchSize:
-        return self
-
     def __mul__(self, factor: int) -> int:
         product = super().__mul__(factor)
         if not _is_plain_int(factor) or factor < 1:

@@ -17,7 +17,7 @@ from lockstep.data.batch_structure import children_of, rebuilt
 from lockstep.errors import ConfigurationError
 
 
-def rows(output: Any, count: int, place: str = "the output") -> list[Any]:
+def split_predictions(output: Any, count: int, place: str = "the output") -> list[Any]:
     """One item for each of `count` samples, each of the structure that `output` has.
 
     Args:
@@ -43,7 +43,7 @@ def rows(output: Any, count: int, place: str = "the output") -> list[Any]:
         children = [(f"[{number}]", value) for number, value in enumerate(output)]
     if children is None:
         raise _not_rows(place, count, f"a {type(output).__name__}")
-    columns = [(key, rows(child, count, place + key)) for key, child in children]
+    columns = [(key, split_predictions(child, count, place + key)) for key, child in children]
     return [
         rebuilt(output, [(key, column[number]) for key, column in columns])
         for number in range(count)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from lockstep.metrics.numeric import as_number, checked_weight, read_numbers, weighted_mean
+from lockstep.metrics.metric_values import as_number, checked_weight, read_numbers, weighted_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from lockstep import reduction
-from lockstep.data.layout import describe
+from lockstep.data.global_batches import global_batches_of
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
-from lockstep.integrations.lightning.checkpoints import added_by_hook, give_back
-from lockstep.integrations.lightning.hooks import HookedActs, call_data_hook
+from lockstep.integrations.lightning.checkpoint_hooks import added_by_hook, give_back
 from lockstep.integrations.lightning.logging_capture import LoggingCapture
-from lockstep.integrations.lightning.module_source import Source, check_given, is_lightning
-from lockstep.integrations.lightning.schedules import Schedules, configured
+from lockstep.integrations.lightning.loop_hooks import LoopHooks, call_data_hook
+from lockstep.integrations.lightning.lr_schedulers import SchedulerSteps, configured
+from lockstep.integrations.lightning.module_factory import ModuleFactory, check_given, is_lightning
 from lockstep.integrations.lightning.step_outputs import detached, loss_and_metrics
 from lockstep.integrations.lightning.trainer_view import TrainerView
 from lockstep.keys import SCHEDULER_STEP_MANUAL
@@ -72,7 +72,7 @@ def from_lightning(
     """
     unsupported.refuse_trainer_arguments(further)
     check_given(module_cls)
-    source = Source(
+    source = ModuleFactory(
         module_cls,
         datamodule,
         train_dataloader,
@@ -94,7 +94,7 @@ def from_lightning(
 class LightningOperator(TrainingOperator):
     """What `from_lightning` returns is a subclass; subclass that to set `joint_loss`."""
 
-    _source: ClassVar[Source]
+    _source: ClassVar[ModuleFactory]
 
     @classmethod
     def _brings(cls, method: str) -> bool:
@@ -135,13 +135,13 @@ class LightningOperator(TrainingOperator):
         self._steps_schedulers = setting.options.scheduler_step_freq is None
         manual = replace(setting.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.setting = replace(setting, options=manual)
-        self._lockstep.step_hooks = self._step_hooks = HookedActs(self, module)
+        self._lockstep.step_hooks = self._step_hooks = LoopHooks(self, module)
         self.model, self.optimizer, *_ = self.register(
             models=module,
             optimizers=optimizer,
             schedulers=[each.scheduler for each in schedules] or None,
         )
-        self._schedules = Schedules(schedules, module.lr_scheduler_step)
+        self._schedules = SchedulerSteps(schedules, module.lr_scheduler_step)
         self._view._tell(optimizers=[self.optimizer], lr_scheduler_configs=schedules)
         self._has_fit_begun = self._epoch_is_over = False
         self._open_epoch = -1
@@ -169,7 +169,7 @@ class LightningOperator(TrainingOperator):
         self.register_data(train_loader=train, validation_loader=validation)
         shards = self._lockstep.setting.placement.num_shards
         lengths = [
-            None if each is None else describe(each, shards).num_steps()
+            None if each is None else global_batches_of(each, shards).num_steps()
             for each in (train, validation)
         ]
         known = [float("inf") if each is None else each for each in lengths]

@@ -22,7 +22,7 @@ _FORMS: Final = (
 
 
 @dataclass
-class Schedule:
+class SchedulerConfig:
     """One scheduler and when it steps; attributes as Lightning names them.
 
     Attributes:
@@ -46,7 +46,7 @@ class Schedule:
     stepped_in: int = field(default=-1, init=False)
 
 
-def configured(result: Any, where: str) -> tuple[torch.optim.Optimizer, list[Schedule]]:
+def configured(result: Any, where: str) -> tuple[torch.optim.Optimizer, list[SchedulerConfig]]:
     """The optimizer and the schedules in what `configure_optimizers` returned.
 
     Raises:
@@ -116,9 +116,9 @@ def _unknown(got: str, where: str) -> ConfigurationError:
     )
 
 
-def _schedule(given: Any, monitor: str | None, where: str) -> Schedule:
+def _schedule(given: Any, monitor: str | None, where: str) -> SchedulerConfig:
     wanted = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    known = {each.name for each in fields(Schedule) if each.init}
+    known = {each.name for each in fields(SchedulerConfig) if each.init}
     extra = sorted(wanted.keys() - known)
     scheduler = wanted.get("scheduler")
     if extra or not callable(getattr(scheduler, "step", None)):
@@ -130,7 +130,7 @@ def _schedule(given: Any, monitor: str | None, where: str) -> Schedule:
         )
     wanted.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     wanted["monitor"] = wanted.get("monitor") or monitor
-    schedule = Schedule(**wanted)
+    schedule = SchedulerConfig(**wanted)
     if schedule.interval not in ("step", "epoch") or schedule.frequency < 1:
         raise ConfigurationError(
             "a scheduler steps at an interval that does not exist",
@@ -148,7 +148,7 @@ def _schedule(given: Any, monitor: str | None, where: str) -> Schedule:
     return schedule
 
 
-class Schedules:
+class SchedulerSteps:
     """Steps the schedulers of one module at their moments.
 
     Args:
@@ -156,7 +156,7 @@ class Schedules:
         step: the module's ``lr_scheduler_step(scheduler, metric)``.
     """
 
-    def __init__(self, items: list[Schedule], step: Callable[[Any, Any], None]) -> None:
+    def __init__(self, items: list[SchedulerConfig], step: Callable[[Any, Any], None]) -> None:
         self.items = items
         self._step = step
 

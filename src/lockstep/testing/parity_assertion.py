@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.data.batch_structure import leading_length, rows_of
+from lockstep.data.shard_batch_size import share_bounds
 from lockstep.dropout_off import DropoutOff, pin
 from lockstep.errors import ConfigurationError, ParityError
 from lockstep.group import Group
@@ -120,10 +121,10 @@ def _parity(
 
     def body(group: Group) -> dict[str, torch.Tensor | None]:
         model = replicas[group.rank]
-        start = group.rank * (size // world_size) + min(group.rank, size % world_size)
-        rows = size // world_size + (group.rank < size % world_size)
+        start, stop = share_bounds(size, world_size, group.rank)
+        rows = stop - start
         # A rank without rows takes part with the first row and no weight.
-        part = rows_of(batch, slice(start, start + rows) if rows else slice(1))
+        part = rows_of(batch, slice(start, stop) if rows else slice(1))
         sync = GradientSync([model], group)
         sync.set_delivered_weight(rows)
         try:

@@ -8,15 +8,15 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.placement_group import bundle_for, warn_of_no_room
-from lockstep.integrations.packages import required
-from lockstep.integrations.tune import checkpoints
+from lockstep.integrations.optional_packages import required
+from lockstep.integrations.tune import trial_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lockstep.trainer import TorchTrainer
 
-_made_with: weakref.WeakKeyDictionary[TorchTrainer, checkpoints.Hyperparameters]
+_made_with: weakref.WeakKeyDictionary[TorchTrainer, trial_checkpoint.Hyperparameters]
 _made_with = weakref.WeakKeyDictionary()
 
 
@@ -63,9 +63,9 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
     if not checkpoint:
         tune.report(dict(metrics))
         return
-    made_with = _made_with.setdefault(trainer, checkpoints.hyperparameters(trainer))
+    made_with = _made_with.setdefault(trainer, trial_checkpoint.hyperparameters(trainer))
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints.write(trainer, folder, made_with)
+        trial_checkpoint.write(trainer, folder, made_with)
         tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
 
 
@@ -79,10 +79,10 @@ def restore(trainer: TorchTrainer) -> bool:
         Whether there was a checkpoint.
     """
     tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
-    made_with = _made_with.setdefault(trainer, checkpoints.hyperparameters(trainer))
+    made_with = _made_with.setdefault(trainer, trial_checkpoint.hyperparameters(trainer))
     found = tune.get_checkpoint()
     if found is None:
         return False
     with found.as_directory() as folder:
-        checkpoints.read(trainer, folder, made_with)
+        trial_checkpoint.read(trainer, folder, made_with)
     return True

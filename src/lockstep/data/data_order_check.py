@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data.batch_structure import content_digest
-from lockstep.data.fetch import ItemKind
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lockstep.data.layout import Layout
+    from lockstep.data.global_batches import GlobalBatches
     from lockstep.data.shard_placement import ShardPlacement
 
 _MEANING: Final = {
@@ -41,28 +40,28 @@ _MEANING: Final = {
 }
 
 
-def plan_fingerprint(layout: Layout, placement: ShardPlacement, epoch: int) -> dict[str, Any]:
-    """The plan of an epoch as plain JSON, equal on workers that read by the same plan."""
+def plan_fingerprint(
+    batches: GlobalBatches, placement: ShardPlacement, epoch: int
+) -> dict[str, Any]:
+    """The plan of an epoch as plain JSON, equal on ranks that read by the same plan."""
     return {
-        "kind": layout.kind.value,
-        "length": layout.length,
-        "global_batch": layout.per_step,
-        "drop_last": layout.drop_last,
+        "kind": batches.kind.value,
+        "length": batches.length,
+        "global_batch": batches.per_step,
+        "drop_last": batches.drop_last,
         "num_shards": placement.num_shards,
         "seed": placement.seed,
         "epoch": epoch,
-        "first_batch": _first_batch(layout, placement.seed, epoch),
+        "first_batch": _first_batch(batches, placement.seed, epoch),
     }
 
 
-def _first_batch(layout: Layout, seed: int, epoch: int) -> str | None:
-    window = next(layout.windows(seed, epoch), None)
-    if window is None:
+def _first_batch(batches: GlobalBatches, seed: int, epoch: int) -> str | None:
+    first = next(batches.of_epoch(seed, epoch), None)
+    if first is None:
         return None
-    # Of a stream the first sample tells it apart from another rank's part of it.
-    is_stream = layout.kind in (ItemKind.SAMPLE, ItemKind.READY_BATCH)
-    items = window.part(0, 1 if is_stream else len(window))
-    return content_digest(items)
+    # One sample tells a stream apart from another rank's part of it, and spares the reading.
+    return content_digest(first.items(0, 1 if batches.kind.is_data else len(first)))
 
 
 def check_agreement(fingerprints: Sequence[Mapping[str, Any]]) -> None:

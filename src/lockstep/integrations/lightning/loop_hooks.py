@@ -24,7 +24,7 @@ def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:
     return getattr(owner, hook)(*arguments)
 
 
-class HookedActs(StepHooks):
+class LoopHooks(StepHooks):
     """The acts of the loop that trains `module`."""
 
     def __init__(self, operator: TrainingOperator, module: Any) -> None:

@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    from lockstep.integrations.packages import required
+    from lockstep.integrations.optional_packages import required
 
     yaml = required("yaml", extra="cli", by="a .yaml config")
 
