@@ -21,7 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.data.batch_structure import concatenate, map_leaves
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
-from lockstep.sync.buffers import fits, same_bits
+from lockstep.sync.buffers import same_bits
+from lockstep.tensor_copies import fits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

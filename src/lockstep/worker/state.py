@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.operator.state_copy import load_state
-from lockstep.sync import is_block, is_expanded
+from lockstep.tensor_copies import is_block, is_expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

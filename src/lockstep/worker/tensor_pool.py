@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from lockstep.operator.model_copies import tensors_in
-from lockstep.sync import is_block
+from lockstep.tensor_copies import is_block
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
