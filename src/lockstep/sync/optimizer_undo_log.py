@@ -9,7 +9,6 @@ state and its parameters, into memory that is used again for the next step.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +16,7 @@ import torch
 
 from lockstep.errors import ReplicasDifferError
 from lockstep.tensor_copies import TensorCopies
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,11 +91,11 @@ class OptimizerUndoLog:
         self._memory.clear()
 
 
-@dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor in a structure."""
+    """Stands for a tensor in a structure; a leaf of it, and so no dataclass."""
 
-    number: int
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class _Kept:
@@ -140,16 +140,15 @@ class _Apart:
         self._held = {id(param): param for param in held}
         self._places: dict[int, _Place] = {}
 
-    def take(self, value: Any) -> Any:
-        """`value` with the places of its tensors."""
+    def take(self, tree: Any) -> Any:
+        """`tree` with the places of its tensors."""
+        return tree_map(self._taken, tree)
+
+    def _taken(self, value: Any) -> Any:
         if id(value) in self._held:
             return value
         if isinstance(value, torch.Tensor):
             return self._place_of(value)
-        if type(value) is dict:
-            return {key: self.take(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.take(item) for item in value)
         if isinstance(value, int | float | str | None):
             return value
         return copy.deepcopy(value, dict(self._held))
@@ -161,11 +160,5 @@ class _Apart:
         return self._places[id(tensor)]
 
 
-def _put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    if type(value) is dict:
-        return {key: _put_together(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put_together(item, tensors) for item in value)
-    return value
+def _put_together(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    return tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, tree)
