@@ -21,7 +21,6 @@ import pickle
 import secrets
 import shutil
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import CheckpointError
+from lockstep.tensor_tree import KeyPath, rebuilt, tree_map, tree_map_with_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,35 +150,31 @@ def _is_ours(target: str) -> bool:
     )
 
 
-def _without_tensors(value: Any, tensors: dict[str, torch.Tensor], key: str = "") -> Any:
+def _without_tensors(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
     """The same structure, each tensor replaced by its name, shape and dtype."""
-    if isinstance(value, torch.Tensor):
+
+    def taken_out(path: KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         # Numbered: keys of different types may read the same.
-        name = f"{len(tensors)}{key}"
-        tensors[name] = value
-        return {_MARK: [name, list(value.shape), value.dtype]}
-    if isinstance(value, Mapping):
-        children = {k: _without_tensors(v, tensors, f"{key}.{k}") for k, v in value.items()}
-        return OrderedDict(children) if isinstance(value, OrderedDict) else children
-    if type(value) in (list, tuple):
-        return type(value)(
-            _without_tensors(child, tensors, f"{key}.{place}") for place, child in enumerate(value)
-        )
-    return value
+        name = "".join([str(len(tensors)), *(f".{key.value}" for key in path)])
+        tensors[name] = leaf
+        return {_MARK: [name, list(leaf.shape), leaf.dtype]}
+
+    return tree_map_with_path(taken_out, state)
 
 
-def _with_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _with_tensors(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """The opposite: tensors to be filled, by name."""
-    if isinstance(value, Mapping):
-        if _MARK in value:
-            name, shape, dtype = value[_MARK]
-            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
-            return tensors[name]
-        filled = {k: _with_tensors(child, tensors) for k, child in value.items()}
-        return OrderedDict(filled) if isinstance(value, OrderedDict) else filled
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(child, tensors) for child in value)
-    return value
+
+    def put_in(like: Any, values: list[Any]) -> Any:
+        if not isinstance(like, Mapping) or _MARK not in like:
+            return rebuilt(like, values)
+        name, shape, dtype = like[_MARK]
+        tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
+        return tensors[name]
+
+    return tree_map(lambda leaf: leaf, hollow, put_in)
 
 
 class _Unpickler(pickle.Unpickler):

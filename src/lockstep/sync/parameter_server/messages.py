@@ -15,19 +15,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import cloudpickle
 import torch
 
 from lockstep.errors import PeerLostError
+from lockstep.serialization import join, pack, split, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LENGTHS: Final = struct.Struct("<QQ")
-_ALIGNMENT: Final = 16
 _NOBODY_IS_SLOWER_S: Final = 60.0
-
-Spec = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass
@@ -77,8 +74,10 @@ class Parcel:
 
 def packed(message: Message) -> Parcel:
     """`message`, ready to be sent."""
-    spec, block = pack(message.tensors)
-    return Parcel(cloudpickle.dumps((message.what, message.about, spec)), block)
+    tensors = [tensor.detach() for tensor in message.tensors]
+    structure, buffers = split((message.what, message.about, tensors))
+    sizes = [buffer.numel() for buffer in buffers]
+    return Parcel(pickle.dumps((structure, sizes)), pack(buffers))
 
 
 class MessageSocket:
@@ -106,11 +105,11 @@ class MessageSocket:
     def receive(self) -> Message:
         """The next message. Raises `ConnectionLostError`."""
         head_length, block_length = _LENGTHS.unpack(self._exactly(_LENGTHS.size))
-        what, about, spec = pickle.loads(self._exactly(head_length))
+        structure, sizes = pickle.loads(self._exactly(head_length))
         block = torch.empty(block_length, dtype=torch.uint8, device="cpu")
         if block_length:
             self._fill(_memory_of(block))
-        return Message(what, about, unpack(spec, block))
+        return Message(*join(structure, unpack(block, sizes)))
 
     def _exactly(self, length: int) -> bytes:
         data = bytearray(length)
@@ -141,37 +140,6 @@ class MessageSocket:
 def _memory_of(block: torch.Tensor) -> memoryview:
     array: Any = block.numpy()
     return memoryview(array)
-
-
-def pack(tensors: Sequence[torch.Tensor]) -> tuple[Spec, torch.Tensor]:
-    """Tensors as one block of bytes on the CPU, and what is needed to read it."""
-    spec: Spec = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    block = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, device="cpu")
-    with torch.no_grad():
-        for tensor, place in zip(tensors, unpack(spec, block), strict=True):
-            place.copy_(tensor)
-    return spec, block
-
-
-def unpack(spec: Spec, block: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that `block` holds, as views into it."""
-    found: list[torch.Tensor] = []
-    offset = 0
-    for shape, dtype in spec:
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        found.append(block[offset : offset + size].view(dtype).view(shape))
-        offset += _padded(size)
-    return found
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return _padded(tensor.numel() * tensor.element_size())
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)

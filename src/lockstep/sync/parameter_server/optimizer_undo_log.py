@@ -9,14 +9,14 @@ state and its parameters, into memory that is used again for the next step.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync.buffers import fits, is_block, is_expanded, write_into
+from lockstep.tensor_copies import TensorCopies
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ class OptimizerUndoLog:
     def __init__(self) -> None:
         self.point: int | None = None
         self._kept: list[_Kept] = []
-        self._memory: dict[int, list[torch.Tensor]] = {}
+        self._memory: dict[int, TensorCopies] = {}
 
     def about_to_change(self, optimizer: Optimizer, point: int | None) -> None:
         """`optimizer` is about to step, or to load a state.
@@ -64,7 +64,7 @@ class OptimizerUndoLog:
             self._kept, self.point = [], point
         if point is None or any(kept.optimizer is optimizer for kept in self._kept):
             return
-        self._kept.append(_Kept(optimizer, self._memory.setdefault(id(optimizer), [])))
+        self._kept.append(_Kept(optimizer, self._memory.setdefault(id(optimizer), TensorCopies())))
 
     def return_to(self, committed: int) -> None:
         """Take back what happened from `committed` steps of the run on.
@@ -91,11 +91,11 @@ class OptimizerUndoLog:
         self._memory.clear()
 
 
-@dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor in a structure."""
+    """Stands for a tensor in a structure; a leaf of it, and so no dataclass."""
 
-    number: int
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class _Kept:
@@ -105,7 +105,7 @@ class _Kept:
         memory: copies that nobody needs any more; holds the new ones afterwards.
     """
 
-    def __init__(self, optimizer: Optimizer, memory: list[torch.Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, memory: TensorCopies) -> None:
         self.optimizer = optimizer
         self._held = [param for group in optimizer.param_groups for param in group["params"]]
         apart = _Apart(self._held)
@@ -113,8 +113,8 @@ class _Kept:
         # An optimizer may count in its groups, too.
         others = {**own_attributes(optimizer), "param_groups": optimizer.param_groups}
         self._others = apart.take(others)
-        copy_over(apart.tensors, memory)
-        self._tensors = memory
+        memory.take(apart.tensors)
+        self._tensors = memory.values
 
     def put_back(self) -> None:
         """The copies become the optimizer's own."""
@@ -140,16 +140,15 @@ class _Apart:
         self._held = {id(param): param for param in held}
         self._places: dict[int, _Place] = {}
 
-    def take(self, value: Any) -> Any:
-        """`value` with the places of its tensors."""
+    def take(self, tree: Any) -> Any:
+        """`tree` with the places of its tensors."""
+        return tree_map(self._taken, tree)
+
+    def _taken(self, value: Any) -> Any:
         if id(value) in self._held:
             return value
         if isinstance(value, torch.Tensor):
             return self._place_of(value)
-        if type(value) is dict:
-            return {key: self.take(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.take(item) for item in value)
         if isinstance(value, int | float | str | None):
             return value
         return copy.deepcopy(value, dict(self._held))
@@ -161,45 +160,5 @@ class _Apart:
         return self._places[id(tensor)]
 
 
-def _put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    if type(value) is dict:
-        return {key: _put_together(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put_together(item, tensors) for item in value)
-    return value
-
-
-def copy_over(values: Sequence[torch.Tensor], into: list[torch.Tensor]) -> None:
-    """Copies of `values` in `into`, whose memory is used again where it fits; no host waits."""
-    if len(values) != len(into):
-        into.clear()
-    places = [
-        n for n, (value, old) in enumerate(zip(values, into, strict=False)) if fits(value, old)
-    ]
-    overwrite([into[n] for n in places], [values[n] for n in places])
-    held = {n: into[n] for n in places}
-    into[:] = [held[n] if n in held else value.detach().clone() for n, value in enumerate(values)]
-
-
-def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Each of `targets` gets the value of its counterpart."""
-    plain: list[torch.Tensor] = []
-    theirs: list[torch.Tensor] = []
-    with torch.no_grad():
-        for target, value in zip(targets, values, strict=True):
-            if _is_plain(target):
-                plain.append(target)
-                theirs.append(value)
-            else:
-                write_into(target, value)
-        if plain:
-            torch._foreach_copy_(plain, theirs)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Every element is a number of its own in memory, as it is."""
-    if not is_block(tensor) or tensor.is_conj() or tensor.is_neg():
-        return False
-    return not is_expanded(tensor)
+def _put_together(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    return tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, tree)

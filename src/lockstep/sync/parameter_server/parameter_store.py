@@ -22,6 +22,7 @@ from lockstep.errors import (
     ReplicasDifferError,
     WorkerFailedError,
 )
+from lockstep.serialization import dumps_exception
 from lockstep.sync.parameter_server.messages import Message, checked
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 
@@ -262,17 +263,10 @@ def _plain(value: Any) -> Any:
 
 
 def _refusal(error: BaseException) -> Message:
-    try:
-        data = cloudpickle.dumps(error)
-        pickle.loads(data)
-    # Whatever a user's `__reduce__` raises.
-    except Exception:
-        shown = WorkerFailedError(
-            f"the parameter server raised {type(error).__name__}, which cannot travel",
-            got=str(error),
-        )
-        data = cloudpickle.dumps(shown)
-    return Message("error", data)
+    instead = WorkerFailedError(
+        f"the parameter server raised {type(error).__name__}, which cannot travel", got=str(error)
+    )
+    return Message("error", dumps_exception(error, instead))
 
 
 def _left(ranks: Sequence[int]) -> PeerLostError:
