@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data import ShardedLoader
-from lockstep.operator.loss_scope import computing
 from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
+from lockstep.operator.shard_computation import computing
 from lockstep.randomness import derive_seed, preserved
 from lockstep.tensor_tree import tree_map
 
@@ -53,7 +53,7 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
         None.
     """
     operator, run = worker.operator, worker.run
-    options, placement = worker.spec.options, operator._lockstep.setting.placement
+    options, placement = worker.spec.options, operator._lockstep.context.placement
     whole = options.sync == "data_parallel"
     source = ShardedLoader(
         loader, placement, joint=whole, borrow=False, keeps_last=True, keeps_generators=False

@@ -25,7 +25,7 @@ from torch import nn
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.operator import creators
-from lockstep.operator.machine_lock import one_after_the_other
+from lockstep.operator.host_file_lock import host_lock
 
 
 def make_model(config):
@@ -135,7 +135,7 @@ def test_what_cannot_be_a_creator_is_refused():
 def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize, tmp_path, monkeypatch):
     # Not the machine's own: other tests' workers take turns by that one meanwhile.
     lock = str(tmp_path / "lock")
-    monkeypatch.setattr(creators, "one_after_the_other", partial(one_after_the_other, lock))
+    monkeypatch.setattr(creators, "host_lock", partial(host_lock, lock))
 
     def download(config):
         try:
@@ -163,7 +163,7 @@ def test_turns_do_not_overlap_and_leave_no_file(tmp_path):
 
     def takes_turns(name):
         for _ in range(25):
-            with one_after_the_other(path):
+            with host_lock(path):
                 overlaps.extend(inside)
                 inside.append(name)
                 hashlib.sha256(work)  # long enough for another thread to come
@@ -175,7 +175,7 @@ def test_turns_do_not_overlap_and_leave_no_file(tmp_path):
     for thread in threads:
         thread.join()
     assert overlaps == []
-    with pytest.raises(LookupError), one_after_the_other(path):
+    with pytest.raises(LookupError), host_lock(path):
         raise LookupError
     assert list(tmp_path.iterdir()) == []
 
@@ -188,11 +188,11 @@ def test_a_process_that_was_forked_inside_keeps_nobody_waiting(tmp_path):
 
     def second():
         waits.set()
-        with one_after_the_other(path):
+        with host_lock(path):
             came.append(True)
 
     other = threading.Thread(target=second)
-    with one_after_the_other(path):
+    with host_lock(path):
         child = subprocess.Popen(["cat"], stdin=ends, pass_fds=_open_at(path))
         other.start()
         waits.wait()

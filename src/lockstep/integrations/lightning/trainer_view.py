@@ -91,7 +91,7 @@ class TrainerView:
 
     @property
     def world_size(self) -> int:
-        return self._operator._lockstep.setting.world_size  # type: ignore[no-any-return]
+        return self._operator._lockstep.context.world_size  # type: ignore[no-any-return]
 
     num_devices = world_size
 
@@ -114,11 +114,11 @@ class TrainerView:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        return self._operator._lockstep.setting.options.accumulate  # type: ignore[no-any-return]
+        return self._operator._lockstep.context.options.accumulate  # type: ignore[no-any-return]
 
     @property
     def gradient_clip_val(self) -> float | None:
-        norm: float | None = self._operator._lockstep.setting.options.clip_grad_norm
+        norm: float | None = self._operator._lockstep.context.options.clip_grad_norm
         value: float | None = self._source.gradient_clip_val
         return norm if value is None else value
 

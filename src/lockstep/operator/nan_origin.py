@@ -48,7 +48,7 @@ def explained(operator: TrainingOperator) -> Iterator[None]:
         yield
     except NonFiniteError as error:
         looks = [_look(operator, part, info) for part, info in _window(operator)]
-        group = operator._lockstep.setting.group
+        group = operator._lockstep.context.group
         has_peers = operator._lockstep.sync is not None and error.is_alike
         everyone = group.exchange(looks) if has_peers else [looks]
         told = _with(error, [_Look(*look) for looks in everyone for look in looks])
@@ -79,10 +79,10 @@ def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:
 
 def _window(operator: TrainingOperator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
     """The parts that the gradients came from; of a loop of the user's own, the batch in hand."""
-    stage = operator._lockstep
-    if stage.window or stage.delivered is None:
-        return stage.window
-    return [(stage.delivered, {"batch_idx": 0, "global_step": operator.global_step})]
+    state = operator._lockstep
+    if state.window or state.delivered is None:
+        return state.window
+    return [(state.delivered, {"batch_idx": 0, "global_step": operator.global_step})]
 
 
 def _look(operator: TrainingOperator, part: ShardBatch, info: Mapping[str, Any]) -> _Look:
@@ -96,7 +96,7 @@ def _look(operator: TrainingOperator, part: ShardBatch, info: Mapping[str, Any])
     # A loop of the user's own may have another loss, and a forward that cannot be had again.
     except Exception:
         return _Look(place, None, is_sure=False)
-    is_sure = not operator._brings_own_loop()
+    is_sure = not operator._overrides_loop()
     if not first and bool(loss.isfinite().all()):
         return _Look(place, None, is_sure)
     layer = f", first in the output of {first[0]}" if first else ""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
-class StepHooks:
+class StepActions:
     """Each is called once per optimizer step, but for `around_backward`: once per shard.
 
     An integration replaces them to call its framework's hooks at the moments that these have
@@ -35,4 +35,4 @@ class StepHooks:
     ) -> None:
         """After the reduction: unscale, clip, step."""
         state = operator._lockstep
-        state.precision.step(optimizer, run.parameters(), state.setting.options.clip_grad_norm)
+        state.precision.step(optimizer, run.parameters(), state.context.options.clip_grad_norm)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from lockstep.data import Step
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.cursor import StepSource
+    from lockstep.worker.data_cursor import StepSource
 
 
-class OwnSource:
+class UnshardedSource:
     """Every worker reads its own loader; the longest decides how many steps there are.
 
     A worker whose loader runs out borrows its last batch, with no weight, so that nobody
@@ -70,11 +70,11 @@ class OwnSource:
 
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
-    options, placement = operator._lockstep.setting.options, operator._lockstep.setting.placement
+    options, placement = operator._lockstep.context.options, operator._lockstep.context.placement
     if not options.add_dist_sampler:
-        return OwnSource(UserShardedLoader(loader, placement))
+        return UnshardedSource(UserShardedLoader(loader, placement))
     training = purpose == "train"
-    own_loop = operator._brings("train_epoch" if training else "validate")
+    own_loop = operator._overrides("train_epoch" if training else "validate")
     joint = wants_joint(operator, purpose)
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
@@ -86,8 +86,8 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:
     """Whether `operator`'s loop takes all the samples of its worker as one batch."""
     training = purpose == "train"
-    own_loop = operator._brings("train_epoch" if training else "validate")
-    own_batch = operator._brings("train_batch" if training else "validate_batch")
-    options = operator._lockstep.setting.options
+    own_loop = operator._overrides("train_epoch" if training else "validate")
+    own_batch = operator._overrides("train_batch" if training else "validate_batch")
+    options = operator._lockstep.context.options
     takes_whole = options.sync in (ONE_PROCESS, "data_parallel")
     return own_loop or own_batch or operator.joint_loss or takes_whole or not options.wrap_ddp

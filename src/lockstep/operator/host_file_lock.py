@@ -17,7 +17,7 @@ DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getui
 
 
 @contextmanager
-def one_after_the_other(path: str = DATA_LOCK) -> Iterator[None]:
+def host_lock(path: str = DATA_LOCK) -> Iterator[None]:
     """Inside, no other process of this machine is inside; blocks until then.
 
     The file at `path` is there only meanwhile. A process that gets the lock of a file that was

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayDatasetShard
-from lockstep.worker.cursor import Cursor
-from lockstep.worker.step_sources import wants_joint
+from lockstep.worker.batch_sources import wants_joint
+from lockstep.worker.data_cursor import Cursor
 
 if TYPE_CHECKING:
     from lockstep.data import RayBatches
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class DatasetSource:
+class DatasetSwitch:
     """What stands aside while a dataset feeds the training.
 
     Attributes:
@@ -44,8 +44,8 @@ class DatasetSource:
         source = RayDatasetShard(
             rows,
             batches,
-            operator._lockstep.setting.placement,
-            operator._lockstep.setting.group,
+            operator._lockstep.context.placement,
+            operator._lockstep.context.group,
             joint=wants_joint(operator, "train"),
         )
         cursor = Cursor(source)

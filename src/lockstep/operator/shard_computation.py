@@ -23,7 +23,7 @@ def reduction_of(
 ) -> reduction.Reduction:
     """The reduction of what `operator` computes on a batch that counts `weight`."""
     return reduction.Reduction(
-        operator._lockstep.setting.group,
+        operator._lockstep.context.group,
         weight,
         per_shard=per_shard,
         averages=operator.loss_reduction == "mean",
@@ -41,7 +41,7 @@ def computing(
     Raises:
         PerShardLossError: a module would share statistics between some of the shards.
     """
-    num_shards = operator._lockstep.setting.placement.num_shards
+    num_shards = operator._lockstep.context.placement.num_shards
     per_shard = isinstance(batch, WorkerBatch) and num_shards > 1
     if per_shard:
         _refuse_norms(
@@ -66,7 +66,7 @@ def refuse_borrowed(operator: TrainingOperator) -> None:
     Raises:
         PerShardLossError: a module shares statistics between workers.
     """
-    if operator._lockstep.setting.world_size > 1:
+    if operator._lockstep.context.world_size > 1:
         _refuse_norms(
             operator,
             "would count rows of another worker: this one has no samples in this step",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.machine_lock import one_after_the_other
+from lockstep.operator.host_file_lock import host_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ def from_creators(
                 schedulers=schedulers,
             )
             if data_creator is not None:
-                with one_after_the_other() if serialize_data_creation else nullcontext():
+                with host_lock() if serialize_data_creation else nullcontext():
                     loaders = data_creator(config)
                 _register_data(self, loaders)
 
@@ -132,7 +132,7 @@ def from_model(
     class ModelOperator(base):  # type: ignore[valid-type, misc]
         def setup(self, config: Any) -> None:
             given = (model, optimizer, criterion)
-            if self._lockstep.setting.is_trial:
+            if self._lockstep.context.is_trial:
                 # Together, so that the optimizer's copy holds the parameters of the model's.
                 given = copy.deepcopy(given)
             self.model, self.optimizer, *rest = self.register(

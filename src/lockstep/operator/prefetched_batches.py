@@ -13,7 +13,7 @@ from lockstep.errors import WeightError
 _CAUSE = "train_epoch reads ahead of the batch that it trains on, or left one out"
 
 
-class ReadAhead:
+class PrefetchedBatches:
     """The batches that a `train_epoch` of the user's own has read and not yet trained on."""
 
     def __init__(self) -> None:

@@ -138,7 +138,7 @@ class _Side:
     def computes_shards_apart(self) -> bool:
         """The loop can take the global batch shard by shard, and mean the same."""
         operator = self._copy.operator
-        return not operator._brings_own_loop() and not operator.joint_loss
+        return not operator._overrides_loop() and not operator.joint_loss
 
     def state(self) -> dict[str, Any]:
         return self._copy.state_dict()
@@ -155,7 +155,7 @@ class _Side:
                     return self._recorder.take()
 
     def exchange(self, value: Any) -> list[Any]:
-        return self._copy.operator._lockstep.setting.group.exchange(value)
+        return self._copy.operator._lockstep.context.group.exchange(value)
 
     def end(self) -> None:
         self._copy.stop()
