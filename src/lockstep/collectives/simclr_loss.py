@@ -16,7 +16,7 @@ import torch
 from lockstep.collectives.calls import TILE, agreed_call, as_tensor, gradient_of_scale, wide
 from lockstep.collectives.gathering import all_rows
 from lockstep.collectives.similarity_tiles import Coefficients, gradients, sums_of_exponentials
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.calls import Call, Reduction

@@ -22,7 +22,7 @@ from lockstep.operator.loss_scope import reduction_of
 from lockstep.operator.non_finite_report import explained
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
-from lockstep.reduction import activate
+from lockstep.reduction_context import activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.cursor import Tally
 from lockstep.worker.report import Counted, Report
