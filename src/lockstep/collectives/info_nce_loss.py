@@ -33,7 +33,7 @@ from lockstep.collectives.similarity_tiles import (
     sums_of_exponentials,
 )
 from lockstep.group import MAX
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.contrastive_call import Call, Reduction

@@ -10,7 +10,7 @@ import torch
 from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
 from lockstep.collectives.row_layout import agree_on_rows, brings_nothing, ranks_of, refuse_sums
 from lockstep.errors import ConfigurationError
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.group import Group

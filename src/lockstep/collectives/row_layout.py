@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.errors import (
     ConfigurationError,
     LockstepError,
@@ -45,7 +45,7 @@ def ranks_of(function: str, group: Any) -> Group:
         PerShardLossError: only one shard of the global batch is being computed.
         WrongUseError: there is no process group.
     """
-    current = reduction.active()
+    current = reduction_context.active()
     if current is not None and current.per_shard:
         raise PerShardLossError(
             f"{function} sees one shard here, and means the whole global batch",
@@ -75,7 +75,7 @@ def refuse_sums(function: str) -> None:
     Raises:
         ConfigurationError: the operator's ``loss_reduction`` is "sum".
     """
-    current = reduction.active()
+    current = reduction_context.active()
     if current is not None and not current.averages:
         raise ConfigurationError(
             f"{function} returns the loss of the whole global batch on every worker, and"
@@ -86,7 +86,7 @@ def refuse_sums(function: str) -> None:
 
 def brings_nothing() -> bool:
     """Whether the batch in hand is borrowed: its rows belong to another rank."""
-    current = reduction.active()
+    current = reduction_context.active()
     return current is not None and current.weight == 0.0
 
 
@@ -160,7 +160,7 @@ def agree_on_rows(
         RowsDifferError: the tensors do not fit together; names the ranks.
         ConfigurationError: the settings differ.
     """
-    weight = reduction.delivered_weight()
+    weight = reduction_context.delivered_weight()
     record = [float(next(_tickets)), _NO_WEIGHT if weight is None else weight]
     record += _filled(extras, _EXTRAS)
     record += _filled([zlib.crc32(function.encode()), *settings], _SETTINGS)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.errors import PerShardLossError
 from lockstep.operator.shard_batch import WorkerBatch
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def reduction_of(
     operator: TrainingOperator, weight: float | None, *, per_shard: bool = False
-) -> reduction.Reduction:
+) -> reduction_context.ReductionContext:
     """The reduction of what `operator` computes on a batch that counts `weight`."""
-    return reduction.Reduction(
+    return reduction_context.ReductionContext(
         operator._lockstep.context.group,
         weight,
         per_shard=per_shard,
@@ -32,7 +32,7 @@ def reduction_of(
 
 def computing(
     operator: TrainingOperator, batch: Any, num_samples: int
-) -> AbstractContextManager[reduction.Reduction]:
+) -> AbstractContextManager[reduction_context.ReductionContext]:
     """Around the forward and the backward of one part of `batch`, which has `num_samples`.
 
     With one shard in all there is nothing that a shard could leave out; with several, also on
@@ -50,14 +50,14 @@ def computing(
             "write `joint_loss = True` in the operator: its worker's shards then go through as"
             " one batch",
         )
-    return reduction.activate(reduction_of(operator, num_samples, per_shard=per_shard))
+    return reduction_context.activate(reduction_of(operator, num_samples, per_shard=per_shard))
 
 
 def computing_alone(
     operator: TrainingOperator, num_samples: int
-) -> AbstractContextManager[reduction.Reduction]:
+) -> AbstractContextManager[reduction_context.ReductionContext]:
     """Around a forward that the other ranks do not run: nothing may be gathered in it."""
-    return reduction.activate(reduction_of(operator, num_samples, per_shard=True))
+    return reduction_context.activate(reduction_of(operator, num_samples, per_shard=True))
 
 
 def refuse_borrowed(operator: TrainingOperator) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.operator.optimizer_hooks import refuse_left_out
 from lockstep.operator.prefetched_batches import PrefetchedBatches
 from lockstep.operator.shard_batch import BatchOrigin, ShardBatch, WindowPosition, WorkerBatch
@@ -166,7 +166,7 @@ class BatchIterator:
             sync.begin_step(self._state.committed)
         # Each shard's is set when its turn comes.
         weight = parts[0].num_samples if self._cursor.source.joint else None
-        current = reduction.active()
+        current = reduction_context.active()
         if current is not None:
             current.weight = weight
         if not self._cursor.source.joint:

@@ -22,7 +22,7 @@ from lockstep.operator.nan_origin import explained
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.shard_computation import reduction_of
 from lockstep.randomness import preserved
-from lockstep.reduction import activate
+from lockstep.reduction_context import activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.data_cursor import Tally
 from lockstep.worker.report import Counted, Report

@@ -19,7 +19,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
 from lockstep.tensor_copies import TensorCopies

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.data.global_batches import global_batches_of
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
@@ -380,7 +380,7 @@ def _only(loader: Any, purpose: str) -> Any:
 
 
 def _samples_now() -> float:
-    active = reduction.active()
+    active = reduction_context.active()
     if active is None or active.weight is None:
         raise ConfigurationError(
             "a training_step runs outside of a trainer's step",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Reduction:
+class ReductionContext:
     """What the loss being computed will take part in.
 
     Attributes:
@@ -46,7 +46,7 @@ class Reduction:
 
 
 class _OfThisThread(threading.local):
-    current: Reduction | None = None
+    current: ReductionContext | None = None
     delivered: float | None = None
 
 
@@ -54,11 +54,11 @@ _of_this_thread = _OfThisThread()
 # Autograd runs CUDA backwards, and the Python hooks in them, on threads of its own. Those see
 # the reduction of the process: with one rank per process there is only one. Ranks that are
 # threads of one process (CPU) run their hooks on their own thread and never come here.
-_of_the_process: list[Reduction] = []
+_of_the_process: list[ReductionContext] = []
 _lock = threading.Lock()  # ranks that are threads enter and leave at the same time
 
 
-def active() -> Reduction | None:
+def active() -> ReductionContext | None:
     """The active reduction of this thread, else the one last activated in this process."""
     current = _of_this_thread.current
     if current is not None:
@@ -67,7 +67,7 @@ def active() -> Reduction | None:
         return _of_the_process[-1] if _of_the_process else None
 
 
-def activate(reduction: Reduction) -> AbstractContextManager[Reduction]:
+def activate(reduction: ReductionContext) -> AbstractContextManager[ReductionContext]:
     """Make `reduction` the active one inside the block. Blocks nest."""
     return _Active(reduction)
 
@@ -77,10 +77,10 @@ class _Active:
 
     __slots__ = ("_before", "_reduction")
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, reduction: ReductionContext) -> None:
         self._reduction = reduction
 
-    def __enter__(self) -> Reduction:
+    def __enter__(self) -> ReductionContext:
         self._before = _of_this_thread.current
         _of_this_thread.current = self._reduction
         with _lock:
@@ -100,15 +100,15 @@ class _Active:
 
 def backward_of(
     group: Group, weight: float | None, earlier: Mapping[int, torch.Tensor]
-) -> AbstractContextManager[Reduction]:
+) -> AbstractContextManager[ReductionContext]:
     """Around a backward that a `GradientSync` over `group` runs.
 
     Args:
         weight: what was put on its root; None for a plain one.
-        earlier: see `Reduction`.
+        earlier: see `ReductionContext`.
     """
     # Of this thread: the user's, and on it no other rank runs.
-    around = _of_this_thread.current or Reduction(group, _of_this_thread.delivered)
+    around = _of_this_thread.current or ReductionContext(group, _of_this_thread.delivered)
     if earlier:
         around = replace(around, earlier=earlier)
     if weight is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.lazy_compiler import import_compiler_lazily, outside_graphs
+from lockstep.lazy_dynamo_import import import_compiler_lazily, outside_graphs
 from lockstep.sync.window_weights import weighted_root
 
 OPTIMIZERS = [

@@ -4,7 +4,7 @@
 import sys
 import threading
 
-from lockstep.reduction import Reduction, activate, active
+from lockstep.reduction_context import ReductionContext, activate, active
 
 _TURNS = 3000
 
@@ -14,7 +14,7 @@ def test_ranks_that_are_threads_enter_and_leave_at_the_same_time():
     begin = threading.Barrier(8)
 
     def one_rank():
-        mine = Reduction(group=None)
+        mine = ReductionContext(group=None)
         begin.wait()
         try:
             for _ in range(_TURNS):
