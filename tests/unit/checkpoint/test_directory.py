@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from lockstep import checkpoint
-from lockstep.checkpoint.directory import INDEX
+from lockstep.checkpoint.dcp_directory import INDEX
 from lockstep.errors import CheckpointError, CheckpointWriteError
 
 STATE = {

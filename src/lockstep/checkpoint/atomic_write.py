@@ -125,17 +125,22 @@ class _SyncedMeanwhile(io.FileIO):
         super().close()
 
 
-def _sync_folder(folder: str) -> None:
-    """Make the rename itself survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: str) -> None:
+    """Bring a file, or the names in a folder, to the disk: a rename, too, survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: str) -> None:
+    try:
+        sync(folder)
     except OSError as error:
         # Some network file systems cannot sync a folder, and need not: they rename on a server.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(descriptor)
 
 
 def write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointWriteError:

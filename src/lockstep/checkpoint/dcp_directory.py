@@ -21,18 +21,19 @@ import pickle
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint.atomic_write import sync, write_error
+from lockstep.checkpoint.file_format import read_file, write
+from lockstep.checkpoint.plain_values import plain_state
+from lockstep.errors import CheckpointError, CheckpointWriteError
 from lockstep.tensor_tree import KeyPath, rebuilt, tree_map, tree_map_with_path
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -61,36 +62,36 @@ _KNOWN: Final = {
 }
 
 
-def fill_directory(
-    folder: str, state: Mapping[str, Any], write_index: Callable[[str, Mapping[str, Any]], Any]
-) -> None:
-    """Write a plain `state` into the empty `folder`; `write_index` writes a checkpoint file.
+def is_checkpoint_directory(path: str) -> bool:
+    """`path` is a directory that `write_directory` wrote."""
+    return os.path.isfile(os.path.join(path, INDEX))
+
+
+def write_directory(path: str | os.PathLike[str], state: Mapping[str, Any]) -> str:
+    """As `write`, into a directory whose tensors any torch program can read, in shards too.
+
+    Returns:
+        `path` as a string.
 
     Raises:
-        OSError: a file could not be written.
+        CheckpointError: see `write`; or something else than such a directory is in the way.
+        CheckpointWriteError: it could not be written (also an OSError).
     """
-    tensors: dict[str, torch.Tensor] = {}
-    hollow = _without_tensors(state, tensors)
-    if tensors:
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        with _in_one_process():
-            save(tensors, checkpoint_id=folder, no_dist=True)
-    files = {name: _checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
-    for name in files:
-        _sync(os.path.join(folder, name))
-    write_index(os.path.join(folder, INDEX), {"state": hollow, "files": files})
+    plain = plain_state(state)
+    try:
+        _publish(os.fspath(path), plain)
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise write_error(path, error) from error
+    return os.fspath(path)
 
 
-def publish_directory(path: str, fill: Callable[[str], None]) -> None:
-    """Give `path` the content that `fill` writes into the folder that it is given.
-
-    Raises:
-        CheckpointError: `path` is something else than a checkpoint of this kind.
-        OSError: the file system said no.
-    """
+def _publish(path: str, plain: Mapping[str, Any]) -> None:
+    """Fill a directory beside `path`, and give it the name `path`."""
     target = os.path.realpath(path)
-    if os.path.lexists(target) and not _is_ours(target):
+    is_empty = os.path.isdir(target) and not os.listdir(target)
+    if os.path.lexists(target) and not is_empty and not is_checkpoint_directory(target):
         raise CheckpointError(
             "something else than a checkpoint directory is in the way",
             where=path,
@@ -101,7 +102,7 @@ def publish_directory(path: str, fill: Callable[[str], None]) -> None:
     stem = os.path.join(os.path.dirname(target), f".lockstep-{secrets.token_hex(8)}")
     try:
         os.mkdir(f"{stem}.tmp")
-        fill(f"{stem}.tmp")
+        _fill(f"{stem}.tmp", plain)
         if os.path.isdir(target):
             os.rename(target, f"{stem}.old")
         os.rename(f"{stem}.tmp", target)
@@ -114,12 +115,27 @@ def publish_directory(path: str, fill: Callable[[str], None]) -> None:
         shutil.rmtree(f"{stem}.old", ignore_errors=True)
 
 
-def read_directory(path: str, index: Mapping[str, Any]) -> dict[str, Any]:
-    """The state in a directory whose index was read and verified.
+def _fill(folder: str, plain: Mapping[str, Any]) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    hollow = _without_tensors(plain, tensors)
+    if tensors:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        with _in_one_process():
+            save(tensors, checkpoint_id=folder, no_dist=True)
+    files = {name: _checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
+    for name in files:
+        sync(os.path.join(folder, name))
+    write(os.path.join(folder, INDEX), {"state": hollow, "files": files})
+
+
+def read_directory(path: str) -> dict[str, Any]:
+    """The state in a directory that `write_directory` wrote.
 
     Raises:
         CheckpointError: a file is missing, damaged, or would run code.
     """
+    index = read_file(os.path.join(path, INDEX))
     for name, expected in index["files"].items():
         file = os.path.join(path, name)
         got = _checksum(file) if os.path.isfile(file) else "no such file"
@@ -142,12 +158,6 @@ def read_directory(path: str, index: Mapping[str, Any]) -> dict[str, Any]:
         with _in_one_process():
             load(tensors, storage_reader=reader, no_dist=True)
     return state
-
-
-def _is_ours(target: str) -> bool:
-    return os.path.isfile(os.path.join(target, INDEX)) or (
-        os.path.isdir(target) and not os.listdir(target)
-    )
 
 
 def _without_tensors(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
@@ -201,7 +211,7 @@ def _reader(path: str, verified: Set[str]) -> FileSystemReader:
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            with self.fs.create_stream(_joined(self.path, _METADATA), "rb") as file:
+            with self.fs.create_stream(os.path.join(self.path, _METADATA), "rb") as file:
                 metadata: Metadata = _Unpickler(io.BytesIO(file.read())).load()
             for name, entry in metadata.state_dict_metadata.items():
                 if type(entry) is not TensorStorageMetadata:
@@ -224,18 +234,6 @@ def _in_one_process() -> Iterator[None]:
         yield
 
 
-def _joined(folder: str | os.PathLike[str] | Path, name: str) -> str:
-    return os.path.join(os.fspath(folder), name)
-
-
 def _checksum(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What covers which byte of a checkpoint, so that a change of any of them is found.
+"""Which checksum covers which bytes of a checkpoint file, so that a change of any is found.
 
 torch's zip file holds a CRC-32 of every record's content, computed from memory while the record
 is written. Large records are covered by that: it finds every change within 32 neighbouring bits,
@@ -60,7 +60,8 @@ def large_records(file: IO[bytes]) -> list[Record]:
 
 
 def digest_around(file: IO[bytes], records: list[Record], content_size: int) -> str:
-    """The SHA-256 of what is not in `records`, up to `content_size`, and of an empty comment."""
+    """The SHA-256 of the first `content_size` bytes without those of `records`, and of an empty
+    comment."""
     digest = hashlib.sha256()
     position = 0
     for record in records:
@@ -82,11 +83,6 @@ def changed_record(file: IO[bytes], records: list[Record]) -> Record | None:
         if crc != record.crc:
             return record
     return None
-
-
-def digest_of_all(file: IO[bytes], content_size: int) -> str:
-    """The SHA-256 of the first `content_size` bytes and of an empty comment."""
-    return digest_around(file, [], content_size)
 
 
 def _chunks(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:

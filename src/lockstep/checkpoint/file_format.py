@@ -7,12 +7,12 @@
 
     mark: lockstep-checkpoint {"sha256":"<64 hex>","version":2} <crc32 of all before it, 8 hex>
 
-The comment is the last field of a zip file, and its length the last but one: torch writes
-none, and readers skip it. Every byte is covered: the content of large records by their own CRCs
-and the rest of torch's by the checksum (see `cover`; of the file as torch wrote it, length
-zero), the length by the mark's real length, the mark by its own CRC. So the mark can be believed
-before the content is, and a newer file is called newer, not damaged. Version 1, whose checksum
-is that of all of torch's bytes, is read as well.
+The comment is the last field of a zip file, and its length the last but one: torch writes none, and
+readers skip it. Every byte is covered: the content of large records by their own CRCs and the rest
+of torch's by the checksum (of the file as torch wrote it, with a comment of length zero; see
+`record_checksums`), the length by the mark's real length, the mark by its own CRC. So a reader can
+believe the mark before the content, and calls a newer file newer, not damaged. Version 1, whose
+checksum is that of all of torch's bytes, is read as well.
 
 Rejected: a record of our own inside the archive (it cannot hold a checksum of the archive,
 and adding one needs torch's private writer); a second file (two files cannot be replaced in
@@ -32,12 +32,9 @@ from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from lockstep.checkpoint.cover import (
-    changed_record,
-    digest_around,
-    digest_of_all,
-    large_records,
-)
+from lockstep.checkpoint.atomic_write import publish
+from lockstep.checkpoint.plain_values import plain_state
+from lockstep.checkpoint.record_checksums import changed_record, digest_around, large_records
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,6 +48,44 @@ _END_SIZE: Final = 22
 _NO_COMMENT: Final = b"\0\0"
 _MAX_COMMENT: Final = 0xFFFF
 _RESAVE: Final = "load an older checkpoint, or copy this one again from where it was written"
+
+
+def write(path: str | os.PathLike[str], state: Mapping[str, Any]) -> str:
+    """Save `state`: afterwards `path` holds all of it; after a failure, what it held before.
+
+    Args:
+        path: the file; missing folders are created, a symbolic link is written through.
+        state: nested dicts, lists and tuples of tensors and plain Python values; see
+            `plain_state` for what is converted and what is refused.
+
+    Returns:
+        `path` as a string.
+
+    Raises:
+        WrongTypeError: `state` is no dict.
+        CheckpointError: something in it could not be read back; the message says where.
+        CheckpointWriteError: the file could not be written (also an OSError).
+    """
+    plain = plain_state(state)
+
+    def fill(file: IO[bytes]) -> None:
+        serialise(plain, file)
+        _prove_readable(file)
+
+    publish(path, fill)
+    return os.fspath(path)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The state in a file that `write` saved.
+
+    Raises:
+        CheckpointError, OSError: see `lockstep.checkpoint.read`.
+    """
+    # One open file for the check and the load: a writer that replaces `path` in between
+    # cannot make us load what was not checked.
+    with open(path, "rb") as file:
+        return _load(file, path)
 
 
 def serialise(state: Mapping[str, Any], file: IO[bytes]) -> None:
@@ -77,7 +112,7 @@ def serialise(state: Mapping[str, Any], file: IO[bytes]) -> None:
     file.write(struct.pack("<H", len(mark)) + mark)
 
 
-def prove_readable(file: IO[bytes]) -> None:
+def _prove_readable(file: IO[bytes]) -> None:
     """Read back the structure of a file that `serialise` filled (mapped: no tensor is read).
 
     `plain_state` has named what it knows to be unreadable; this is for what it does not.
@@ -93,7 +128,7 @@ def prove_readable(file: IO[bytes]) -> None:
         ) from error
 
 
-def load(file: IO[bytes], path: str) -> dict[str, Any]:
+def _load(file: IO[bytes], path: str) -> dict[str, Any]:
     """The state in an open file, after every byte of it has been checked.
 
     Raises:
@@ -206,7 +241,7 @@ def _damage_of(file: IO[bytes], mark: Mapping[str, Any], content_size: int) -> s
     """What is wrong with torch's part of the file; None if it is what was written."""
     other = "its checksum does not match its content"
     if mark["version"] == 1:
-        return None if digest_of_all(file, content_size) == mark["sha256"] else other
+        return None if digest_around(file, [], content_size) == mark["sha256"] else other
     try:
         records = large_records(file)
     except OSError:
