@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics.merge_over_workers import merge
-from lockstep.metrics.metric_values import as_number, checked_weight, read_numbers
+from lockstep.metrics.metric_values import WeightedMean, as_number, checked_weight, read_means
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,34 +49,6 @@ class AverageMeter:
         self.avg = self.sum / self.count
 
 
-class _WeightedMean:
-    """One metric's running sums, over everything and over the parts of its latest step.
-
-    The latest step is held as a mean and not as a sum: a step of one part then gives back
-    exactly the value that went in (0.1 * 3 / 3 is not 0.1).
-    """
-
-    __slots__ = ("last_mean", "last_step", "last_weight", "total", "weight")
-
-    def __init__(self) -> None:
-        self.total: Any = 0
-        self.weight: float = 0
-        self.last_step = 0
-        self.last_mean: Any = 0
-        self.last_weight: float = 0
-
-    def add(self, value: Any, weight: float, step: int) -> None:
-        part = value * weight
-        self.total = self.total + part
-        self.weight += weight
-        if step == self.last_step:
-            both = self.last_weight + weight
-            self.last_mean = (self.last_mean * self.last_weight + part) / both
-            self.last_weight = both
-        else:
-            self.last_step, self.last_mean, self.last_weight = step, value, weight
-
-
 class AverageMeterCollection:
     """Weighted means of whatever metrics a loop reports, in constant memory.
 
@@ -96,7 +69,7 @@ class AverageMeterCollection:
         self._batch_count = 0
         self._step = 0
         self._has_explicit_steps = False
-        self._means: defaultdict[str, _WeightedMean] = defaultdict(_WeightedMean)
+        self._means: defaultdict[str, WeightedMean] = defaultdict(WeightedMean)
         self._others: dict[str, Any] = {}
 
     @property
@@ -106,13 +79,9 @@ class AverageMeterCollection:
 
     def copy(self) -> AverageMeterCollection:
         """What was counted so far, to go on from twice."""
-        other = AverageMeterCollection()
-        vars(other).update(vars(self))
-        other._means = defaultdict(_WeightedMean)
-        for key, mean in self._means.items():
-            twin = other._means[key]
-            for name in _WeightedMean.__slots__:
-                setattr(twin, name, getattr(mean, name))
+        other = copy.copy(self)
+        other._means = defaultdict(WeightedMean)
+        other._means.update({key: copy.copy(mean) for key, mean in self._means.items()})
         other._others = dict(self._others)
         return other
 
@@ -174,21 +143,13 @@ class AverageMeterCollection:
         Waits once per device that metrics live on.
 
         Returns:
-            ``batch_count``, ``num_samples``; per metric ``sums``, ``weights``,
-            ``last_steps`` (number of the latest step that reported it), ``last_means``,
-            ``last_weights`` (over that step); ``others`` (latest values of non-numbers).
+            ``batch_count``, ``num_samples``; ``sums``, a `WeightedMean` for each metric;
+            ``others``, the latest values of what is no number.
         """
-        means = self._means
-        totals = read_numbers(mean.total for mean in means.values())
-        last_means = read_numbers(mean.last_mean for mean in means.values())
         return {
             BATCH_COUNT: self._batch_count,
             NUM_SAMPLES: self.n,
-            "sums": dict(zip(means, totals, strict=True)),
-            "weights": {key: mean.weight for key, mean in means.items()},
-            "last_steps": {key: mean.last_step for key, mean in means.items()},
-            "last_means": dict(zip(means, last_means, strict=True)),
-            "last_weights": {key: mean.last_weight for key, mean in means.items()},
+            "sums": read_means(self._means),
             "others": {
                 key: value.cpu() if isinstance(value, Tensor) else value
                 for key, value in self._others.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one set of sums per worker to one result."""
+"""The metrics of several workers as one result: sums are added up, and divided once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from lockstep.metrics.metric_values import as_number, checked_weight, read_numbers, weighted_mean
+from lockstep.metrics.metric_values import (
+    as_number,
+    checked_weight,
+    merged_mean,
+    read_numbers,
+    weighted_mean,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -33,14 +39,8 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     latest: dict[str, Any] = {}
     for key in _keys_in_order(state["sums"] for state in states):
-        having = [state for state in states if key in state["sums"]]
-        weight = sum(state["weights"][key] for state in having)
-        merged[key] = sum(state["sums"][key] for state in having) / weight
-        last_step = max(state["last_steps"][key] for state in having)
-        latest[f"last_{key}"] = weighted_mean(
-            (state["last_means"][key], state["last_weights"][key])
-            for state in having
-            if state["last_steps"][key] == last_step
+        merged[key], latest[f"last_{key}"] = merged_mean(
+            [state["sums"][key] for state in states if key in state["sums"]]
         )
     others = (item for state in states for item in state["others"].items())
     # `setdefault`: a metric that the user called `last_x` is the user's, not our latest `x`;
@@ -85,27 +85,20 @@ def merge_user_results(
     ]
     merged: dict[str, Any] = {NUM_SAMPLES: sum(samples)}
     for key in _keys_in_order(results):
-        if key == NUM_SAMPLES:
-            continue
-        if key == WEIGHT:
-            merged[WEIGHT] = sum(counts)
-            continue
-        pairs = [
-            (result[key], count)
-            for result, count in zip(results, counts, strict=True)
-            if key in result
+        held = [
+            (result[key], n) for result, n in zip(results, counts, strict=True) if key in result
         ]
-        numbers = [
-            (read_numbers([number])[0], count)
-            for value, count in pairs
-            if (number := as_number(value)) is not None
-        ]
-        if not numbers:
-            merged[key] = pairs[0][0]
+        numbers = [(as_number(value), n) for value, n in held]
+        read = read_numbers(number for number, _ in numbers if number is not None)
+        if key in (NUM_SAMPLES, WEIGHT):
+            merged[key] = sum(samples if key == NUM_SAMPLES else counts)
+        elif not read:
+            merged[key] = held[0][0]
         elif key in (BATCH_COUNT, EPOCH):
-            merged[key] = max(number for number, _ in numbers)
+            merged[key] = max(read)
         else:
-            merged[key] = weighted_mean(numbers)
+            weights = [n for number, n in numbers if number is not None]
+            merged[key] = weighted_mean(zip(read, weights, strict=True))
     return merged
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as a number, and how numbers are weighted."""
+"""What counts as a number among the metrics of a batch, and how numbers become weighted means."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from lockstep.errors import WeightError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 def as_number(value: Any) -> Any:
@@ -31,8 +32,13 @@ def as_number(value: Any) -> Any:
     return value if isinstance(value, Real) else None
 
 
+def is_scalar(value: Any) -> TypeGuard[Tensor]:
+    """Whether `value` is a tensor that holds one real number."""
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
 def _tensor_as_number(tensor: Tensor) -> Any:
-    if tensor.numel() != 1 or tensor.is_complex():
+    if not is_scalar(tensor):
         return None
     if tensor.device.type == "cpu":
         return tensor.item()
@@ -74,3 +80,49 @@ def weighted_mean(pairs: Iterable[tuple[Any, float]]) -> Any:
         return counting[0][0]  # exactly, not value * weight / weight
     weight = sum(weight for _, weight in counting)
     return sum(value * weight for value, weight in counting) / weight
+
+
+@dataclass(slots=True)
+class WeightedMean:
+    """The sums of one metric: over all that was added, and over the parts of its latest step.
+
+    The latest step is held as a mean and not as a sum: a step of one part then gives back
+    exactly the value that went in (0.1 * 3 / 3 is not 0.1).
+    """
+
+    total: Any = 0
+    weight: float = 0
+    last_step: int = 0
+    last_mean: Any = 0
+    last_weight: float = 0
+
+    def add(self, value: Any, weight: float, step: int) -> None:
+        part = value * weight
+        self.total = self.total + part  # not in place: copies share their tensors
+        self.weight += weight
+        if step == self.last_step:
+            both = self.last_weight + weight
+            self.last_mean = (self.last_mean * self.last_weight + part) / both
+            self.last_weight = both
+        else:
+            self.last_step, self.last_mean, self.last_weight = step, value, weight
+
+
+def read_means(means: Mapping[str, WeightedMean]) -> dict[str, WeightedMean]:
+    """Copies that hold Python's numbers, with one wait for each device."""
+    totals = read_numbers(mean.total for mean in means.values())
+    last_means = read_numbers(mean.last_mean for mean in means.values())
+    return {
+        name: replace(mean, total=total, last_mean=last_mean)
+        for (name, mean), total, last_mean in zip(means.items(), totals, last_means, strict=True)
+    }
+
+
+def merged_mean(workers: Sequence[WeightedMean]) -> tuple[Any, Any]:
+    """One metric's mean over several workers, and its mean over the latest step of any of them."""
+    weight = sum(mean.weight for mean in workers)
+    last_step = max(mean.last_step for mean in workers)
+    latest = weighted_mean(
+        (mean.last_mean, mean.last_weight) for mean in workers if mean.last_step == last_step
+    )
+    return (sum(mean.total for mean in workers) / weight if weight else math.nan), latest

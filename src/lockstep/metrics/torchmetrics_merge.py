@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchmetrics objects of several workers as one: their states merged, computed once.
+"""Objects of torchmetrics on several workers as one: their states are merged, and computed once.
 
 A worker sends the objects themselves, and nothing is exchanged while it trains. What a metric
 says of merging its states (its ``dist_reduce_fx``) is done here, on the driver, as torchmetrics
@@ -17,10 +17,17 @@ from typing import Any
 
 import torch
 
+from lockstep.metrics.metric_values import is_scalar
+
+
+def is_metric(value: Any) -> bool:
+    """Whether `value` is an object of torchmetrics, as far as its states tell."""
+    return hasattr(value, "_reductions")
+
 
 def metrics_in(module: Any) -> Iterator[Any]:
-    """A metric and those inside it (wrappers have some), each once, in a fixed order."""
-    return (each for each in module.modules() if hasattr(each, "_reductions"))
+    """The metrics in a module (one may be the module itself), each once, in a fixed order."""
+    return (each for each in module.modules() if is_metric(each))
 
 
 def was_updated(metric: Any) -> bool:
@@ -45,7 +52,7 @@ def computed(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         value = _merged(updated).compute()
         parts = value if isinstance(value, Mapping) else {"": value}
         for key, part in parts.items():
-            values[f"{name}_{key}" if key else name] = _plain(part)
+            values[f"{name}_{key}" if key else name] = part.item() if is_scalar(part) else part
     return values
 
 
@@ -68,8 +75,3 @@ def _merge_states(own: Any, parts: Sequence[Any]) -> None:
         else:
             stacked = torch.stack(states)
             setattr(own, name, stacked if reduce is None else reduce(stacked))
-
-
-def _plain(value: Any) -> Any:
-    is_number = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
-    return value.item() if is_number else value
