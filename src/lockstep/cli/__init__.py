@@ -58,7 +58,8 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code."""
-    from lockstep.audit.options import from_namespace, json_also_of_wrong_usage
+    from lockstep.audit.options import from_namespace
+    from lockstep.audit.wrong_usage import json_also_of_wrong_usage
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.data.batch_structure import children_of, rebuilt
 from lockstep.errors import ConfigurationError
+from lockstep.tensor_tree import Key, children_of, rebuilt
 
 
 def split_predictions(output: Any, count: int, place: str = "the output") -> list[Any]:
@@ -40,14 +40,11 @@ def split_predictions(output: Any, count: int, place: str = "the output") -> lis
         return [output] * count
     children = children_of(output)
     if children is None and isinstance(output, tuple):  # nothing but plain values
-        children = [(f"[{number}]", value) for number, value in enumerate(output)]
+        children = [(Key("[{}]", number), value) for number, value in enumerate(output)]
     if children is None:
         raise _not_rows(place, count, f"a {type(output).__name__}")
-    columns = [(key, split_predictions(child, count, place + key)) for key, child in children]
-    return [
-        rebuilt(output, [(key, column[number]) for key, column in columns])
-        for number in range(count)
-    ]
+    columns = [split_predictions(child, count, f"{place}{key}") for key, child in children]
+    return [rebuilt(output, [column[number] for column in columns]) for number in range(count)]
 
 
 def _not_rows(place: str, count: int, got: str) -> ConfigurationError:

@@ -25,7 +25,6 @@ from lockstep.errors import (
 from lockstep.keys import NUM_SAMPLES, SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.batch_metrics import class_accuracy, mean_over_shards
-from lockstep.operator.loss_scope import computing, computing_alone
 from lockstep.operator.loss_weights import (
     BY_SAMPLES,
     Result,
@@ -36,6 +35,7 @@ from lockstep.operator.loss_weights import (
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
+from lockstep.operator.shard_computation import computing, computing_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,8 +112,8 @@ def train_epoch(
     operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
     parts = registered(operator)
-    operator._lockstep.step_hooks.set_training(parts, True)
-    operator._lockstep.ran_our_epoch = True
+    operator._lockstep.step_actions.set_training(parts, True)
+    operator._lockstep.ran_default_epoch = True
     recorder = _Recorder(operator)
     with operator.timers.record("train_epoch"):
         for batch_idx, batch in enumerate(iterator, getattr(iterator, "first_index", 0)):
@@ -138,11 +138,11 @@ def follow_batch(operator: TrainingOperator, info: Mapping[str, Any]) -> None:
 
 def _note_window(operator: TrainingOperator, batch: Any, batch_info: Mapping[str, Any]) -> None:
     """What a gradient that is not finite may have come from; see `explaining`."""
-    stage = operator._lockstep
-    if stage.place.opens:
-        stage.window.clear()
-    if stage.setting.options.check_finite:
-        stage.window.extend((part, batch_info) for part in parts_of(operator, batch))
+    state = operator._lockstep
+    if state.place.opens:
+        state.window.clear()
+    if state.context.options.check_finite:
+        state.window.extend((part, batch_info) for part in shard_batches(operator, batch))
 
 
 def checked_metrics(operator: TrainingOperator, method: str, result: Any) -> dict[str, Any]:
@@ -173,10 +173,10 @@ def train_batch(
 ) -> dict[str, Any]:
     run = registered(operator)
     optimizer = the_only(operator, "optimizer", run.optimizers)
-    parts = parts_of(operator, batch)
+    parts = shard_batches(operator, batch)
     if operator._lockstep.place.opens:
         _open_window(operator, run, optimizer)
-    in_order = operator._lockstep.setting.options.reproducible
+    in_order = operator._lockstep.context.options.reproducible
     own_weights = operator._lockstep.weighed_by.get("train") != BY_SAMPLES
     buffers = RunningStatistics(run.modules(), len(parts), run.sync, may_discard=own_weights)
     results: list[Result] = []
@@ -201,16 +201,16 @@ def train_batch(
 
 
 def _step(operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer) -> None:
-    stage = operator._lockstep
-    stage.is_default_step = True
+    state = operator._lockstep
+    state.is_default_step = True
     try:
-        stage.step_hooks.step(operator, run, optimizer)
+        state.step_actions.step(operator, run, optimizer)
     except NonFiniteError:
         # A `train_batch` around this one may catch it, and leave this step out.
-        stage.put_buffers_back()
+        state.put_buffers_back()
         raise
     finally:
-        stage.is_default_step = False
+        state.is_default_step = False
 
 
 def _open_window(
@@ -219,12 +219,12 @@ def _open_window(
     # What an abandoned window left (a state was loaded in the middle of one) is gone.
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
-    operator._lockstep.step_hooks.zero_grad(optimizer)
-    if operator._lockstep.setting.options.accumulate > 1:
+    operator._lockstep.step_actions.zero_grad(optimizer)
+    if operator._lockstep.context.options.accumulate > 1:
         operator._lockstep.buffers_before = BufferSnapshot(run.plain_modules())
 
 
-def parts_of(operator: TrainingOperator, batch: Any) -> tuple[ShardBatch, ...]:
+def shard_batches(operator: TrainingOperator, batch: Any) -> tuple[ShardBatch, ...]:
     """The shards of a delivered batch; a batch that the user cut himself is one part."""
     if isinstance(batch, WorkerBatch):
         return batch.parts
@@ -248,8 +248,8 @@ def _train_part(
     weight = take_weight(operator, "train", part, metrics)
     with operator.timers.record("grad"):
         scaled = operator._lockstep.precision.scale(loss)
-        step_hooks = operator._lockstep.step_hooks
-        with step_hooks.around_backward(scaled), _turn(operator, part, reduces):
+        step_actions = operator._lockstep.step_actions
+        with step_actions.around_backward(scaled), _turn(operator, part, reduces):
             backward(operator, scaled, weight)
     return {"train_loss": _reported(operator, loss, part), **metrics}, weight
 
@@ -272,7 +272,7 @@ def _turn(
         return nullcontext()
     if not reduces:
         return sync.no_sync()
-    in_order = operator._lockstep.setting.options.reproducible
+    in_order = operator._lockstep.context.options.reproducible
     return sync.last_shard(part.shard) if in_order else nullcontext()
 
 
@@ -311,7 +311,7 @@ def backward(operator: TrainingOperator, loss: torch.Tensor, weight: float | Non
     if sync is None:
         if (
             weight is not None
-            and operator._lockstep.setting.world_size > 1
+            and operator._lockstep.context.world_size > 1
             and operator._lockstep.registered
         ):
             _refuse_weight_without_sync(operator, weight)
@@ -361,7 +361,7 @@ def default_loss(operator: TrainingOperator, batch: Any) -> tuple[torch.Tensor, 
     *features, target = batch
     output = model(*features)
     loss = criterion(output, target)
-    operator._lockstep.measures.observe(operator._lockstep.purpose, output, target)
+    operator._lockstep.registered_metrics.observe(operator._lockstep.purpose, output, target)
     return loss, output, target
 
 
@@ -369,7 +369,7 @@ def default_prediction(operator: TrainingOperator, batch: Any) -> Any:
     """The model's output for a batch as `default_loss` takes it, or one without a target."""
     run = registered(operator)
     # No gradient, no wrapper: the user's own DDP would wait for ranks that have no batch left.
-    models = run.models if operator._lockstep.setting.options.wrap_ddp else run.plain_models()
+    models = run.models if operator._lockstep.context.options.wrap_ddp else run.plain_models()
     model = models[0] if len(models) == 1 else the_only(operator, "model", models)
     if isinstance(batch, torch.Tensor):
         return model(batch)
@@ -391,7 +391,7 @@ def default_prediction(operator: TrainingOperator, batch: Any) -> Any:
 def validate(
     operator: TrainingOperator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
-    operator._lockstep.step_hooks.set_training(registered(operator), False)
+    operator._lockstep.step_actions.set_training(registered(operator), False)
     recorder = _Recorder(operator)
     with torch.no_grad(), operator.timers.record("validation"):
         for batch_idx, batch in enumerate(iterator):
@@ -405,8 +405,8 @@ def validate(
 def validate_batch(
     operator: TrainingOperator, batch: Any, batch_info: dict[str, Any]
 ) -> dict[str, Any]:
-    own_loss = operator._brings("compute_loss")
-    parts = parts_of(operator, batch)
+    own_loss = operator._overrides("compute_loss")
+    parts = shard_batches(operator, batch)
     results: list[Result] = []
     for part in parts:
         part.seed_randomness()

@@ -106,7 +106,7 @@ def _checked(operator: TrainingOperator, given: Any) -> float:
             got=f"{given!r:.80}",
             fix="return loss, {lockstep.keys.WEIGHT: int(mask.sum())}",
         )
-    options, alone = operator._lockstep.setting.options, operator._lockstep.setting.world_size == 1
+    options, alone = operator._lockstep.context.options, operator._lockstep.context.world_size == 1
     if operator._lockstep.sync is None and not (alone and options.accumulate == 1):
         raise NotAvailableError(
             "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",

@@ -42,7 +42,7 @@ _Held = list[torch.nn.Parameter]
 def watch_optimizers(operator: TrainingOperator) -> list[RemovableHandle]:
     """Have each registered optimizer refuse a step that is not finite."""
     run = operator._lockstep.registered
-    if run is None or not operator._lockstep.setting.options.check_finite:
+    if run is None or not operator._lockstep.context.options.check_finite:
         return []
     handles: list[RemovableHandle] = []
     for optimizer in run.optimizers:

@@ -9,7 +9,7 @@ from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.precision import Precision
 from lockstep.operator.registered_metrics import RegisteredMetrics
 from lockstep.operator.shard_batch import ShardBatch, WindowPosition
-from lockstep.operator.step_hooks import StepHooks
+from lockstep.operator.step_actions import StepActions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.metrics.step_log import StepLog
+    from lockstep.operator.prefetched_batches import PrefetchedBatches
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.read_ahead import ReadAhead
     from lockstep.operator.running_statistics import BufferSnapshot
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
@@ -34,15 +34,15 @@ class OperatorState:
     Attributes:
         registered: what `register` was given; None before.
         loaders: what `register_data` was given, by purpose.
-        step_hooks: what the default loop does to models and optimizers.
-        measures: what `register_metrics` was given.
+        step_actions: what the default loop does to models and optimizers.
+        registered_metrics: what `register_metrics` was given.
         purpose: "train" or "validation": of the call that runs.
         delivered: the plain batch in hand; None between batches, and while shards are.
         read_ahead: what the user's own `train_epoch` has read; None in all other loops.
         place: where the batch in hand stands in its accumulation window.
         committed: global batches that have happened since the run began.
         weighed_by: what the default loops' losses count for, by purpose, once one was computed.
-        ran_our_epoch: the default `train_epoch` ran in this pass, maybe from the user's.
+        ran_default_epoch: the default `train_epoch` ran in this pass, maybe from the user's.
         meters: the metrics of the whole call.
         summary: what the default loop returned for this pass; None if it did not run.
         partial: the weights of the latest batch's metrics that not all of its shards reported.
@@ -59,20 +59,20 @@ class OperatorState:
         joint_norms: the modules that share statistics between workers; looked up once a call.
     """
 
-    def __init__(self, config: Mapping[str, Any], setting: RankContext) -> None:
+    def __init__(self, config: Mapping[str, Any], context: RankContext) -> None:
         self.config = dict(config) if type(config) is dict else config
-        self.setting = setting
-        self.precision = Precision(setting.options.precision, setting.device)
+        self.context = context
+        self.precision = Precision(context.options.precision, context.device)
         self.registered: TrainingParts | None = None
         self.loaders: dict[str, Any] = {}
-        self.step_hooks = StepHooks()
-        self.measures = RegisteredMetrics()
+        self.step_actions = StepActions()
+        self.registered_metrics = RegisteredMetrics()
         self.delivered: ShardBatch | None = None
-        self.read_ahead: ReadAhead | None = None
+        self.read_ahead: PrefetchedBatches | None = None
         self.place = WindowPosition(opens=True, closes=True)
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
-        self.ran_our_epoch = False
+        self.ran_default_epoch = False
         self.is_default_step = False
         self.num_computed = 0
         self.has_scheduled = False
@@ -88,7 +88,7 @@ class OperatorState:
         """A new `train` or `validate`: its metrics start from nothing."""
         self.purpose = purpose
         self.forget_step()
-        self.measures.reset()
+        self.registered_metrics.reset()
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
         self.partial: dict[str, float] = {}
@@ -101,7 +101,7 @@ class OperatorState:
 
     def forget_counts(self) -> None:
         """What the call has counted so far is not its own."""
-        self.measures.reset()
+        self.registered_metrics.reset()
         self.meters.reset()
 
     def is_borrowed(self) -> bool:

@@ -36,7 +36,7 @@ def follow_steps(operator: TrainingOperator) -> list[RemovableHandle]:
             _follow(operator, optimizer)
 
     handles = [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
-    if operator._brings_own_loop() and of_default_loop(operator._lockstep.setting.options):
+    if operator._overrides_loop() and of_default_loop(operator._lockstep.context.options):
         handles += [optimizer.register_step_pre_hook(before) for optimizer in run.optimizers]
     return handles
 
@@ -48,12 +48,12 @@ def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _follow(operator: TrainingOperator, optimizer: torch.optim.Optimizer) -> None:
-    stage = operator._lockstep
-    number = len(stage.stepped)
-    stage.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
-    if operator._brings("after_step"):
+    state = operator._lockstep
+    number = len(state.stepped)
+    state.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
+    if operator._overrides("after_step"):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
-        seed = derive_seed(stage.setting.placement.seed, "after_step", operator.global_step, number)
+        seed = derive_seed(state.context.placement.seed, "after_step", operator.global_step, number)
         with torch.no_grad(), preserved(seed):
             operator.after_step()
 
@@ -89,7 +89,7 @@ def of_default_loop(options: Options) -> list[str]:
 
 
 def _refuse_own_step(operator: TrainingOperator) -> None:
-    name = of_default_loop(operator._lockstep.setting.options)[0]
+    name = of_default_loop(operator._lockstep.context.options)[0]
     raise ConfigurationError(
         f"{name} belongs to the default loop, and an optimizer stepped outside of it",
         where=f"{type(operator).__name__}, rank {operator.world_rank}, step {operator.global_step}",
@@ -105,13 +105,13 @@ def refuse_left_out(operator: TrainingOperator) -> None:
     Windows of `accumulate` batches are counted as the batches are delivered; one that was left
     out, computed twice, or read ahead would end up in another window, or in none.
     """
-    stage = operator._lockstep
-    if stage.setting.options.accumulate == 1 or stage.num_computed == 1:
+    state = operator._lockstep
+    if state.context.options.accumulate == 1 or state.num_computed == 1:
         return
     raise ConfigurationError(
         "accumulate counts global batches, and one did not go through train_batch once",
         where=f"{type(operator).__name__}, rank {operator.world_rank}, step {operator.global_step}",
         expected="super().train_batch() once for each batch, before the next one is read",
-        got=f"{stage.num_computed} calls",
+        got=f"{state.num_computed} calls",
         fix=OWN_LOOP_LINES["accumulate"],
     )

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.errors import ConfigurationError
 from lockstep.operator.model_copies import copied_models
-from lockstep.sync.buffers import fits, write_into
+from lockstep.tensor_copies import fits, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,10 +146,10 @@ def _places(model: nn.Module) -> list[torch.device]:
     return [each.device for each in (*model.parameters(), *model.buffers())]
 
 
-def update_averages(stage: OperatorState) -> None:
+def update_averages(state: OperatorState) -> None:
     """A global batch is over: average the models whose optimizers stepped in it, once each."""
-    stepped, stage.stepped = stage.stepped, []
-    run = stage.registered
+    stepped, state.stepped = state.stepped, []
+    run = state.registered
     if not stepped or run is None or not run.averages:
         return
     for model, average in zip(run.plain_models(), run.averages, strict=True):

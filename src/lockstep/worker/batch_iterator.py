@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep import reduction
-from lockstep.operator.loss_scope import refuse_borrowed
+from lockstep import reduction_context
 from lockstep.operator.optimizer_hooks import refuse_left_out
-from lockstep.operator.read_ahead import ReadAhead
+from lockstep.operator.prefetched_batches import PrefetchedBatches
 from lockstep.operator.shard_batch import BatchOrigin, ShardBatch, WindowPosition, WorkerBatch
+from lockstep.operator.shard_computation import refuse_borrowed
 from lockstep.operator.weight_averages import update_averages
 from lockstep.randomness import derive_seed
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.errors import WeightError
     from lockstep.operator import TrainingOperator
     from lockstep.sync import Synchroniser
-    from lockstep.worker.cursor import Cursor, Tally
+    from lockstep.worker.data_cursor import Cursor, Tally
     from lockstep.worker.rollback import Rollback
 
 
@@ -50,7 +50,7 @@ class BatchIterator:
         first_index: int,
     ) -> None:
         self._operator = operator
-        self._stage = operator._lockstep
+        self._state = operator._lockstep
         self._cursor = cursor
         self._tally = tally
         self._limit = limit
@@ -58,8 +58,8 @@ class BatchIterator:
         self._rollback = rollback
         self.first_index = first_index
         self._open: int | None = None
-        own_loop = purpose == "train" and operator._brings("train_epoch")
-        self._stage.read_ahead = ReadAhead() if own_loop and cursor.source.joint else None
+        own_loop = purpose == "train" and operator._overrides("train_epoch")
+        self._state.read_ahead = PrefetchedBatches() if own_loop and cursor.source.joint else None
         self.delivered = 0
         self.epoch_over = False
 
@@ -105,40 +105,40 @@ class BatchIterator:
         Raises:
             PeerLostError: nobody knows whether it has, for the group was given up meanwhile.
         """
-        self._stage.setting.group.confirm()
+        self._state.context.group.confirm()
         if self._purpose == "train":
             # A loop may step once more after its last batch.
-            update_averages(self._stage)
+            update_averages(self._state)
         if self._open is None:
             return
         if self._purpose == "train":
             refuse_left_out(self._operator)
-            self._stage.num_computed, self._stage.has_scheduled = 0, False
+            self._state.num_computed, self._state.has_scheduled = 0, False
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:
             self._tally.samples += self._open
         else:
-            self._stage.forget_counts()  # an earlier call has counted them
+            self._state.forget_counts()  # an earlier call has counted them
         self._open = None
-        self._stage.delivered = None
+        self._state.delivered = None
         if self._purpose == "train":
-            self._stage.committed += 1
-            self._operator.global_step = self._stage.committed
+            self._state.committed += 1
+            self._operator.global_step = self._state.committed
             self._note_window()
             if self._rollback is not None:
                 self._rollback.settle(self._cursor)
-            if self._stage.step_log is not None:
+            if self._state.step_log is not None:
                 is_settled = self._rollback is None or self._rollback.is_settled
                 epoch = self._cursor.epochs_entered
-                self._stage.step_log.commit(self._stage.committed, epoch, is_settled=is_settled)
+                self._state.step_log.commit(self._state.committed, epoch, is_settled=is_settled)
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()
 
     def _note_window(self) -> None:
-        every = self._stage.setting.options.accumulate
-        if self._stage.place.closes or self._cursor.step % every == 0:
+        every = self._state.context.options.accumulate
+        if self._state.place.closes or self._cursor.step % every == 0:
             self._cursor.window_start = self._cursor.step
 
     def _look_for_the_end(self) -> None:
@@ -148,7 +148,7 @@ class BatchIterator:
 
     def _place(self, step: Step) -> WindowPosition:
         """Windows begin with the epoch; its last one is short if it does not come out even."""
-        every = self._stage.setting.options.accumulate
+        every = self._state.context.options.accumulate
         if every == 1:
             return WindowPosition(opens=True, closes=True)
         full = (step.index + 1) % every == 0
@@ -157,25 +157,25 @@ class BatchIterator:
 
     def _deliver(self, step: Step) -> Any:
         if self._purpose == "train":
-            self._stage.place = self._place(step)
+            self._state.place = self._place(step)
             if self._rollback is not None:
                 self._rollback.keep(self._cursor, self._tally)
         parts = tuple(self._with_seed(step, part) for part in step.parts)
-        sync = self._stage.sync
+        sync = self._state.sync
         if sync is not None and self._purpose == "train":
-            sync.begin_step(self._stage.committed)
+            sync.begin_step(self._state.committed)
         # Each shard's is set when its turn comes.
         weight = parts[0].num_samples if self._cursor.source.joint else None
-        current = reduction.active()
+        current = reduction_context.active()
         if current is not None:
             current.weight = weight
         if not self._cursor.source.joint:
-            self._stage.delivered = None
+            self._state.delivered = None
             return WorkerBatch(parts)
         part = parts[0]
         if part.borrowed and self._purpose == "train":
             refuse_borrowed(self._operator)
-        self._stage.delivered = part
+        self._state.delivered = part
         if sync is not None:
             sync.set_delivered_weight(self._weight(sync, part.num_samples))
         part.seed_randomness()
@@ -183,14 +183,14 @@ class BatchIterator:
 
     def _with_seed(self, step: Step, part: data.LoadedPart) -> ShardBatch:
         shard = part.shards[0] if part.shards else -1
-        run = self._stage.setting.placement.seed
+        run = self._state.context.placement.seed
         seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)
         origin = BatchOrigin(self._cursor.epoch, step.index, part.indices)
         return ShardBatch(part.batch, part.num_samples, seed, shard, origin)
 
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
         """What a backward counts for whose batch is not told: this one's, if it is certain."""
-        ahead = self._stage.read_ahead
+        ahead = self._state.read_ahead
         if ahead is None:
             return samples
         ahead.note_read(samples, sync.rounds)
@@ -198,6 +198,6 @@ class BatchIterator:
         return samples if ahead.is_certain or not sync.needs_guard else ahead.unknown_weight(where)
 
     def _note_the_end(self) -> None:
-        ahead, sync = self._stage.read_ahead, self._stage.sync
+        ahead, sync = self._state.read_ahead, self._state.sync
         if ahead is not None and sync is not None:
             ahead.note_the_end(sync.rounds)

@@ -18,13 +18,13 @@ from lockstep.keys import (
     USE_FP16,
 )
 from lockstep.operator.loops import checked_metrics, follow_batch, registered
-from lockstep.operator.loss_scope import reduction_of
-from lockstep.operator.non_finite_report import explained
+from lockstep.operator.nan_origin import explained
 from lockstep.operator.registration import step_schedulers
+from lockstep.operator.shard_computation import reduction_of
 from lockstep.randomness import preserved
-from lockstep.reduction import activate
+from lockstep.reduction_context import activate
 from lockstep.worker.batch_iterator import BatchIterator
-from lockstep.worker.cursor import Tally
+from lockstep.worker.data_cursor import Tally
 from lockstep.worker.report import Counted, Report
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.cursor import Cursor
+    from lockstep.worker.data_cursor import Cursor
     from lockstep.worker.rollback import Rollback
 
 _COUNT_EVERY_S: Final = 0.25
@@ -120,7 +120,7 @@ class LoopRun:
         self.tally = Tally(steps=-owed, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
-        self._shards = operator._lockstep.setting.placement.shards
+        self._shards = operator._lockstep.context.placement.shards
         self._pass_began = 0
         self._deliveries: BatchIterator | None = None
         self._counted_at = time.monotonic()
@@ -188,7 +188,7 @@ class LoopRun:
         Collective:
             What the operator's loop communicates, and one exchange at the start of an epoch.
         """
-        self._shards = self._operator._lockstep.setting.placement.shards
+        self._shards = self._operator._lockstep.context.placement.shards
         with preserved(), self._arithmetic(), activate(reduction_of(self._operator, None)):
             while not self.is_over:
                 self.is_over = self._pass()
@@ -201,7 +201,7 @@ class LoopRun:
         if not cursor.at_epoch_start and cursor.is_exhausted():
             self._end_epoch()
         if cursor.at_epoch_start:
-            cursor.source.agree(operator._lockstep.setting.group, cursor.epoch)
+            cursor.source.agree(operator._lockstep.context.group, cursor.epoch)
         operator._lockstep.summary = None
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
@@ -243,9 +243,11 @@ class LoopRun:
         training = self.request.purpose == "train"
         wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # A loop of the user's own steps them itself, unless it ran ours.
-        if wanted and (operator._lockstep.ran_our_epoch or not operator._brings("train_epoch")):
+        if wanted and (
+            operator._lockstep.ran_default_epoch or not operator._overrides("train_epoch")
+        ):
             step_schedulers(registered(operator).schedulers)
-        operator._lockstep.ran_our_epoch = False
+        operator._lockstep.ran_default_epoch = False
         self.cursor.finish_epoch()
 
     def report(self) -> Report:
@@ -261,6 +263,6 @@ class LoopRun:
             epoch=self.cursor.epochs_entered if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=operator._lockstep.weighed_by.get(self.request.purpose),
-            measured=operator._lockstep.measures.collected(self.request.purpose),
+            measured=operator._lockstep.registered_metrics.collected(self.request.purpose),
             rows=log.newer_than(0) if training and log is not None else [],
         )

@@ -19,10 +19,10 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
-from lockstep.sync import copy_over, overwrite
+from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.saved_gradients import SavedGradients
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
-    from lockstep.worker.cursor import Cursor, Tally
+    from lockstep.worker.data_cursor import Cursor, Tally
 
 
 _STEPS_TO_LEARN: Final = 3
@@ -91,7 +91,7 @@ class Rollback:
         self._run = run
         self._open: OpenStep | None = None
         self._places: list[tuple[nn.Module, str]] = []
-        self._kept: list[torch.Tensor] = []
+        self._buffers = TensorCopies()
         self._parameters: list[nn.Parameter] = []
         # None: not known yet.
         self._steps_early: bool | None = None
@@ -104,11 +104,11 @@ class Rollback:
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._adds_up = False
-        self._steps_to_learn = _STEPS_TO_LEARN if operator._brings_own_loop() else 0
+        self._steps_to_learn = _STEPS_TO_LEARN if operator._overrides_loop() else 0
         self._written = InPlaceWriteTracker(run.optimizers)
         self._has_own_loop = (
             # What a user does after a step may communicate, and may fail, as a loop of one's own.
-            operator._brings_own_loop() or operator._brings("after_step")
+            operator._overrides_loop() or operator._overrides("after_step")
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
         before = outside_graphs(lambda each, *_: self._about_to_step(each))
@@ -135,7 +135,7 @@ class Rollback:
             steps = began - stage.committed
             self._open.mark = replace(mark, tally_steps=steps, tally_samples=0, meters=fresh)
         # Of a `train_epoch` of the user's own the whole call is undone.
-        self._call_began = began if self._operator._brings("train_epoch") else None
+        self._call_began = began if self._operator._overrides("train_epoch") else None
         self._at_call = None if cursor.has_open_window else self.carried()
         self._parameters = list(self._run.parameters())
         self._places = [
@@ -218,7 +218,7 @@ class Rollback:
             return
         stage, has_own_loop = self._operator._lockstep, self._has_own_loop
         # Several batches a step: those of an interrupted one are counted again.
-        counts = has_own_loop or stage.setting.options.accumulate > 1
+        counts = has_own_loop or stage.context.options.accumulate > 1
         mark = Mark(
             cursor.epoch,
             cursor.step,
@@ -226,7 +226,7 @@ class Rollback:
             tally.steps,
             tally.samples,
             _counts_to_keep(stage.meters, tally) if counts else None,
-            stage.measures.mark(),
+            stage.registered_metrics.mark(),
         )
         self._tell(stage.committed)
         stage.steps_taken_back = 0
@@ -240,7 +240,7 @@ class Rollback:
         )
         if self._sync is not None:
             self._sync.watch_gradients()
-        copy_over(opened.buffers, self._kept)
+        self._buffers.take(opened.buffers)
         self._written.keep(self._parameters)
         # Last: Ctrl-C may come in between, and what is open has all its copies.
         self._open = opened
@@ -276,7 +276,7 @@ class Rollback:
 
     def _gathers(self, opened: OpenStep) -> bool:
         """Gradients have come that no optimizer has consumed."""
-        if not self._operator._brings_own_loop() or self._sync is None:
+        if not self._operator._overrides_loop() or self._sync is None:
             return False  # the default loop's windows are the cursor's
         waits = opened.stepped_at is None and self._rounds > opened.rounds
         return waits or self._sync.has_open_window
@@ -381,7 +381,7 @@ class Rollback:
             return
         for (owner, key), buffer in zip(self._places, self._open.buffers, strict=True):
             owner._buffers[key] = buffer
-        overwrite(self._open.buffers, self._kept)
+        self._buffers.restore()
 
     @property
     def written(self) -> list[int]:
@@ -402,7 +402,7 @@ class Rollback:
         tally.steps, tally.samples = mark.tally_steps, mark.tally_samples
         if mark.meters is not None:
             stage.meters = mark.meters
-        stage.measures.back_to(mark.measures)
+        stage.registered_metrics.back_to(mark.measures)
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.data.global_batches import global_batches_of
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
@@ -31,8 +31,8 @@ from lockstep.integrations.lightning.trainer_view import TrainerView
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator, loops
 from lockstep.operator.batch_metrics import mean_over_shards
-from lockstep.operator.loss_scope import computing
 from lockstep.operator.loss_weights import Result, partial_weights, step_counts, take_weight
+from lockstep.operator.shard_computation import computing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -100,7 +100,7 @@ class LightningOperator(TrainingOperator):
     _source: ClassVar[ModuleFactory]
 
     @classmethod
-    def _brings(cls, method: str) -> bool:
+    def _overrides(cls, method: str) -> bool:
         # The loops here are the default ones with hooks around them, and as those go shard by
         # shard: only a subclass brings methods of its own.
         return getattr(cls, method) is not getattr(LightningOperator, method)
@@ -117,7 +117,7 @@ class LightningOperator(TrainingOperator):
     # ------------------------------------------------------------------------------- setup
 
     def setup(self, config: Any) -> None:
-        setting, source = self._lockstep.setting, self._source
+        setting, source = self._lockstep.context, self._source
         module, datamodule = source.make(config, copied=setting.is_trial)
         unsupported.check_module(module, setting.options)
         self.module, self.datamodule = module, datamodule
@@ -138,8 +138,8 @@ class LightningOperator(TrainingOperator):
         # A Lightning module says itself when its schedulers step: the default loop must not.
         self._steps_schedulers = setting.options.scheduler_step_freq is None
         manual = replace(setting.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
-        self._lockstep.setting = replace(setting, options=manual)
-        self._lockstep.step_hooks = self._step_hooks = LoopHooks(module)
+        self._lockstep.context = replace(setting, options=manual)
+        self._lockstep.step_actions = self._step_hooks = LoopHooks(module)
         self.model, self.optimizer, *_ = self.register(
             models=module,
             optimizers=optimizer,
@@ -158,7 +158,7 @@ class LightningOperator(TrainingOperator):
         for owner in self._owners:
             if self.local_rank == 0:
                 owner.prepare_data()
-        self._lockstep.setting.group.exchange(None)
+        self._lockstep.context.group.exchange(None)
 
     def _open_loaders(self) -> None:
         train = self._source.train_dataloader
@@ -171,7 +171,7 @@ class LightningOperator(TrainingOperator):
                 validation = self._loader_of("val_dataloader")
         train, validation = _only(train, "train"), _only(validation, "validation")
         self.register_data(train_loader=train, validation_loader=validation)
-        shards = self._lockstep.setting.placement.num_shards
+        shards = self._lockstep.context.placement.num_shards
         lengths = [
             None if each is None else global_batches_of(each, shards).num_steps()
             for each in (train, validation)
@@ -240,7 +240,7 @@ class LightningOperator(TrainingOperator):
         index = self._index(batch_info)
         self._computed = []
         self._logging.step = self.global_step
-        self._step_hooks.begin(index, has_batches=bool(loops.parts_of(self, batch)))
+        self._step_hooks.begin(index, has_batches=bool(loops.shard_batches(self, batch)))
         metrics = super().train_batch(batch, batch_info)
         if self._lockstep.place.closes:
             self._steps_taken += 1
@@ -304,7 +304,7 @@ class LightningOperator(TrainingOperator):
         return {**metrics, **logged}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        parts, index = loops.parts_of(self, batch), self._index(batch_info)
+        parts, index = loops.shard_batches(self, batch), self._index(batch_info)
         self._logging.step = index
         results: list[Result] = []
         for part in parts:
@@ -385,7 +385,7 @@ def _only(loader: Any, purpose: str) -> Any:
 
 def _samples_now() -> float:
     """Samples of the shard whose loss is being computed."""
-    active = reduction.active()
+    active = reduction_context.active()
     if active is None or active.weight is None:
         raise ConfigurationError(
             "a training_step runs outside of a trainer's step",

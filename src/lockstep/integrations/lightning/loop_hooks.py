@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.integrations.lightning.unsupported import overrides
-from lockstep.operator.step_hooks import StepHooks
+from lockstep.operator.step_actions import StepActions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:
     return getattr(owner, hook)(*arguments)
 
 
-class LoopHooks(StepHooks):
+class LoopHooks(StepActions):
     """The actions of a step on `module`: the default loop's, between the module's hooks."""
 
     def __init__(self, module: Any) -> None:

@@ -52,7 +52,7 @@ class TrainerView:
     accumulate_grad_batches: int
 
     def __init__(self, operator: TrainingOperator, factory: ModuleFactory, datamodule: Any) -> None:
-        options = operator._lockstep.setting.options
+        options = operator._lockstep.context.options
         clip_value, plugin = factory.gradient_clip_val, _Plugin(self)
         vars(self).update(
             _CONSTANTS,
@@ -105,7 +105,7 @@ class TrainerView:
 
     @property
     def world_size(self) -> int:
-        return self._operator._lockstep.setting.world_size
+        return self._operator._lockstep.context.world_size
 
     num_devices = world_size
 
