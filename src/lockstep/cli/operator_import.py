@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ``module:Operator`` to the class."""
+"""Imports the operator class that ``lockstep train`` is given as ``MODULE:OPERATOR``."""
 
 from __future__ import annotations
 

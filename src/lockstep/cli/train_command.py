@@ -52,10 +52,10 @@ def run(read: argparse.Namespace) -> int:
 
 
 def _check_target(path: Path, *, in_directory: bool) -> None:
-    """What --save names is written when all is trained, which is late to hear of a wrong path.
+    """Refuse a path for --save that cannot be written: before training, and not after it.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: the path cannot be written.
     """
     try:
         problem = _problem_with(path, in_directory=in_directory)
@@ -124,7 +124,7 @@ def _train(
 
 
 def _epochs_done(trainer: TorchTrainer) -> int:
-    """Whole passes over the training data before this program; a begun one is finished by it."""
+    """Whole epochs that earlier programs trained; this program finishes one that they began."""
     place = trainer.state_dict()["position"].get("train", {"epoch": 0})
     done: int = place["epoch"]
     return done

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer's state as the directory that Tune keeps, and the hyperparameters it was made with.
+"""A trial's checkpoint: a directory with the trainer's state and its optimizers' hyperparameters.
 
-Population based training loads the state of a better trial into a trial whose config it has
-just changed. An optimizer's state holds its learning rate, so that a plain load would undo the
-change. Beside the state therefore stands what the optimizers were made with: where the trial
-that loads was made with something else, its own holds, and what a scheduler had made of the
-other's learning rate by then is applied to it.
+Population based training loads the state of a better trial into a trial whose config it has just
+changed. An optimizer's state holds its learning rate, so that a plain load would undo the change.
+The checkpoint therefore holds also the hyperparameters with which the optimizers were made. Where
+the trial that loads was made with other ones, it keeps its own; the factor by which a scheduler
+had changed the better trial's learning rate is applied to the trial's own rate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Hyperparameters = list[list[dict[str, Any]]]
 
 
 def hyperparameters(trainer: TorchTrainer) -> Hyperparameters:
-    """What the optimizers' parameter groups hold besides parameters."""
+    """The hyperparameters in the optimizers' parameter groups, from rank 0."""
     found: Hyperparameters = trainer.apply_all_operators(_read)[0]
     return found
 
@@ -45,14 +45,14 @@ def write(trainer: TorchTrainer, folder: str, made_with: Hyperparameters) -> Non
 
 
 def read(trainer: TorchTrainer, folder: str, made_with: Hyperparameters) -> None:
-    """Load what `write` saved, maybe of another trial.
+    """Load what `write` saved, maybe for another trial.
 
     Args:
-        made_with: what this trainer's optimizers were made with.
+        made_with: the hyperparameters with which this trainer's optimizers were made.
     """
     trainer.load(Path(folder, _STATE))
     theirs = json.loads(Path(folder, _HYPERPARAMETERS).read_text())
-    # As JSON makes it: a tuple is a list.
+    # Through JSON as well, which makes lists of tuples.
     ours = json.loads(json.dumps(made_with))
     if ours != theirs:
         trainer.apply_all_operators(partial(_prefer, ours, theirs))
@@ -106,7 +106,7 @@ def _prefer_in_group(
 
 
 def _follow(scheduler: Any) -> None:
-    """Schedulers that compute from the rates they began with begin with the new ones."""
+    """Give a scheduler that computes from its initial learning rates the new ones."""
     for inner in getattr(scheduler, "_schedulers", []):
         _follow(inner)
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For trials that are functions: report, go on where the trial was, ask for the workers' room."""
+"""Functions for trials that are functions: report results, restore a trial, reserve resources."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
 
 
 def restore(trainer: TorchTrainer) -> bool:
-    """Go on where this trial, or the better one that it was told to follow, has been.
+    """Load the checkpoint that Tune gives this trial: its own, or that of a better trial.
 
-    Call it before the first `train`: what the optimizers were made with is what this trial's
-    config says.
+    Call it before the first `train`, while the optimizers still have the hyperparameters of this
+    trial's config.
 
     Returns:
         Whether there was a checkpoint.
