@@ -15,9 +15,10 @@ import torch
 
 from lockstep.data import ShardedLoader
 from lockstep.data.batch_structure import map_leaves
-from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
-from lockstep.operator.shard_computation import computing
+from lockstep.operator.shard_batch import ShardBatch
+from lockstep.operator.step_context import StepContext
 from lockstep.randomness import derive_seed, preserved
+from lockstep.reduction import Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,11 +80,10 @@ def _staged(seed: int, step: int, part: Any) -> ShardBatch:
 def _predicted(
     operator: TrainingOperator, step: int, shard: int, indices: tuple[Any, ...], part: ShardBatch
 ) -> Predicted:
-    part.seed_randomness()
-    with (
-        operator._lockstep.precision.autocast(),
-        computing(operator, WorkerBatch((part,)), part.num_samples),
-    ):
+    state = operator._lockstep
+    per_shard = state.context.placement.num_shards > 1
+    context = StepContext(Reduction(state.context.group), "predict", (part,))
+    with state.precision.autocast(), context.computing(part, per_shard=per_shard):
         batch = operator.to_device(part.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
     return Predicted(step, shard, indices, part.num_samples, map_leaves(output, _to_travel))

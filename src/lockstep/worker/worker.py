@@ -13,7 +13,7 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.step_log import StepLog
-from lockstep.operator.loops import registered
+from lockstep.operator.default_loss import registered
 from lockstep.operator.non_finite_check import watch_optimizers
 from lockstep.operator.optimizer_comparison import agree_on_steps
 from lockstep.operator.optimizer_hooks import follow_steps
@@ -179,11 +179,11 @@ class Worker(StateAccess):
             agree_on_steps(context.group, run)
         self._open_loaders(operator)
         # First: a step that it refuses is none to the others.
-        self._handles = [] if is_trial else watch_optimizers(operator)
+        self._handles = [] if is_trial else watch_optimizers(operator, run)
         if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-        self._handles += follow_steps(operator)
+        self._handles += follow_steps(operator, run)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
