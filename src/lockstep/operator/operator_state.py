@@ -10,7 +10,7 @@ from lockstep.operator.precision import Precision
 from lockstep.operator.registered_metrics import RegisteredMetrics
 from lockstep.operator.step_actions import StepActions
 from lockstep.operator.step_context import AccumulationWindow, StepContext
-from lockstep.reduction import Reduction
+from lockstep.reduction_context import ReductionContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -80,7 +80,7 @@ class OperatorState:
 
     def begin_call(self, purpose: str) -> None:
         """A new `train` or `validate`: its metrics start from nothing."""
-        self.step = StepContext(Reduction(self.context.group), purpose)
+        self.step = StepContext(ReductionContext(self.context.group), purpose)
         self.registered_metrics.reset()
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None

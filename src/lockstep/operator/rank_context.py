@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data import ShardPlacement, shards_of
 from lockstep.group import Group
-from lockstep.sync import OwnerAddress, ShardOrder
+from lockstep.sync import ServerAddress, ShardOrder
 
 if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
@@ -74,7 +74,7 @@ class RankContext:
     options: Options = field(default_factory=Options)
     is_trial: bool = False
     is_spare: bool = False
-    owner: OwnerAddress | None = None
+    owner: ServerAddress | None = None
 
 
 def shard_order(context: RankContext) -> ShardOrder | None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.batch_structure import map_children
 from lockstep.randomness import seed_all
+from lockstep.tensor_tree import children_of, rebuilt
 
 
 class BatchOrigin(NamedTuple):
@@ -79,4 +79,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
-    return map_children(batch, lambda child: to_device(child, device))
+    children = children_of(batch)
+    if children is None:
+        return batch
+    return rebuilt(batch, [to_device(child, device) for _, child in children])

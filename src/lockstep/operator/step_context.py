@@ -22,7 +22,7 @@ from lockstep.data.batch_structure import leading_length
 from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.shard_batch import ShardBatch
-from lockstep.reduction import Reduction, activate
+from lockstep.reduction_context import ReductionContext, activate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ class StepContext:
             `AverageMeterCollection.update`.
     """
 
-    reduction: Reduction
+    reduction: ReductionContext
     purpose: str
     shards: tuple[ShardBatch, ...] = ()
     is_joint: bool = False
@@ -108,7 +108,9 @@ class StepContext:
         samples = 0 if delivered.is_borrowed else leading_length(batch)
         return (ShardBatch(batch, samples, delivered.seed),)
 
-    def computing(self, shard: ShardBatch, *, per_shard: bool) -> AbstractContextManager[Reduction]:
+    def computing(
+        self, shard: ShardBatch, *, per_shard: bool
+    ) -> AbstractContextManager[ReductionContext]:
         """Seed the random numbers of `shard`; enter the result around its forward and backward.
 
         Args:

@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
-from lockstep.imports import no_collections
+from lockstep.import_without_gc import gc_paused
 from lockstep.operator.optimizer_comparison import agree_on_steps
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
     GradientSync,
-    ParameterServer,
+    ParameterServerSync,
     ReplicatedModel,
     SingleProcess,
     replica_devices,
@@ -104,7 +104,7 @@ def _alone(registered: TrainingParts, context: RankContext, wanted: Wanted) -> S
 
 def _ddp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
     # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
-    with no_collections():
+    with gc_paused():
         import_module("torch._dynamo")
     from lockstep.sync.ddp import DDPSync
 
@@ -139,7 +139,7 @@ def _fsdp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Sy
 def _parameter_server(
     registered: TrainingParts, context: RankContext, wanted: Wanted
 ) -> Synchroniser:
-    return ParameterServer(
+    return ParameterServerSync(
         registered.modules(),
         registered.optimizers,
         context.group,

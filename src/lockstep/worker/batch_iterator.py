@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.data import LoadedPart, Step
     from lockstep.errors import WeightError
     from lockstep.operator.interface import Operator
-    from lockstep.reduction import Reduction
+    from lockstep.reduction_context import ReductionContext
     from lockstep.sync import Synchroniser
     from lockstep.worker.data_cursor import Cursor, Tally
     from lockstep.worker.rollback import Rollback
@@ -45,7 +45,7 @@ class BatchIterator:
         operator: Operator,
         cursor: Cursor,
         tally: Tally,
-        reduction: Reduction,
+        reduction: ReductionContext,
         *,
         limit: int | None,
         purpose: str,

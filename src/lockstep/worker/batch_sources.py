@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardedLoader, Unsharded
+from lockstep.data import ShardedLoader, UserShardedLoader
 from lockstep.errors import DataOrderError, NotShardableError
 from lockstep.operator.rank_context import ONE_PROCESS
 
@@ -28,7 +28,7 @@ class UnshardedSource:
     joint = True
     global_batch_size: int | None = None
 
-    def __init__(self, loader: Unsharded) -> None:
+    def __init__(self, loader: UserShardedLoader) -> None:
         self._loader = loader
         self._steps: int | None = None
 
@@ -72,7 +72,7 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     options, placement = operator._lockstep.context.options, operator._lockstep.context.placement
     if not options.add_dist_sampler:
-        return UnshardedSource(Unsharded(loader, placement))
+        return UnshardedSource(UserShardedLoader(loader, placement))
     training = purpose == "train"
     own_loop = operator._overrides("train_epoch" if training else "validate")
     joint = wants_joint(operator, purpose)

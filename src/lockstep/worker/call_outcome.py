@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-import cloudpickle
-
 from lockstep.errors import LockstepError, PeerLostError, WorkerFailedError
+from lockstep.serialization import dumps_exception
 
 _OWN_CODE: Final = f"{os.sep}lockstep{os.sep}"
 
@@ -101,21 +100,12 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _portable(error: BaseException, rank: int) -> bytes:
-    # SystemExit and KeyboardInterrupt must not end the driver when they arrive there.
-    if isinstance(error, Exception):
-        try:
-            data: bytes = cloudpickle.dumps(error)
-            if type(pickle.loads(data)) is type(error):
-                return data
-        # Whatever a user's __reduce__ or __init__ raises, the failure itself must get through.
-        except Exception:
-            pass
-    shown = WorkerFailedError(
+    instead = WorkerFailedError(
         f"a worker raised {type(error).__name__}, which cannot travel between processes",
         where=f"rank {rank}",
         got=shown_error(error),
     )
-    return cloudpickle.dumps(shown)  # type: ignore[no-any-return]
+    return dumps_exception(error, instead)
 
 
 def shown_error(error: BaseException) -> str:

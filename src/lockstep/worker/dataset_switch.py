@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import RayShare
+from lockstep.data import RayDatasetShard
 from lockstep.worker.batch_sources import wants_joint
 from lockstep.worker.data_cursor import Cursor
 
@@ -41,7 +41,7 @@ class DatasetSwitch:
             ConfigurationError: no row of a global batch would be this worker's.
         """
         before = cursors.get("train")
-        source = RayShare(
+        source = RayDatasetShard(
             rows,
             batches,
             operator._lockstep.context.placement,

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
-from lockstep.sync import is_block, is_expanded
+from lockstep.tensor_copies import is_block, is_expanded
 from lockstep.worker import state_broadcast
 from lockstep.worker.batch_sources import open_source
 from lockstep.worker.loop_run import LoopProgress

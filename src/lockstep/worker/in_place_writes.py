@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.lazy_compiler import outside_graphs
-from lockstep.sync import copy_over, overwrite
+from lockstep.lazy_dynamo_import import outside_graphs
+from lockstep.tensor_copies import TensorCopies, overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ class InPlaceWriteTracker:
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._held: dict[nn.Parameter, None] = {}
-        self._kept: list[torch.Tensor] = []
+        self._copies = TensorCopies()
         self._is_ahead_of_step = False
         self._has_missed = False
         self._steps_left = _STEPS
@@ -64,7 +64,7 @@ class InPlaceWriteTracker:
         self._parameters = list(parameters)
         self._versions = [parameter._version for parameter in parameters]
         self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
-        copy_over([held.detach() for held in self._held], self._kept)
+        self._copies.take(list(self._held))
         self._is_ahead_of_step, self._has_missed = True, False
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -80,9 +80,9 @@ class InPlaceWriteTracker:
 
     def put_back(self) -> None:
         """Undo what the batches since `keep` wrote; what an optimizer did is not ours."""
-        for held, value in zip(self._held, self._kept, strict=True):
+        for held, value in zip(self._held, self._copies.values, strict=True):
             if self._is_ahead_of_step or held in self._found:
-                overwrite([held.detach()], [value])
+                overwrite([held], [value])
 
     def _misses(self, moved: Iterable[nn.Parameter]) -> bool:
         return any(parameter not in self._held for parameter in moved)
@@ -99,5 +99,5 @@ class InPlaceWriteTracker:
         self.expect(moved)
         if self._steps_left:
             self._steps_left -= 1
-            pairs = zip(self._held, self._kept, strict=True)
+            pairs = zip(self._held, self._copies.values, strict=True)
             self.expect([held for held, value in pairs if not torch.equal(held.detach(), value)])

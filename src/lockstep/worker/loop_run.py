@@ -22,7 +22,7 @@ from lockstep.operator.loops import checked_metrics, follow_batch
 from lockstep.operator.nan_origin import explained
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
-from lockstep.reduction import Reduction, activate
+from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.data_cursor import Tally
 from lockstep.worker.report import Counted, Report
@@ -192,13 +192,13 @@ class LoopRun:
         """
         self._shards = self._state.context.placement.shards
         averages = self._operator.loss_reduction == "mean"
-        reduction = Reduction(self._state.context.group, averages=averages)
+        reduction = ReductionContext(self._state.context.group, averages=averages)
         with preserved(), self._arithmetic(), activate(reduction):
             while not self.is_over:
                 self.is_over = self._pass(reduction)
         return self.report()
 
-    def _pass(self, reduction: Reduction) -> bool:
+    def _pass(self, reduction: ReductionContext) -> bool:
         """One pass over (the rest of) an epoch; whether it was the last one."""
         operator, cursor, tally = self._operator, self.cursor, self.tally
         purpose, num_steps = self.request.purpose, self.request.num_steps

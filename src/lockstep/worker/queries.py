@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.metrics.numeric import as_number
+from lockstep.metrics.metric_values import as_number
 from lockstep.worker.worker_status import status_of_thread
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
-from lockstep.sync import copy_over, overwrite
+from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.saved_gradients import SavedGradients
 
@@ -91,7 +91,7 @@ class Rollback:
         self._run = run
         self._open: OpenStep | None = None
         self._places: list[tuple[nn.Module, str]] = []
-        self._kept: list[torch.Tensor] = []
+        self._buffers = TensorCopies()
         self._parameters: list[nn.Parameter] = []
         # None: not known yet.
         self._steps_early: bool | None = None
@@ -240,7 +240,7 @@ class Rollback:
         )
         if self._sync is not None:
             self._sync.watch_gradients()
-        copy_over(opened.buffers, self._kept)
+        self._buffers.take(opened.buffers)
         self._written.keep(self._parameters)
         # Last: Ctrl-C may come in between, and what is open has all its copies.
         self._open = opened
@@ -381,7 +381,7 @@ class Rollback:
             return
         for (owner, key), buffer in zip(self._places, self._open.buffers, strict=True):
             owner._buffers[key] = buffer
-        overwrite(self._open.buffers, self._kept)
+        self._buffers.restore()
 
     @property
     def written(self) -> list[int]:

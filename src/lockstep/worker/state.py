@@ -18,7 +18,8 @@ from torch import nn
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.operator.state_copy import load_state
-from lockstep.sync import is_block, is_expanded
+from lockstep.tensor_copies import is_block, is_expanded
+from lockstep.tensor_tree import rebuilt, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,30 +83,34 @@ def copied(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _cloned) 
     Args:
         clone: copies one tensor to the CPU, into memory of its choice.
     """
-    return _rebuilt(value, clone, copy.deepcopy)
+    return _converted(value, clone, copy.deepcopy)
 
 
 def moved(value: Any) -> Any:
     """The same structure on the CPU; what is there already is not copied."""
-    return _rebuilt(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
+    return _converted(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
 
 
-def _rebuilt(
+def _converted(
     value: Any, move: Callable[[torch.Tensor], torch.Tensor], keep: Callable[[Any], Any]
 ) -> Any:
-    if isinstance(value, torch.Tensor):
-        return move(whole(value.detach()))
-    if isinstance(value, Mapping):
-        copies = OrderedDict((key, _rebuilt(item, move, keep)) for key, item in value.items())
-        # A module's `state_dict()` carries the versions of its layouts.
-        metadata = getattr(value, "_metadata", None)
-        if metadata is None:
-            return dict(copies)
-        vars(copies)["_metadata"] = copy.deepcopy(metadata)
-        return copies
-    if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, move, keep) for item in value)
-    return keep(value)
+    def convert(leaf: Any) -> Any:
+        return move(whole(leaf.detach())) if isinstance(leaf, torch.Tensor) else keep(leaf)
+
+    return tree_map(convert, value, _as_plain)
+
+
+def _as_plain(like: Any, values: list[Any]) -> Any:
+    """Mappings of any class become dicts: a checkpoint holds no other."""
+    if not isinstance(like, Mapping):
+        return rebuilt(like, values)
+    # A module's `state_dict()` carries the versions of its layouts.
+    metadata = getattr(like, "_metadata", None)
+    if metadata is None:
+        return dict(zip(like, values, strict=True))
+    copies = OrderedDict(zip(like, values, strict=True))
+    vars(copies)["_metadata"] = copy.deepcopy(metadata)
+    return copies
 
 
 def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:

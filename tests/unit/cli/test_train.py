@@ -15,9 +15,9 @@ import pytest
 
 from lockstep import TorchTrainer
 from lockstep.cli import main
-from lockstep.cli.options import TRAINER, add_arguments
-from lockstep.cli.settings import config_of, value_of
-from lockstep.cli.words import shown
+from lockstep.cli.error_text import shown
+from lockstep.cli.operator_config import config_of, value_of
+from lockstep.cli.train_options import TRAINER, add_arguments
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_SIZE
 

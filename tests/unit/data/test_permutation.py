@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from lockstep.data.permutation import TABLE_LIMIT, Permutation, ShuffledOrder
+from lockstep.data.shuffled_order import TABLE_LIMIT, Permutation, ShuffledOrder
 
 LARGE = [TABLE_LIMIT + 1, 100_003, 131_072, 131_073, 200_000]
 

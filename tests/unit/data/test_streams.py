@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterable data: each keeps its part of one stream, or it is refused with the reason."""
+"""Iterable data: each keeps its part of one stream, or it is refused with the reason.
+
+`lockstep.data.layout` reads or refuses the stream, `lockstep.data.plan_checks` compares the ranks.
+"""
 
 import random
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep.data import ShardPlacement, Unsharded
+from lockstep.data import ShardPlacement, UserShardedLoader
 from lockstep.errors import NotShardableError, WrongTypeError
 from sharing import plain
 
@@ -13,7 +13,7 @@ SECOND = ShardPlacement(2, range(1, 2), 0)
 
 
 def _steps(loader: object, *args: int, **kwargs: int) -> list[tuple[int, list, int]]:
-    steps = Unsharded(loader, SECOND).batches(*args, **kwargs)
+    steps = UserShardedLoader(loader, SECOND).batches(*args, **kwargs)
     return [(s.index, plain(s.parts[0].batch), s.parts[0].num_samples) for s in steps]
 
 
@@ -23,7 +23,7 @@ def test_the_loader_delivers_as_it_is() -> None:
     assert _steps(loader, 0) == expected
     assert _steps(loader, 0, 1) == expected[1:]
     assert _steps(loader, 0, num_steps=2) == expected[:2]
-    unsharded = Unsharded(loader, SECOND)
+    unsharded = UserShardedLoader(loader, SECOND)
     assert unsharded.steps_per_epoch == 3
     (part,) = next(iter(unsharded.batches(0))).parts
     assert part.shards == (1,)
@@ -38,7 +38,7 @@ def test_a_worker_that_has_run_out_borrows_its_last_batch() -> None:
         (3, [3], 0),
     ]
     assert _steps(loader, 0, 3, num_steps=4) == [(3, [3], 0)]
-    assert [s.parts for s in Unsharded([], SECOND).batches(0, num_steps=2)] == [[], []]
+    assert [s.parts for s in UserShardedLoader([], SECOND).batches(0, num_steps=2)] == [[], []]
 
 
 def test_the_users_distributed_sampler_is_told_the_epoch() -> None:
@@ -63,13 +63,13 @@ def test_the_order_is_a_function_of_epoch_and_worker_and_disturbs_nobody() -> No
         assert _steps(loader, 1, 4) == whole[4:]
         assert _steps(loader, 2) != whole
     shuffled = DataLoader(range(30), batch_size=3, shuffle=True)
-    first = [plain(s.parts[0].batch) for s in Unsharded(shuffled, SECOND).batches(0)]
-    other = Unsharded(shuffled, ShardPlacement(2, range(1), 0)).batches(0)
+    first = [plain(s.parts[0].batch) for s in UserShardedLoader(shuffled, SECOND).batches(0)]
+    other = UserShardedLoader(shuffled, ShardPlacement(2, range(1), 0)).batches(0)
     assert [plain(s.parts[0].batch) for s in other] != first
 
 
 def test_what_cannot_start_again_is_refused() -> None:
     with pytest.raises(NotShardableError, match="read only once"):
-        Unsharded(iter([1]), SECOND)
+        UserShardedLoader(iter([1]), SECOND)
     with pytest.raises(WrongTypeError, match="not a loader"):
-        Unsharded(3, SECOND)
+        UserShardedLoader(3, SECOND)

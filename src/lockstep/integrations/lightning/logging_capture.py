@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -11,8 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.integrations.lightning.logged_metrics import Sums, merged, reduction_named, scalar
-from lockstep.integrations.lightning.module_source import is_lightning
+from lockstep.integrations.lightning.logged_metrics import (
+    LoggedMetrics,
+    merged,
+    reduction_named,
+    scalar,
+)
+from lockstep.integrations.lightning.module_factory import is_lightning
+from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,8 +40,8 @@ class LoggingCapture:
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._module = module
         self._group = group
-        self._passing = Sums()
-        self._of_epoch: dict[str, Sums] = {}
+        self._passing = LoggedMetrics()
+        self._of_epoch: dict[str, LoggedMetrics] = {}
         self._purpose = "train"
         self._seen = {"train": 0.0, "validation": 0.0}
         self._is_heard = False
@@ -50,7 +55,7 @@ class LoggingCapture:
         if first_time:
             self._seen[self._purpose] += num_samples
         # Rows that are only borrowed are in their own worker's metrics.
-        kept = [] if num_samples else [(one, _state_of(one)) for one in _metrics_in(self._module)]
+        kept = [] if num_samples else [(one, _state_of(one)) for one in metrics_in(self._module)]
         try:
             yield
         finally:
@@ -65,9 +70,9 @@ class LoggingCapture:
         What is put on the module is taken off again: a module that travels to the driver or
         is copied between two calls must not hold on to this worker.
         """
-        self._purpose, self._passing = purpose, Sums()
-        self._of_epoch.setdefault(purpose, Sums())
-        metrics = _metrics_in(self._module)
+        self._purpose, self._passing = purpose, LoggedMetrics()
+        self._of_epoch.setdefault(purpose, LoggedMetrics())
+        metrics = list(metrics_in(self._module))
         before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
         gather = _gather_over(self._group)
         try:
@@ -120,7 +125,7 @@ class LoggingCapture:
         rank_zero_only: bool = False,
     ) -> None:
         """`LightningModule.log`: every rank's samples count, whatever `sync_dist` says."""
-        if _is_metric(value):
+        if is_metric(value):
             for sums in (self._passing, self._of_epoch[self._purpose]):
                 sums.metrics[name] = _place_of(value, self._module, name)
             return
@@ -150,7 +155,7 @@ class LoggingCapture:
         names = dict(item for each in everyone for item in each[1]["metrics"].items())
         found = self._computed(names, reset=epoch_over)
         if epoch_over:
-            self._of_epoch[self._purpose] = Sums()
+            self._of_epoch[self._purpose] = LoggedMetrics()
             self._seen[self._purpose] = 0.0
         return {**of_pass, **found}, {**of_epoch, **found}
 
@@ -168,10 +173,6 @@ class LoggingCapture:
         return found
 
 
-def _metrics_in(module: nn.Module) -> list[Any]:
-    return [one for one in module.modules() if _is_metric(one)]
-
-
 def _state_of(metric: Any) -> dict[str, Any]:
     """What an update changes; tensors are updated in place, and so are lists of them."""
     states = {
@@ -180,11 +181,6 @@ def _state_of(metric: Any) -> dict[str, Any]:
     }
     plain = {name: value for name, value in vars(metric).items() if name not in states}
     return {**plain, **states}
-
-
-def _is_metric(value: Any) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def _place_of(metric: Any, module: nn.Module, name: str) -> str:

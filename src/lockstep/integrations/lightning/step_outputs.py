@@ -11,6 +11,7 @@ import torch
 
 from lockstep.errors import NotAvailableError
 from lockstep.integrations.lightning.unsupported import overrides
+from lockstep.metrics.metric_values import is_scalar
 
 _READERS = {
     "training_step": "on_train_batch_end",
@@ -60,9 +61,7 @@ def detached(output: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, numbers.Real)
+    return is_scalar(value) or isinstance(value, numbers.Real)
 
 
 def _described(value: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
-    from lockstep.integrations.lightning.module_source import Source
+    from lockstep.integrations.lightning.module_factory import ModuleFactory
     from lockstep.operator import TrainingOperator
 
 _CONSTANTS: Final[dict[str, Any]] = {
@@ -42,7 +42,7 @@ class NoSuchTrainerAttributeError(NotAvailableError, AttributeError):
 class TrainerView:
     """Read-only; attributes as Lightning's trainer has them. The others refuse by name."""
 
-    def __init__(self, operator: TrainingOperator, source: Source, datamodule: Any) -> None:
+    def __init__(self, operator: TrainingOperator, source: ModuleFactory, datamodule: Any) -> None:
         own = vars(self)
         own["_operator"] = operator
         own["_source"] = source
