@@ -81,7 +81,7 @@ class _StepCheck:
         if before is None or _are_finite(_held(optimizer)):
             return
         found = [p for p in _held(optimizer) if not _are_finite([p])]
-        before.put_back()
+        before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
         has_closure = _is_given_closure(args, kwargs)
