@@ -43,10 +43,6 @@ KNOWN_CIRCLES = [
         "lockstep.engine.ray",
     },
     {
-        "lockstep.integrations.lightning.checkpoint_hooks",
-        "lockstep.integrations.lightning.lightning_operator",
-    },
-    {
         "lockstep.trainer",
         "lockstep.trainer.arguments",
         "lockstep.trainer.beside",

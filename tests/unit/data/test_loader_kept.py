@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's loader is kept: every field, the subclass, the sampler's own stream.
 
-`lockstep.data.layout` reads the loader, `lockstep.data.isolation` its sampler's random numbers, and
-`lockstep.data.delivery` makes a loader like it.
+`lockstep.data.global_batches` reads the loader, `lockstep.data.isolated_randomness` keeps the
+random numbers of its sampler, and `lockstep.data.loader_copy` makes a loader like it.
 """
 
 import itertools

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `TrainingOperator` around a LightningModule.
 
-What Lightning calls a device's batch is a shard here: `training_step` gets one shard of the
-global batch at a time, with the shard's own random numbers, so that the result does not depend
-on how many workers share the shards out.
+Where Lightning gives `training_step` the batch of one device, this operator gives it one shard of
+the global batch, with the shard's own random numbers: the result then does not depend on how many
+workers carry the shards.
+
+The operator overrides the methods of the default loop, calls each of the module's hooks at the
+moment at which Lightning calls it, and leaves what a step computes to the default loop.
 """
 
 from __future__ import annotations
@@ -92,13 +95,14 @@ def from_lightning(
 
 
 class LightningOperator(TrainingOperator):
-    """What `from_lightning` returns is a subclass; subclass that to set `joint_loss`."""
+    """The base of the classes that `from_lightning` returns; subclass those to set `joint_loss`."""
 
     _source: ClassVar[ModuleFactory]
 
     @classmethod
     def _overrides(cls, method: str) -> bool:
-        # Its loops are the default ones with hooks: they go shard by shard as those do.
+        # The loops here are the default ones with hooks around them, and as those go shard by
+        # shard: only a subclass brings methods of its own.
         return getattr(cls, method) is not getattr(LightningOperator, method)
 
     def get_model(self) -> Any:
@@ -122,7 +126,7 @@ class LightningOperator(TrainingOperator):
         module.trainer = self._view
         if datamodule is not None:
             datamodule.trainer = self._view
-        self._speech = LoggingCapture(module, setting.group)
+        self._logging = LoggingCapture(module, setting.group)
         self._owners = [datamodule, module] if datamodule is not None else [module]
         self._prepare_data()
         for owner in self._owners:
@@ -130,19 +134,19 @@ class LightningOperator(TrainingOperator):
         module.configure_model()
         module.to(setting.device)
         self._open_loaders()
-        optimizer, schedules = configured(module.configure_optimizers(), type(module).__name__)
-        # Lightning's own schedulers step when the module says, not when the loop does.
+        optimizer, configs = configured(module.configure_optimizers(), type(module).__name__)
+        # A Lightning module says itself when its schedulers step: the default loop must not.
         self._steps_schedulers = setting.options.scheduler_step_freq is None
         manual = replace(setting.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(setting, options=manual)
-        self._lockstep.step_actions = self._step_hooks = LoopHooks(self, module)
+        self._lockstep.step_actions = self._step_hooks = LoopHooks(module)
         self.model, self.optimizer, *_ = self.register(
             models=module,
             optimizers=optimizer,
-            schedulers=[each.scheduler for each in schedules] or None,
+            schedulers=[each.scheduler for each in configs] or None,
         )
-        self._schedules = SchedulerSteps(schedules, module.lr_scheduler_step)
-        self._view._tell(optimizers=[self.optimizer], lr_scheduler_configs=schedules)
+        self._scheduler_steps = SchedulerSteps(configs, module.lr_scheduler_step)
+        self._view._tell(optimizers=[self.optimizer], lr_scheduler_configs=configs)
         self._has_fit_begun = self._epoch_is_over = False
         self._open_epoch = -1
         self._steps_taken = 0
@@ -150,7 +154,7 @@ class LightningOperator(TrainingOperator):
         self._computed: list[tuple[Any, Any, float]] = []
 
     def _prepare_data(self) -> None:
-        """Once a node, as a download wants it; the others wait."""
+        """Call `prepare_data`, which downloads, on one worker of each node; the others wait."""
         for owner in self._owners:
             if self.local_rank == 0:
                 owner.prepare_data()
@@ -196,25 +200,25 @@ class LightningOperator(TrainingOperator):
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module, epoch = self.module, int(info["epoch_idx"])
-        # Of an interrupted pass the loop counts on from where it was.
+        # An iterator that goes on in the middle of an epoch counts from where the epoch was left.
         counted_on = getattr(iterator, "first_index", 0)
         self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
         self._view._tell(current_epoch=epoch, training=True, validating=False)
         self._step_hooks.set_training(registered(self), True)
-        with self._speech.heard("train"):
+        with self._logging.capturing("train"):
             self._begin_fit()
             if self._open_epoch != epoch:
                 if self._steps_schedulers:
-                    self._schedules.check_monitored(epoch)
+                    self._scheduler_steps.check_monitored(epoch)
                 module.on_train_epoch_start()
                 self._open_epoch = epoch
             metrics = super().train_epoch(iterator, info)
             over = getattr(iterator, "epoch_over", True)
             if over:
                 if self._steps_schedulers:
-                    self._schedules.after_epoch(epoch)
+                    self._scheduler_steps.after_epoch(epoch)
                 module.on_train_epoch_end()
-            logged, of_epoch = self._speech.conclude(epoch_over=over)
+            logged, of_epoch = self._logging.conclude(epoch_over=over)
         self._epoch_is_over = over
         self._learn(of_epoch, over=over)
         return {**metrics, **logged}
@@ -226,25 +230,25 @@ class LightningOperator(TrainingOperator):
         self._has_fit_begun = True
 
     def _learn(self, metrics: Mapping[str, float], *, over: bool) -> None:
-        """The metrics of an epoch, or of a validation, are known on every worker."""
+        """Take the metrics of an epoch, or of a validation, which are the same on every worker."""
         known = {name: torch.tensor(value) for name, value in metrics.items()}
         self._view._tell(callback_metrics={**self._view.callback_metrics, **known})
         if over and self._steps_schedulers and self._has_fit_begun:
-            self._schedules.after_metrics(self._view.current_epoch, metrics)
+            self._scheduler_steps.after_metrics(self._view.current_epoch, metrics)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         index = self._index(batch_info)
         self._computed = []
-        self._speech.step = self.global_step
+        self._logging.step = self.global_step
         self._step_hooks.begin(index, has_batches=bool(self._lockstep.step.shards_in(batch)))
         metrics = super().train_batch(batch, batch_info)
         if self._lockstep.step.closes_window:
             self._steps_taken += 1
             self._view._tell(global_step=self._steps_taken)
             if self._steps_schedulers:
-                self._schedules.after_step(index)
+                self._scheduler_steps.after_step(index)
         for output, moved, num_samples in self._computed:
-            with self._speech.of_batch(num_samples, first_time=False):
+            with self._logging.of_batch(num_samples, first_time=False):
                 self.module.on_train_batch_end(output, moved, index)
         self._computed = []
         return metrics
@@ -252,8 +256,8 @@ class LightningOperator(TrainingOperator):
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         module, index, num_samples = self.module, self._index(batch_info), _samples_now()
         with (
-            self._speech.ignored_outside_passes(),
-            self._speech.of_batch(num_samples, first_time=True),
+            self._logging.discarding_outside_passes(),
+            self._logging.of_batch(num_samples, first_time=True),
         ):
             if module.on_train_batch_start(batch, index) == -1:
                 raise NotAvailableError(
@@ -275,7 +279,7 @@ class LightningOperator(TrainingOperator):
         return loss, metrics
 
     def _index(self, batch_info: Mapping[str, Any]) -> int:
-        """The batch's number in its epoch, of which an earlier call may have begun."""
+        """The batch's number in its epoch, which an earlier call of `train` may have begun."""
         return self._first_index + int(batch_info["batch_idx"])
 
     # -------------------------------------------------------------------------- validation
@@ -285,7 +289,7 @@ class LightningOperator(TrainingOperator):
         self._first_index = getattr(val_iterator, "step_in_epoch", 0)
         self._view._tell(training=False, validating=True)
         self._step_hooks.set_training(registered(self), False)
-        with self._speech.heard("validation"):
+        with self._logging.capturing("validation"):
             if self._first_index == 0:
                 module.on_validation_start()
                 module.on_validation_epoch_start()
@@ -294,14 +298,14 @@ class LightningOperator(TrainingOperator):
             if over:
                 module.on_validation_epoch_end()
                 module.on_validation_end()
-            logged, of_epoch = self._speech.conclude(epoch_over=over)
+            logged, of_epoch = self._logging.conclude(epoch_over=over)
         self._view._tell(validating=False)
         self._learn(of_epoch, over=over)
         return {**metrics, **logged}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         state, index = self._lockstep, self._index(batch_info)
-        self._speech.step = index
+        self._logging.step = index
         per_shard = goes_shard_by_shard(self, batch)
         results = ShardResults(self, "validation")
         for shard in state.step.shards_in(batch):
@@ -309,7 +313,7 @@ class LightningOperator(TrainingOperator):
                 self.timers.record("eval_fwd"),
                 state.precision.autocast(),
                 state.step.computing(shard, per_shard=per_shard),
-                self._speech.of_batch(shard.num_samples, first_time=True),
+                self._logging.of_batch(shard.num_samples, first_time=True),
             ):
                 metrics = self._validated(self.to_device(shard.batch), index)
             results.add(shard, metrics, results.weight_of(shard, metrics))
@@ -336,22 +340,22 @@ class LightningOperator(TrainingOperator):
         return {
             "steps": self._steps_taken,
             "epoch": self._view.current_epoch,
-            "plateaus": self._schedules.state(),
-            "checkpoint": added_by_hook(self),
+            "plateaus": self._scheduler_steps.state_dict(),
+            "checkpoint": added_by_hook(self._view, self._owners),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
         }
 
     def load_state_dict(self, state: Any) -> None:
         self._steps_taken = state["steps"]
         self._view._tell(current_epoch=state["epoch"], global_step=state["steps"])
-        self._schedules.go_to(state["plateaus"])
+        self._scheduler_steps.load_state_dict(state["plateaus"])
         self._open_epoch = -1
         if state.get("datamodule"):
             self.datamodule.load_state_dict(state["datamodule"])
-        give_back(self, state["checkpoint"])
+        give_back(self._view, self._owners, state["checkpoint"])
 
     def _end(self) -> None:
-        """The trainer shuts down: what Lightning calls after the last epoch."""
+        """Call what Lightning calls after the last epoch; the trainer shuts down."""
         if self._has_fit_begun:
             self._view._tell(current_epoch=self._view.current_epoch + self._epoch_is_over)
             self.module.on_train_end()
@@ -362,7 +366,7 @@ class LightningOperator(TrainingOperator):
 
 
 def _only(loader: Any, purpose: str) -> Any:
-    """The one loader of a purpose; Lightning allows several."""
+    """The loader of a purpose, if it is one; Lightning allows several."""
     several = isinstance(loader, list | tuple | dict) or type(loader).__name__ == "CombinedLoader"
     if not several:
         return loader
@@ -378,6 +382,7 @@ def _only(loader: Any, purpose: str) -> Any:
 
 
 def _samples_now() -> float:
+    """Samples of the shard whose loss is being computed."""
     active = reduction_context.active()
     if active is None or active.weight is None:
         raise ConfigurationError(
@@ -388,7 +393,7 @@ def _samples_now() -> float:
 
 
 def _arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
-    """What `training_step` takes: `batch_idx` may be left out."""
+    """The arguments for a step method of the module, which may leave `batch_idx` out."""
     takes = inspect.signature(step).parameters.values()
     positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)

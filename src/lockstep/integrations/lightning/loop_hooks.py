@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's hooks around the acts of the default loop, in Lightning's order."""
+"""Calls a LightningModule's hooks around the actions of the default loop, in Lightning's order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.operator import TrainingOperator
     from lockstep.operator.precision import Precision
     from lockstep.operator.training_parts import TrainingParts
 
@@ -26,10 +25,9 @@ def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:
 
 
 class LoopHooks(StepActions):
-    """The acts of the loop that trains `module`."""
+    """The actions of a step on `module`: the default loop's, between the module's hooks."""
 
-    def __init__(self, operator: TrainingOperator, module: Any) -> None:
-        self._operator = operator
+    def __init__(self, module: Any) -> None:
         self._module = module
         self._index = 0
         self._has_batches = True
@@ -37,12 +35,15 @@ class LoopHooks(StepActions):
         self._modes: dict[torch.nn.Module, bool] | None = None
 
     def begin(self, index: int, *, has_batches: bool) -> None:
-        """A step on batch `index` of the epoch, of which this worker may have nothing."""
+        """Begin a step on batch `index` of the epoch, of which this worker may have no samples."""
         self._index, self._has_batches = index, has_batches
 
     def set_training(self, run: TrainingParts, training: bool) -> None:
-        """Training leaves each layer in the mode that the module chose (a frozen backbone in
-        eval mode, say); validation switches all of them over, and back."""
+        """Switch the layers' modes for validation, and back for training.
+
+        Training leaves each layer in the mode that the module chose (a frozen backbone in eval
+        mode, say).
+        """
         if training:
             for layer, mode in (self._modes or {}).items():
                 layer.training = mode
@@ -53,13 +54,13 @@ class LoopHooks(StepActions):
             run.set_training(False)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        # Lightning clears the gradients after training_step. Without a batch there is none.
+        # Lightning clears the gradients after training_step; without samples there is no such call.
         self._to_clear = optimizer
         if not self._has_batches:
             self.clear_once()
 
     def clear_once(self) -> None:
-        """Clear the gradients of the window before, if that is still to be done."""
+        """Clear the gradients of the previous step, unless that was done."""
         optimizer, self._to_clear = self._to_clear, None
         if optimizer is not None:
             self._module.on_before_zero_grad(optimizer)
@@ -86,7 +87,7 @@ class LoopHooks(StepActions):
         )
         if overrides(module, "optimizer_step"):
             # The gradients are there already: the closure has nothing left to compute.
-            module.optimizer_step(self._epoch, self._index, optimizer, _nothing_left)
+            module.optimizer_step(self._epoch, self._index, optimizer, _do_nothing)
         else:
             precision.take_step(optimizer)
 
@@ -96,5 +97,5 @@ class LoopHooks(StepActions):
         return epoch
 
 
-def _nothing_left() -> None:
-    """The closure of `optimizer_step`."""
+def _do_nothing() -> None:
+    """The closure that `optimizer_step` is given."""

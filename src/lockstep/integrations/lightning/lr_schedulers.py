@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`configure_optimizers` in all its forms, and when the schedulers in it step."""
+"""The optimizer and the learning rate schedulers that a LightningModule configures.
+
+`configured` reads all the forms that `configure_optimizers` may return; `SchedulerSteps` steps the
+schedulers, by batch, by epoch or by a metric, as Lightning does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ _FORMS: Final = (
 
 @dataclass
 class SchedulerConfig:
-    """One scheduler and when it steps; attributes as Lightning names them.
+    """One scheduler and when it steps: Lightning's ``LRSchedulerConfig``, attribute by attribute.
 
     Attributes:
         scheduler: anything with a `step`.
@@ -32,7 +36,7 @@ class SchedulerConfig:
         monitor: the metric that a plateau scheduler follows.
         strict: a monitor that nobody logged is an error.
         reduce_on_plateau: it takes the metric.
-        name: for loggers; kept.
+        name: for Lightning's loggers; a module may read it.
         stepped_in: the epoch in which a plateau scheduler last stepped.
     """
 
@@ -57,7 +61,7 @@ def configured(result: Any, where: str) -> tuple[torch.optim.Optimizer, list[Sch
         raise ConfigurationError(
             "configure_optimizers returned no optimizer", where=where, expected=_FORMS
         )
-    optimizers, schedulers, monitor = _taken_apart(result, where)
+    optimizers, schedulers, monitor = _split(result, where)
     if len(optimizers) != 1:
         raise NotAvailableError(
             f"{len(optimizers)} optimizers need manual optimisation, which is not supported",
@@ -74,7 +78,7 @@ def configured(result: Any, where: str) -> tuple[torch.optim.Optimizer, list[Sch
     return optimizers[0], [_schedule(each, monitor, where) for each in schedulers]
 
 
-def _taken_apart(result: Any, where: str) -> tuple[list[Any], list[Any], str | None]:
+def _split(result: Any, where: str) -> tuple[list[Any], list[Any], str | None]:
     if _steps(result):
         return [result], [], None
     if isinstance(result, Mapping):
@@ -149,7 +153,7 @@ def _schedule(given: Any, monitor: str | None, where: str) -> SchedulerConfig:
 
 
 class SchedulerSteps:
-    """Steps the schedulers of one module at their moments.
+    """Steps the schedulers of one module.
 
     Args:
         items: as `configured` returns them.
@@ -175,7 +179,7 @@ class SchedulerSteps:
                 self._step(each.scheduler, None)
 
     def after_metrics(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """`metrics` of `epoch` (its training's, or a validation's after it) are known."""
+        """After the metrics of `epoch`, or of a validation that came after it, are known."""
         for each in self.items:
             watched = each.monitor
             if not each.reduce_on_plateau or watched is None or watched not in metrics:
@@ -185,7 +189,7 @@ class SchedulerSteps:
             each.stepped_in = epoch
 
     def check_monitored(self, epoch: int) -> None:
-        """Before `epoch` begins: the one before gave every plateau scheduler its metric."""
+        """Before `epoch` begins: refuse unless the last epoch logged every plateau's metric."""
         for each in self.items:
             if not each.reduce_on_plateau or not each.strict or each.stepped_in >= epoch - 1:
                 continue
@@ -199,9 +203,10 @@ class SchedulerSteps:
                 ' after each trainer.train(); or "strict": False beside the monitor',
             )
 
-    def state(self) -> list[int]:
+    def state_dict(self) -> list[int]:
+        """What schedulers do not save themselves: the epochs in which plateaus were judged."""
         return [each.stepped_in for each in self.items]
 
-    def go_to(self, state: Sequence[int]) -> None:
+    def load_state_dict(self, state: Sequence[int]) -> None:
         for each, stepped_in in zip(self.items, state, strict=True):
             each.stepped_in = stepped_in

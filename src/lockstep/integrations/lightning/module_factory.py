@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `from_lightning` was given, and how a worker makes its module and its data from it."""
+"""How a worker makes its LightningModule and datamodule from the arguments of `from_lightning`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModuleFactory:
 
 
 def check_given(given: Any) -> None:
-    """Raise unless a LightningModule can come of it."""
+    """Refuse what is neither a LightningModule nor a function that may return one."""
     if is_lightning(given, "LightningModule") or (
         callable(given) and not inspect.isclass(given) and not hasattr(given, "forward")
     ):
@@ -87,9 +87,10 @@ def check_given(given: Any) -> None:
 
 
 def is_lightning(given: Any, name: str) -> bool:
-    """Whether it is a `name` (a class or an instance) of either of Lightning's packages.
+    """Whether `given` is a `name` (a class or an instance) of one of Lightning's two packages.
 
-    By name, so that nobody imports a package that the user's own code has not imported.
+    The class is compared by name, so that lockstep imports no package that the user's own code
+    has not imported.
     """
     kind = given if inspect.isclass(given) else type(given)
     return any(
@@ -114,7 +115,7 @@ def _made(
     if inspect.isclass(given):
         return _constructed(given, config, taken)
     if is_lightning(given, kind):
-        # An instance has its hyperparameters already: the config is for whoever reads it.
+        # An instance has its hyperparameters already; the rest of the program may read the config.
         taken.update(config)
         return copy.deepcopy(given) if copied else given
     taken.update(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's `training_step` and `validation_step` return: a loss, and metrics by name."""
+"""Reads the loss and the metrics in what `training_step` or `validation_step` returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READERS = {
 
 
 def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss in what `step` returned, or None, and each number beside it under its own name.
+    """The loss in the `output` of `step`, or None, and each number beside the loss by its name.
 
     Args:
         step: "training_step" or "validation_step".
