@@ -43,18 +43,6 @@ KNOWN_CIRCLES = [
         "lockstep.engine.ray",
     },
     {
-        "lockstep.operator",
-        "lockstep.operator.creators",
-        "lockstep.operator.loops",
-        "lockstep.operator.loss_scope",
-        "lockstep.operator.loss_weights",
-        "lockstep.operator.operator_state",
-        "lockstep.operator.registration",
-        "lockstep.operator.step_hooks",
-        "lockstep.operator.training_operator",
-        "lockstep.operator.weight_averages",
-    },
-    {
         "lockstep.trainer",
         "lockstep.trainer.arguments",
         "lockstep.trainer.beside",
@@ -73,9 +61,9 @@ KNOWN_CIRCLES = [
     },
     {
         "lockstep.worker.group_formation",
+        "lockstep.worker.parity_trial",
         "lockstep.worker.prediction",
         "lockstep.worker.snapshot",
-        "lockstep.worker.trial",
         "lockstep.worker.worker",
     },
 ]

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
     Buffer = torch.Tensor | np.ndarray[Any, Any]
 
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
+"""A tensor's dtype, shape and strides. None for the strides: its numbers are sent row by row, as it
+has gaps in memory, or several elements in one place."""
+
 _ALIGNMENT: Final = 16
 """Bytes: a tensor of any dtype may begin at a multiple of it."""
 
@@ -128,12 +132,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file)
         self._buffers = buffers
 
-    def persistent_id(self, obj: Any) -> tuple[torch.dtype, torch.Size] | None:
+    def persistent_id(self, obj: Any) -> _Layout | None:
         # Exactly tensors: a subclass knows itself what it is made of.
         if self._buffers is None or type(obj) is not torch.Tensor or not is_block(obj):
             return None
-        self._buffers.append(as_bytes(obj.cpu()))
-        return obj.dtype, obj.shape
+        tensor = obj.detach().cpu()
+        in_memory = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+        is_dense = in_memory.is_contiguous()
+        self._buffers.append(as_bytes(in_memory if is_dense else tensor))
+        return obj.dtype, obj.shape, tensor.stride() if is_dense else None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
@@ -151,7 +158,7 @@ class _Unpickler(pickle.Unpickler):
         self._buffers: Iterator[Buffer] = iter(buffers)
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        dtype, shape = pid
+        dtype, shape, stride = pid
         buffer = next(self._buffers)
         if not shape.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -159,7 +166,10 @@ class _Unpickler(pickle.Unpickler):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 buffer = torch.from_numpy(buffer)
-        return buffer.view(dtype).view(shape)
+        numbers = buffer.view(dtype)
+        if stride is None:
+            return numbers.view(shape)
+        return numbers.as_strided(shape, stride, numbers.storage_offset())
 
 
 def _bare_module(plain: type[nn.Module], names: Sequence[str]) -> nn.Module:

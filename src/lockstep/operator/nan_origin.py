@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.errors import NonFiniteError
+from lockstep.operator.default_loss import registered
 from lockstep.operator.loops import loss_again
 from lockstep.operator.non_finite_check import FIX, SKIP_CHECK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.interface import Operator
     from lockstep.operator.shard_batch import ShardBatch
 
 
@@ -38,7 +39,7 @@ class _Look(NamedTuple):
 
 
 @contextmanager
-def explained(operator: TrainingOperator) -> Iterator[None]:
+def explained(operator: Operator) -> Iterator[None]:
     """Around a pass over the data: which samples, and which module, led to a refusal?
 
     Collective:
@@ -47,10 +48,10 @@ def explained(operator: TrainingOperator) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        looks = [_look(operator, part, info) for part, info in _window(operator)]
-        group = operator._lockstep.context.group
-        has_peers = operator._lockstep.sync is not None and error.is_alike
-        everyone = group.exchange(looks) if has_peers else [looks]
+        looks = [_look(operator, part, info) for part, info in _shards_of_window(operator)]
+        state = operator._lockstep
+        has_peers = state.sync is not None and error.is_alike
+        everyone = state.context.group.exchange(looks) if has_peers else [looks]
         told = _with(error, [_Look(*look) for looks in everyone for look in looks])
         # The user's line that let the optimizer step is in the traceback of the refusal.
         raise told.with_traceback(error.__traceback__) from None
@@ -77,15 +78,15 @@ def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:
     return explained_error
 
 
-def _window(operator: TrainingOperator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
+def _shards_of_window(operator: Operator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
     """The parts that the gradients came from; of a loop of the user's own, the batch in hand."""
-    state = operator._lockstep
-    if state.window or state.delivered is None:
-        return state.window
-    return [(state.delivered, {"batch_idx": 0, "global_step": operator.global_step})]
+    noted, delivered = operator._lockstep.window.batches, operator._lockstep.step.delivered
+    if noted or delivered is None:
+        return noted
+    return [(delivered, {"batch_idx": 0, "global_step": operator.global_step})]
 
 
-def _look(operator: TrainingOperator, part: ShardBatch, info: Mapping[str, Any]) -> _Look:
+def _look(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Look:
     origin = "" if part.origin is None else f" ({part.origin})"
     place = (
         f"in shard {part.shard}, {part.num_samples} samples on rank {operator.world_rank}{origin}"
@@ -104,11 +105,10 @@ def _look(operator: TrainingOperator, part: ShardBatch, info: Mapping[str, Any])
 
 
 def _computed_again(
-    operator: TrainingOperator, part: ShardBatch, info: Mapping[str, Any], first: list[str]
+    operator: Operator, part: ShardBatch, info: Mapping[str, Any], first: list[str]
 ) -> torch.Tensor:
     """The loss of a part; its forward leaves the buffers as they are."""
-    run = operator._lockstep.registered
-    assert run is not None
+    run = registered(operator)
     handles = [
         layer.register_forward_hook(_noting(name, first))
         for module in run.plain_modules()

@@ -6,30 +6,34 @@ from __future__ import annotations
 import copy
 import inspect
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.operator.default_loss import registered
 from lockstep.operator.host_file_lock import host_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.interface import Operator
+
+
+_Operator = TypeVar("_Operator", bound="Operator")
 
 
 def from_creators(
-    base: type[TrainingOperator],
+    base: type[_Operator],
     model_creator: Callable[[Any], Any],
     optimizer_creator: Callable[[Any, Any], Any],
     data_creator: Callable[[Any], Any] | None = None,
     loss_creator: Any = None,
     scheduler_creator: Callable[[Any, Any], Any] | None = None,
     serialize_data_creation: bool = True,
-) -> type[TrainingOperator]:
+) -> type[_Operator]:
     """An operator class whose `setup` calls these functions, as RaySGD's did.
 
     Args:
@@ -68,13 +72,13 @@ def from_creators(
                     loaders = data_creator(config)
                 _register_data(self, loaders)
 
-        model = property(lambda self: self._lockstep.registered.models[0])
-        models = property(lambda self: self._lockstep.registered.models)
-        optimizer = property(lambda self: self._lockstep.registered.optimizers[0])
-        optimizers = property(lambda self: self._lockstep.registered.optimizers)
-        criterion = property(lambda self: self._lockstep.registered.criterion)
-        schedulers = property(lambda self: self._lockstep.registered.schedulers or None)
-        scheduler = property(lambda self: next(iter(self._lockstep.registered.schedulers), None))
+        model = property(lambda self: registered(self).models[0])
+        models = property(lambda self: registered(self).models)
+        optimizer = property(lambda self: registered(self).optimizers[0])
+        optimizers = property(lambda self: registered(self).optimizers)
+        criterion = property(lambda self: registered(self).criterion)
+        schedulers = property(lambda self: registered(self).schedulers or None)
+        scheduler = property(lambda self: next(iter(registered(self).schedulers), None))
 
     return CreatorOperator
 
@@ -87,7 +91,7 @@ def _criterion(loss_creator: Any, config: Any) -> Any:
     return loss_creator(config)
 
 
-def _register_data(operator: TrainingOperator, loaders: Any) -> None:
+def _register_data(operator: Operator, loaders: Any) -> None:
     if isinstance(loaders, tuple | list):
         if len(loaders) != 2 or isinstance(loaders, list):
             kind = type(loaders).__name__
@@ -103,13 +107,13 @@ def _register_data(operator: TrainingOperator, loaders: Any) -> None:
 
 
 def from_model(
-    base: type[TrainingOperator],
+    base: type[_Operator],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     criterion: Any = None,
     train_loader: Any = None,
     validation_loader: Any = None,
-) -> type[TrainingOperator]:
+) -> type[_Operator]:
     """An operator class around your own objects.
 
     One worker trains the very objects. Several train copies, pickled together so that the

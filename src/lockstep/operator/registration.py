@@ -19,7 +19,7 @@ from lockstep.operator.weight_averages import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.interface import Operator
     from lockstep.operator.rank_context import RankContext
     from lockstep.operator.training_parts import Wanted
 
@@ -221,7 +221,7 @@ def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
             )
 
 
-def conclude_setup(operator: TrainingOperator, registered: TrainingParts, returned: Any) -> None:
+def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
     """Refuse or take over what `setup` left elsewhere than in `register` and `register_data`."""
     if returned is not None:
         raise WrongTypeError(
@@ -234,7 +234,7 @@ def conclude_setup(operator: TrainingOperator, registered: TrainingParts, return
     _take_scheduler(operator, registered)
 
 
-def _take_scheduler(operator: TrainingOperator, registered: TrainingParts) -> None:
+def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
     """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
 
     A loop of the user's own may step schedulers of any name. Nobody else would.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, and the states of what steps, as they were: to go back to them."""
+"""Copies of weights, and of the states of optimizers and schedulers, to go back to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StateCopy:
         self._steppers = list(steppers)
         self._states = [copy.deepcopy(each.state_dict()) for each in self._steppers]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Write the copies over the tensors, and load the states."""
         self._copies.restore()
         for stepper, state in zip(self._steppers, self._states, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the default loop does to models and optimizers, as acts that a front door may extend."""
+"""What the default loop does to models and optimizers, as actions that an integration replaces."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.precision import Precision
     from lockstep.operator.training_parts import TrainingParts
 
 
 class StepActions:
     """Each is called once per optimizer step, but for `around_backward`: once per shard.
 
-    An integration replaces them to call its framework's hooks at the moments that these have
-    there; what a step computes stays the loop's.
+    An integration replaces the actions to call its framework's hooks at the moments at which its
+    own loop calls them; what a step computes stays the loop's.
     """
 
     def set_training(self, run: TrainingParts, training: bool) -> None:
@@ -31,8 +31,11 @@ class StepActions:
         return nullcontext()
 
     def step(
-        self, operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer
+        self,
+        precision: Precision,
+        run: TrainingParts,
+        optimizer: torch.optim.Optimizer,
+        clip_grad_norm: float | None,
     ) -> None:
         """After the reduction: unscale, clip, step."""
-        state = operator._lockstep
-        state.precision.step(optimizer, run.parameters(), state.context.options.clip_grad_norm)
+        precision.step(optimizer, run.parameters(), clip_grad_norm)

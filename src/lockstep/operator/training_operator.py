@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
-from lockstep.operator import loops
+from lockstep.operator import default_loss, loops
 from lockstep.operator.operator_state import OperatorState
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import (
@@ -92,7 +92,7 @@ class TrainingOperator:
             of tokens, 0 if there is none): the objective, and every metric returned here, is
             then the mean over the tokens of the global batch.
         """
-        return loops.default_loss(self, batch)[0]
+        return default_loss.default_loss(self, batch)[0]
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
@@ -147,7 +147,7 @@ class TrainingOperator:
             Tensors or arrays with one row per sample, lists with one entry per sample, or
             tuples, dicts and dataclasses of them; the user gets each sample's part of it.
         """
-        return loops.default_prediction(self, batch)
+        return default_loss.default_prediction(self, batch)
 
     def state_dict(self) -> Any:
         """Further state to save: tensors and plain Python. Models are saved without it."""
@@ -272,7 +272,7 @@ class TrainingOperator:
         for purpose, given in (("train", train), ("validation", validation)):
             if given is not None:
                 self._lockstep.registered_metrics.register(
-                    purpose, given, self.device, self._lockstep.is_borrowed
+                    purpose, given, self.device, lambda: self._lockstep.step.is_borrowed
                 )
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:

@@ -12,17 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
-from lockstep.tensor_copies import is_block, is_expanded
 from lockstep.worker import state_broadcast
 from lockstep.worker.batch_sources import open_source
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.saved_gradients import SavedGradients
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.process_group import Rendezvous
@@ -213,7 +212,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": [(buffer, _strides(buffer)) for buffer in _buffers(run)],
+        "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
@@ -226,12 +225,8 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     run: TrainingParts = worker.run
     for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    for mine, (theirs, strides) in zip(_buffers(run), given["buffers"], strict=True):
-        value = theirs.to(mine.device)
-        if strides is not None:
-            # Ranks agree on layouts, and what travels is contiguous.
-            value = torch.empty_strided(value.shape, strides, **_kind(value)).copy_(value)
-        mine.data = value
+    for mine, theirs in zip(_buffers(run), given["buffers"], strict=True):
+        mine.data = theirs.to(mine.device, copy=True)
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
     if given["carried"] is not None:
         worker.carried = SavedGradients(given["carried"])
@@ -240,14 +235,6 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
 
 
 def _buffers(run: TrainingParts) -> list[torch.Tensor]:
-    """Those of a state, and those that no state holds."""
+    """All buffers: a state leaves out those that are not persistent."""
     modules = [*run.modules(), *run.averages]
     return [buffer for module in modules for buffer in module.buffers()]
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if is_block(tensor) and not is_expanded(tensor) else None
-
-
-def _kind(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}

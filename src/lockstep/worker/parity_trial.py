@@ -151,7 +151,7 @@ class _Side:
         with self._copy.in_its_world(), self._dropout:
             while True:
                 self._copy.train(1, False, {})
-                if self._copy.operator._lockstep.place.closes:
+                if not self._copy.cursors["train"].has_open_window:
                     return self._recorder.take()
 
     def exchange(self, value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardPlacement, shards_of
 from lockstep.errors import CheckpointError
-from lockstep.operator.loops import registered
+from lockstep.operator.default_loss import registered
 from lockstep.worker import state as states
 from lockstep.worker.batch_sources import open_source
 from lockstep.worker.data_cursor import Cursor
@@ -94,7 +94,7 @@ class StateAccess(Queries):
             cursor = self.cursors["train"]
             state["position"]["train"]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
-            before = self.operator._lockstep.buffers_before
+            before = self.operator._lockstep.window.buffers_before
             if before is not None and cursor.has_open_window:
                 before.put_into([*state["models"], state["criterion"]])
 

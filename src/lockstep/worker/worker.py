@@ -13,7 +13,7 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.step_log import StepLog
-from lockstep.operator.loops import registered
+from lockstep.operator.default_loss import registered
 from lockstep.operator.non_finite_check import watch_optimizers
 from lockstep.operator.optimizer_comparison import agree_on_steps
 from lockstep.operator.optimizer_hooks import follow_steps
@@ -22,11 +22,11 @@ from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker import group_formation, parity_trial, prediction
-from lockstep.worker.connections import Connections
 from lockstep.worker.data_cursor import Tally
 from lockstep.worker.dataset_switch import DatasetSwitch
 from lockstep.worker.determinism import deterministic
 from lockstep.worker.device import pick_device
+from lockstep.worker.gloo_sockets import GlooSockets
 from lockstep.worker.loop_run import LoopRequest, LoopRun
 from lockstep.worker.process_group import (
     Rendezvous,
@@ -37,7 +37,7 @@ from lockstep.worker.process_group import (
 )
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.run_audit import RunAudit
-from lockstep.worker.snapshot import Snapshots
+from lockstep.worker.snapshot import SnapshotTaker
 from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
 
@@ -80,7 +80,7 @@ class Worker(StateAccess):
         self._group: dist.ProcessGroup | None = None
         self._handle: Group | None = None
         self._rendezvous: Rendezvous | None = None
-        self._connections = Connections()
+        self._connections = GlooSockets()
         self._num_copies = 0
         self._operator = None
         self.cursors = {}
@@ -96,7 +96,7 @@ class Worker(StateAccess):
         self._threads_before: int | None = None
         self.has_state = False
         self.loop_run = None
-        self.snapshots = Snapshots(self)
+        self.snapshots = SnapshotTaker(self)
         self._watch = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None
         self.on_boundary: Callable[[], None] | None = None
@@ -179,11 +179,11 @@ class Worker(StateAccess):
             agree_on_steps(context.group, run)
         self._open_loaders(operator)
         # First: a step that it refuses is none to the others.
-        self._handles = [] if is_trial else watch_optimizers(operator)
+        self._handles = [] if is_trial else watch_optimizers(operator, run)
         if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-        self._handles += follow_steps(operator)
+        self._handles += follow_steps(operator, run)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
@@ -192,7 +192,7 @@ class Worker(StateAccess):
             Every rank.
         """
         self._rendezvous = rendezvous
-        self._connections = Connections(rendezvous.generation)
+        self._connections = GlooSockets(rendezvous.generation)
         with self._connections.opening():
             self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
         self._handle = Group(self._group, device)

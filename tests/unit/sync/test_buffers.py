@@ -98,8 +98,8 @@ def test_a_state_is_handed_over(make):
 
 @ALL
 def test_copies_of_a_state_use_memory_again(make):
-    shelf = TensorPool()
+    pool = TensorPool()
     for value in (2.0, 3.0):
-        copied = shelf.copy_of(make(value))
+        copied = pool.copy_of(make(value))
         assert same_bits(copied, make(value))
-        shelf.put_back([copied])
+        pool.put_back([copied])

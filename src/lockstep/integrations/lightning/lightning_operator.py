@@ -29,10 +29,10 @@ from lockstep.integrations.lightning.module_factory import ModuleFactory, check_
 from lockstep.integrations.lightning.step_outputs import detached, loss_and_metrics
 from lockstep.integrations.lightning.trainer_view import TrainerView
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator import TrainingOperator, loops
-from lockstep.operator.batch_metrics import mean_over_shards
-from lockstep.operator.loss_weights import Result, partial_weights, step_counts, take_weight
-from lockstep.operator.shard_computation import computing
+from lockstep.operator import TrainingOperator
+from lockstep.operator.default_loss import registered
+from lockstep.operator.shard_results import ShardResults
+from lockstep.operator.sync_batch_norm import goes_shard_by_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -204,7 +204,7 @@ class LightningOperator(TrainingOperator):
         counted_on = getattr(iterator, "first_index", 0)
         self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
         self._view._tell(current_epoch=epoch, training=True, validating=False)
-        self._step_hooks.set_training(loops.registered(self), True)
+        self._step_hooks.set_training(registered(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
             if self._open_epoch != epoch:
@@ -240,9 +240,9 @@ class LightningOperator(TrainingOperator):
         index = self._index(batch_info)
         self._computed = []
         self._logging.step = self.global_step
-        self._step_hooks.begin(index, has_batches=bool(loops.shard_batches(self, batch)))
+        self._step_hooks.begin(index, has_batches=bool(self._lockstep.step.shards_in(batch)))
         metrics = super().train_batch(batch, batch_info)
-        if self._lockstep.place.closes:
+        if self._lockstep.step.closes_window:
             self._steps_taken += 1
             self._view._tell(global_step=self._steps_taken)
             if self._steps_schedulers:
@@ -288,7 +288,7 @@ class LightningOperator(TrainingOperator):
         module = self.module
         self._first_index = getattr(val_iterator, "step_in_epoch", 0)
         self._view._tell(training=False, validating=True)
-        self._step_hooks.set_training(loops.registered(self), False)
+        self._step_hooks.set_training(registered(self), False)
         with self._logging.capturing("validation"):
             if self._first_index == 0:
                 module.on_validation_start()
@@ -304,22 +304,20 @@ class LightningOperator(TrainingOperator):
         return {**metrics, **logged}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        parts, index = loops.shard_batches(self, batch), self._index(batch_info)
+        state, index = self._lockstep, self._index(batch_info)
         self._logging.step = index
-        results: list[Result] = []
-        for part in parts:
-            part.seed_randomness()
+        per_shard = goes_shard_by_shard(self, batch)
+        results = ShardResults(self, "validation")
+        for shard in state.step.shards_in(batch):
             with (
                 self.timers.record("eval_fwd"),
-                self._lockstep.precision.autocast(),
-                computing(self, batch, part.num_samples),
-                self._logging.of_batch(part.num_samples, first_time=True),
+                state.precision.autocast(),
+                state.step.computing(shard, per_shard=per_shard),
+                self._logging.of_batch(shard.num_samples, first_time=True),
             ):
-                metrics = self._validated(self.to_device(part.batch), index)
-            weight = take_weight(self, "validation", part, metrics)
-            results.append((metrics, weight))
-        self._lockstep.partial = partial_weights(results)
-        return {**mean_over_shards(results), **step_counts(self, "validation", parts, results)}
+                metrics = self._validated(self.to_device(shard.batch), index)
+            results.add(shard, metrics, results.weight_of(shard, metrics))
+        return results.metrics()
 
     def _validated(self, batch: Any, index: int) -> dict[str, Any]:
         module = self.module

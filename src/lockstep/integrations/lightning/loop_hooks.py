@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.precision import Precision
     from lockstep.operator.training_parts import TrainingParts
 
 
@@ -73,9 +73,13 @@ class LoopHooks(StepActions):
         self._module.on_after_backward()
 
     def step(
-        self, operator: TrainingOperator, run: TrainingParts, optimizer: torch.optim.Optimizer
+        self,
+        precision: Precision,
+        run: TrainingParts,
+        optimizer: torch.optim.Optimizer,
+        clip_grad_norm: float | None,
     ) -> None:
-        module, precision = self._module, operator._lockstep.precision
+        module = self._module
         precision.unscale(optimizer)
         module.on_before_optimizer_step(optimizer)
         module.configure_gradient_clipping(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.operator.loops import registered
+from lockstep.operator.default_loss import registered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

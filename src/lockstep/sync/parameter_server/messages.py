@@ -74,7 +74,7 @@ class Parcel:
 
 def packed(message: Message) -> Parcel:
     """`message`, ready to be sent."""
-    tensors = [tensor.detach() for tensor in message.tensors]
+    tensors = [tensor.detach().contiguous() for tensor in message.tensors]
     structure, buffers = split((message.what, message.about, tensors))
     sizes = [buffer.numel() for buffer in buffers]
     return Parcel(pickle.dumps((structure, sizes)), pack(buffers))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sockets of this process that lead to other ranks, to be shut down from another thread.
+"""The sockets over which gloo connects this rank to others: found, and shut down from a thread.
 
 A host that loses its power, or its network, sends no packet and no reset: ranks elsewhere that
 wait for its ranks in a collective of gloo's wait until the group's timeout. Measured on torch
-2.13: `abort` and `shutdown` of the group return at once and free nobody; ``shutdown(SHUT_RDWR)``
+2.13: `abort` and `shutdown` of the group return at once and free no rank; ``shutdown(SHUT_RDWR)``
 on gloo's own socket, from another thread, ends the wait within milliseconds.
 """
 
@@ -25,14 +25,14 @@ _OPEN_FILES: Final = "/dev/fd"
 _T = TypeVar("_T")
 
 _Socket = tuple[int, int]
-"""A descriptor, and the number of what it stands for: descriptors are used again."""
+"""A descriptor, and the inode of its socket: the system gives descriptors out again."""
 
 
-class Connections:
-    """Which sockets of this process gloo uses; torch does not tell.
+class GlooSockets:
+    """The sockets that gloo opened in this process, which torch does not tell.
 
-    They are those that were opened while a group was formed and whose other end was opened by
-    another rank at that time: threads of Ray's or of the user's may open sockets of their own.
+    A socket is gloo's if it was opened while a group was formed and another rank opened its other
+    end at that time: threads of Ray's or of the user's may open sockets of their own meanwhile.
 
     Args:
         generation: the formation of the group that they belong to; None before the first one.
@@ -70,13 +70,13 @@ class Connections:
         self._to_ranks |= {key for key, (_, remote) in opened.items() if remote in others}
 
     def forget(self) -> None:
-        """The groups are left, and their sockets closed by who opened them."""
+        """The groups are left: gloo closes their sockets."""
         self._to_ranks = set()
 
     def shut_down(self) -> None:
         """End all waits for other ranks; from any thread. The groups are of no use afterwards.
 
-        They are the group of all, and those beside it (`Worker.copied`).
+        These are the run's group, and the groups of copies beside the run (`Worker.copied`).
         """
         for group in self._groups:
             group.give_up()

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
-from lockstep.worker.connections import Connections
+from lockstep.worker.gloo_sockets import GlooSockets
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_sockets_of_other_libraries_block_as_before(default_timeout):
     with blocking, other:
         os.set_blocking(blocking.fileno(), True)
         os.set_blocking(other.fileno(), False)
-        with Connections().opening():
+        with GlooSockets().opening():
             pass
         assert os.get_blocking(blocking.fileno())
         assert not os.get_blocking(other.fileno())
@@ -52,7 +52,7 @@ def test_a_group_refuses_before_its_connections_end():
     """A sum that ends early is no error everywhere, unless the group says so by then."""
     near, far = _pair()
     with near, far:
-        connections, group = Connections(), OverSocket(None)
+        connections, group = GlooSockets(), OverSocket(None)
         group.connection = near
         connections.learn(group)
         connections._to_ranks.add((near.fileno(), os.fstat(near.fileno()).st_ino))

@@ -24,7 +24,7 @@ from torch import nn
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator import creators
+from lockstep.operator import operator_factories
 from lockstep.operator.host_file_lock import host_lock
 
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_a_creator_is_refused():
 def test_workers_of_a_machine_make_their_data_one_after_the_other(serialize, tmp_path, monkeypatch):
     # Not the machine's own: other tests' workers take turns by that one meanwhile.
     lock = str(tmp_path / "lock")
-    monkeypatch.setattr(creators, "host_lock", partial(host_lock, lock))
+    monkeypatch.setattr(operator_factories, "host_lock", partial(host_lock, lock))
 
     def download(config):
         try:
