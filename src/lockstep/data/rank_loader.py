@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.data.batch_structure import rows_of
 from lockstep.data.shard_placement import ShardPlacement
-from lockstep.data.sharded_loader import ShardedLoader
+from lockstep.data.sharded_loader import BatchParts, ShardedLoader
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ class RankLoader:
         return ShardedLoader(
             self.loader,
             self._placement,
-            joint=True,
-            borrow=True,
+            parts=BatchParts.JOINT_OR_BORROWED,
             global_batch_size=global_batch_size,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardedLoader, UserShardedLoader
+from lockstep.data import BatchParts, ShardedLoader, UserShardedLoader
 from lockstep.operator.rank_context import ONE_PROCESS
 
 if TYPE_CHECKING:
@@ -20,12 +20,14 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
         return UserShardedLoader(loader, placement)
     training = purpose == "train"
     own_loop = operator._overrides("train_epoch" if training else "validate")
-    joint = wants_joint(operator, purpose)
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
-    borrow = training or operator.joint_loss or not own_loop
+    borrows = training or operator.joint_loss or not own_loop
+    parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
+    if not wants_joint(operator, purpose):
+        parts = BatchParts.BY_SHARD
     # Every part is seeded before it is computed on, so nobody reads what loading leaves.
-    return ShardedLoader(loader, placement, joint=joint, borrow=borrow, keeps_generators=False)
+    return ShardedLoader(loader, placement, parts=parts, keeps_generators=False)
 
 
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:
