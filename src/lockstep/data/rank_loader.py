@@ -32,7 +32,7 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
     Args:
         loader: a ``DataLoader`` over the whole data, built alike on every rank (no
             ``DistributedSampler``), or a re-iterable of ready batches.
-        group: whose ranks share the data: a process group, or anything with ``rank`` and
+        group: the ranks that share the data: a process group, or an object with ``rank`` and
             ``size`` (methods or properties). None: the world group, or this process alone.
         seed: of the order and of augmentations; the same on every rank.
 

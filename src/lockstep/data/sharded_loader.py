@@ -39,8 +39,8 @@ class LoadedPart:
 
     Args:
         batch: as the user's loader makes it.
-        num_samples: real samples; 0 if the batch is borrowed.
-        shards: whose samples these are; of a borrowed batch, all that the worker carries.
+        num_samples: samples that count here; 0 if the batch is borrowed.
+        shards: the shards that the samples belong to; for a borrowed batch, those of the worker.
         indices: what the loader's sampler gave for them, one for each sample (or for the whole
             batch, if the dataset holds ready batches); empty where there is no sampler.
     """

@@ -41,8 +41,8 @@ def computed(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         by_rank: each worker's metrics by name, on the CPU. Never changed.
 
     Returns:
-        By name what `compute` returns: numbers as Python's, tensors as they are; a dict (of a
-        value for each class, say) key by key. Metrics that nobody updated are left out.
+        The result of `compute` by the metric's name: numbers as Python's, tensors as they are; a
+        dict (of a value for each class, say) key by key. Metrics without an update are left out.
     """
     values: dict[str, Any] = {}
     for name in dict.fromkeys(name for own in by_rank for name in own):
