@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lockstep train``: an operator, its config, and a loop of epochs."""
+"""``lockstep train``: trains an operator for some epochs, or tries a step out (``--dry-run``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COUNTS: Final = ("epoch", "num_samples", "batch_count")
 
 
 def run(read: argparse.Namespace) -> int:
-    """Do what was asked for. Returns the exit code; the user's own exceptions pass."""
+    """Train, or try out. Returns the exit code; the user's own exceptions pass."""
     try:
         operator = find_operator(read.operator)
         config = config_of(read.config, read.settings, read.batch_size)
@@ -152,7 +152,7 @@ def _try_out(
     config: dict[str, Any],
     callbacks: list[Callback],
 ) -> int:
-    """Everything but training: what would run where, and whether its gradients are right."""
+    """Print what would run where, and compare the gradients of one step with one process's."""
     given = _given(read)
     arguments = {name: value for name, value in given.items() if name not in SAVING}
     with _opened(operator, config, arguments) as trainer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures on purpose: does your operator survive them?
+"""Fault injection: a worker fails at a chosen step and phase. Does your operator survive it?
 
 ::
 
@@ -80,7 +80,7 @@ class Strike:
             )
 
     def hit(self) -> None:
-        """Do it, to this process."""
+        """Let this process fail."""
         if self.action == "delay":
             time.sleep(self.seconds)
         elif self.action == "hang":
