@@ -57,7 +57,7 @@ class TorchTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.trainer = self._opened(config)
-        self._made_with = trial_checkpoint.hyperparameters(self.trainer)
+        trial_checkpoint.note_hyperparameters(self.trainer)
 
     def _opened(self, config: Mapping[str, Any]) -> TorchTrainer:
         arguments = dict(self.arguments)
@@ -80,10 +80,10 @@ class TorchTrainable(Trainable):
         return result
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        trial_checkpoint.write(self.trainer, checkpoint_dir, self._made_with)
+        trial_checkpoint.write(self.trainer, checkpoint_dir)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        trial_checkpoint.read(self.trainer, checkpoint, self._made_with)
+        trial_checkpoint.read(self.trainer, checkpoint)
 
     def cleanup(self) -> None:
         self.trainer.shutdown()

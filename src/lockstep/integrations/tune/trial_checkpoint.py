@@ -14,6 +14,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,29 +32,29 @@ _HYPERPARAMETERS: Final = "hyperparameters.json"
 Hyperparameters = list[list[dict[str, Any]]]
 """By optimizer and parameter group."""
 
-
-def hyperparameters(trainer: TorchTrainer) -> Hyperparameters:
-    """The hyperparameters in the optimizers' parameter groups, from rank 0."""
-    found: Hyperparameters = trainer.apply_all_operators(_read)[0]
-    return found
+_made_with: WeakKeyDictionary[TorchTrainer, str] = WeakKeyDictionary()
+"""The hyperparameters with which each trainer's optimizers were made, as JSON."""
 
 
-def write(trainer: TorchTrainer, folder: str, made_with: Hyperparameters) -> None:
+def note_hyperparameters(trainer: TorchTrainer) -> None:
+    """Remember the optimizers' hyperparameters, at the first call: before anything is trained."""
+    if trainer not in _made_with:
+        _made_with[trainer] = json.dumps(trainer.apply_all_operators(_read)[0])
+
+
+def write(trainer: TorchTrainer, folder: str) -> None:
     """Save into an existing, empty folder."""
+    note_hyperparameters(trainer)
     trainer.save(Path(folder, _STATE))
-    Path(folder, _HYPERPARAMETERS).write_text(json.dumps(made_with))
+    Path(folder, _HYPERPARAMETERS).write_text(_made_with[trainer])
 
 
-def read(trainer: TorchTrainer, folder: str, made_with: Hyperparameters) -> None:
-    """Load what `write` saved, maybe for another trial.
-
-    Args:
-        made_with: the hyperparameters with which this trainer's optimizers were made.
-    """
+def read(trainer: TorchTrainer, folder: str) -> None:
+    """Load what `write` saved, maybe for another trial."""
+    note_hyperparameters(trainer)
     trainer.load(Path(folder, _STATE))
     theirs = json.loads(Path(folder, _HYPERPARAMETERS).read_text())
-    # Through JSON as well, which makes lists of tuples.
-    ours = json.loads(json.dumps(made_with))
+    ours = json.loads(_made_with[trainer])
     if ours != theirs:
         trainer.apply_all_operators(partial(_prefer, ours, theirs))
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import tempfile
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.placement_group import bundle_for, warn_of_no_room
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lockstep.trainer import TorchTrainer
-
-_made_with: weakref.WeakKeyDictionary[TorchTrainer, trial_checkpoint.Hyperparameters]
-_made_with = weakref.WeakKeyDictionary()
 
 
 def resources(
@@ -63,9 +59,8 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
     if not checkpoint:
         tune.report(dict(metrics))
         return
-    made_with = _made_with.setdefault(trainer, trial_checkpoint.hyperparameters(trainer))
     with tempfile.TemporaryDirectory() as folder:
-        trial_checkpoint.write(trainer, folder, made_with)
+        trial_checkpoint.write(trainer, folder)
         tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
 
 
@@ -79,10 +74,10 @@ def restore(trainer: TorchTrainer) -> bool:
         Whether there was a checkpoint.
     """
     tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
-    made_with = _made_with.setdefault(trainer, trial_checkpoint.hyperparameters(trainer))
+    trial_checkpoint.note_hyperparameters(trainer)
     found = tune.get_checkpoint()
     if found is None:
         return False
     with found.as_directory() as folder:
-        trial_checkpoint.read(trainer, folder, made_with)
+        trial_checkpoint.read(trainer, folder)
     return True
