@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a batch whose structure is the user's: how many, joined, or none.
+"""The rows of a batch, whose structure is the user's: counted, joined, sliced.
 
-A batch is a tensor or an array, a sequence of rows (strings, numbers), or tuples, lists,
-dictionaries and dataclasses of batches. A list or tuple is a sequence of rows when it holds
-nothing but plain values, else it is structure; that is what torch's ``default_collate``
-makes. What is neither is refused by its place in the batch, never guessed at.
+A batch is a tensor or an array, a sequence of rows (strings, numbers), or a tree of batches (see
+`tensor_tree`). A list or tuple is a sequence of rows when it holds nothing but plain values, else a
+container; torch's ``default_collate`` makes batches like that. Anything else is refused by its
+place in the batch, never guessed at.
 """
 
 from __future__ import annotations
