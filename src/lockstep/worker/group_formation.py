@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
+from lockstep.worker.batch_sources import open_source
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.saved_gradients import SavedGradients
-from lockstep.worker.step_sources import open_source
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +102,9 @@ def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
     if survivor.point is None:
         return survivor
     stage = worker.operator._lockstep
-    stage.setting = replace(stage.setting, group=Group(None, stage.setting.device))
+    stage.context = replace(stage.context, group=Group(None, stage.context.device))
     worker.snapshots.forget()
-    rejoin(worker.run, stage.setting, stage.committed)
+    rejoin(worker.run, stage.context, stage.committed)
     worker.expect_usual_weight()
     worker.watch_from(stage.committed)
     return survivor
@@ -161,11 +161,11 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
         ReplicasDifferError: the ranks do not hold the same state; on every rank.
     """
     _take_place(worker, rank, formation)
-    operator, group = worker.operator, worker.operator._lockstep.setting.group
+    operator, group = worker.operator, worker.operator._lockstep.context.group
     if formation.stale:
         _hand_over(worker, group, rank, formation)
     worker.snapshots.forget()
-    rejoin(worker.run, operator._lockstep.setting, operator._lockstep.committed)
+    rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     state_broadcast.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
@@ -176,12 +176,12 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
 def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
     operator = worker.operator
     worker.take_rank(rank, formation.size)
-    before = operator._lockstep.setting
+    before = operator._lockstep.context
     if worker.before_meeting is not None:
         worker.before_meeting()
     group = worker.meet(formation.rendezvous, before.device)
     placement = worker.placement_for(before.placement)
-    operator._lockstep.setting = replace(
+    operator._lockstep.context = replace(
         before,
         world_rank=rank,
         world_size=formation.size,

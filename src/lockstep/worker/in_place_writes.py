@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.tensor_copies import TensorCopies, overwrite
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
 from lockstep.tensor_copies import TensorCopies
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
-    from lockstep.worker.cursor import Cursor, Tally
+    from lockstep.worker.data_cursor import Cursor, Tally
 
 
 _STEPS_TO_LEARN: Final = 3
@@ -124,11 +124,11 @@ class Rollback:
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._adds_up = False
-        self._steps_to_learn = _STEPS_TO_LEARN if operator._brings_own_loop() else 0
+        self._steps_to_learn = _STEPS_TO_LEARN if operator._overrides_loop() else 0
         self._written = InPlaceWriteTracker(run.optimizers)
         self._has_own_loop = (
             # What a user does after a step may communicate, and may fail, as a loop of one's own.
-            operator._brings_own_loop() or operator._brings("after_step")
+            operator._overrides_loop() or operator._overrides("after_step")
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
         before = outside_graphs(lambda each, *_: self._before_optimizer(each))
@@ -155,7 +155,7 @@ class Rollback:
             steps = began - stage.committed
             self._open.start = replace(start, tally_steps=steps, tally_samples=0, meters=fresh)
         # Of a `train_epoch` of the user's own the whole call is undone.
-        self._call_began = began if self._operator._brings("train_epoch") else None
+        self._call_began = began if self._operator._overrides("train_epoch") else None
         self._at_call = None if cursor.has_open_window else self.carried()
         self._parameters = list(self._run.parameters())
         self._buffer_places = [
@@ -238,7 +238,7 @@ class Rollback:
             return
         stage, has_own_loop = self._operator._lockstep, self._has_own_loop
         # Several batches a step: those of an interrupted one are counted again.
-        counts = has_own_loop or stage.setting.options.accumulate > 1
+        counts = has_own_loop or stage.context.options.accumulate > 1
         start = StepStart(
             cursor.epoch,
             cursor.step,
@@ -246,7 +246,7 @@ class Rollback:
             tally.steps,
             tally.samples,
             _counts_to_keep(stage.meters, tally) if counts else None,
-            stage.measures.mark(),
+            stage.registered_metrics.mark(),
         )
         self._tell_server(stage.committed)
         stage.steps_taken_back = 0
@@ -296,7 +296,7 @@ class Rollback:
 
     def _holds_unused_gradients(self, opened: OpenStep) -> bool:
         """Gradients have been reduced that no optimizer has used."""
-        if not self._operator._brings_own_loop() or self._sync is None:
+        if not self._operator._overrides_loop() or self._sync is None:
             return False  # the default loop's windows are the cursor's
         waits = opened.stepped_at is None and self._rounds > opened.rounds
         return waits or self._sync.has_open_window
@@ -427,7 +427,7 @@ class Rollback:
         tally.steps, tally.samples = start.tally_steps, start.tally_samples
         if start.meters is not None:
             stage.meters = start.meters
-        stage.measures.back_to(start.measures)
+        stage.registered_metrics.back_to(start.measures)
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:

@@ -125,7 +125,7 @@ class SnapshotTaker:
             return
         # Only a `train_epoch` of the user's own knows what it holds between two batches: then the
         # snapshot is taken after the call.
-        if not self._worker.operator._brings("train_epoch"):
+        if not self._worker.operator._overrides("train_epoch"):
             self._copy()
 
     def after_call(self) -> None:
@@ -147,12 +147,12 @@ class SnapshotTaker:
     @property
     def _needs_everybody(self) -> bool:
         spec, operator = self._worker.spec, self._worker.operator
-        keeps_its_own = spec.num_workers > 1 and operator._brings("state_dict")
+        keeps_its_own = spec.num_workers > 1 and operator._overrides("state_dict")
         return spec.options.sync == "fsdp" or keeps_its_own
 
     @property
     def _has_own_loop(self) -> bool:
-        return self._worker.operator._brings_own_loop()
+        return self._worker.operator._overrides_loop()
 
     @property
     def _is_settled(self) -> bool:
@@ -185,7 +185,7 @@ class SnapshotTaker:
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
         state = worker.state_dict(partial(copied, clone=self._pool.copy_of)) if whole else {}
         self._pool.clear()
-        if everybody and worker.operator._brings("state_dict"):
+        if everybody and worker.operator._overrides("state_dict"):
             own = state["operator"] if whole else copied(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:
@@ -195,7 +195,7 @@ class SnapshotTaker:
         worker, found = self._worker, []
         if worker.spec.num_workers == 1:
             return [own]
-        group = worker.operator._lockstep.setting.group
+        group = worker.operator._lockstep.context.group
         for source in range(worker.spec.num_workers):
             if source == worker.rank:
                 state_broadcast.send(group, own)
