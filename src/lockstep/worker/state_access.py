@@ -32,6 +32,7 @@ class StateAccess(Queries):
     spec: WorkerSpec
     rank: int
     owed: int
+    before_call: dict[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _feed: DatasetSwitch
     _rollback: Rollback | None
