@@ -84,20 +84,19 @@ class BatchIterator:
             self.commit()
             if self._tally.at_boundary is not None:
                 self._tally.at_boundary()
-            if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
+            at_limit = self._limit is not None and self.delivered >= self._limit
+            read = None if self.epoch_over or at_limit else self._cursor.take()
+            if read is None:
+                self.epoch_over = self.epoch_over or not at_limit
                 self._look_for_the_end()
                 self._note_the_end()
                 raise StopIteration
-            step = self._cursor.take()
-            if step is None:
-                self.epoch_over = True
-                self._note_the_end()
-                raise StopIteration
-            self._open = sum(part.num_samples for part in step.parts)
+            self._open = sum(part.num_samples for part in read.parts)
             self.delivered += 1
-            # Without parts nothing of this step is ours, and nobody waits for us (see `borrow`).
-            if step.parts or not self._cursor.source.joint:
-                return self._deliver(step)
+            # Without parts no sample of the batch is this worker's, and no peer waits for it (see
+            # `borrow`): a loop that takes plain batches does not hear of it.
+            if read.parts or not self._cursor.source.joint:
+                return self._deliver(read)
 
     @property
     def step_in_epoch(self) -> int:
@@ -193,7 +192,7 @@ class BatchIterator:
         if every == 1:
             return True, True
         is_full = (read.index + 1) % every == 0
-        closes = is_full or self._cursor.is_last(read.index)
+        closes = is_full or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
 
     def _shard(self, read: Step, part: LoadedPart) -> ShardBatch:

@@ -73,12 +73,10 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     options, placement = operator._lockstep.context.options, operator._lockstep.context.placement
     if not options.add_dist_sampler:
         return UnshardedSource(UserShardedLoader(loader, placement))
-    training = purpose == "train"
-    own_loop = operator._overrides("train_epoch" if training else "validate")
     joint = wants_joint(operator, purpose)
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
-    borrow = training or operator.joint_loss or not own_loop
+    borrow = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
     # Every part is seeded before it is computed on, so nobody reads what loading leaves.
     return ShardedLoader(loader, placement, joint=joint, borrow=borrow, keeps_generators=False)
 

@@ -100,20 +100,14 @@ class Cursor:
             self._steps = self.source.batches(self.epoch, self.step)
         return next(self._steps, None)
 
-    def is_exhausted(self) -> bool:
-        """Nothing is left of the epoch; reads one step ahead if the data has no length."""
-        total = self.source.steps_per_epoch
-        if total is not None:
-            return self.step >= total
-        if self._ahead is None:
-            self._ahead = self.take()
-        return self._ahead is None
+    def ends_before(self, index: int) -> bool:
+        """Whether the epoch has no step `index`, which is the next one to be taken.
 
-    def is_last(self, index: int) -> bool:
-        """Whether the epoch ends with step `index`, which was taken; may read one ahead."""
+        Data without a length is read one step ahead.
+        """
         total = self.source.steps_per_epoch
         if total is not None:
-            return index + 1 >= total
+            return index >= total
         if self._ahead is None:
             self._ahead = self.take()
         return self._ahead is None

@@ -202,7 +202,7 @@ class LoopRun:
         """One pass over (the rest of) an epoch; whether it was the last one."""
         operator, cursor, tally = self._operator, self.cursor, self.tally
         purpose, num_steps = self.request.purpose, self.request.num_steps
-        if not cursor.at_epoch_start and cursor.is_exhausted():
+        if not cursor.at_epoch_start and cursor.ends_before(cursor.step):
             self._end_epoch()
         if cursor.at_epoch_start:
             cursor.source.agree(self._state.context.group, cursor.epoch)
