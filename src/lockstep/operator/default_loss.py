@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator computes on a batch by default: its loss, its metrics, its prediction."""
+"""The default `compute_loss`, `predict_batch` and class accuracy of an operator."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 
 def registered(operator: Operator) -> TrainingParts:
+    """The models, optimizers and schedulers that `operator` registered in its `setup`.
+
+    Raises:
+        ConfigurationError: `setup` did not call `register`.
+    """
     if operator._lockstep.registered is None:
         raise ConfigurationError(
             f"{type(operator).__name__} has no model to train",
@@ -88,6 +93,11 @@ def default_prediction(operator: Operator, batch: Any) -> Any:
 def loss_and_metrics(
     operator: Operator, batch: Any, batch_info: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss of a batch on the device, and the metrics that `compute_loss` returned beside it.
+
+    Raises:
+        ConfigurationError: `compute_loss` returned no real scalar tensor.
+    """
     result = operator.compute_loss(batch, batch_info)
     pair = result if isinstance(result, tuple) else (result, {})
     loss, metrics = pair if len(pair) == 2 else (result, {})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loops ask of an operator: the part of `TrainingOperator` that stands below it.
+"""The `Operator` protocol: the members of `TrainingOperator` that the default loops call.
 
 `TrainingOperator` hands itself to functions of modules that it imports. Those name this protocol,
-so that no module imports what imports it.
+so that no module imports a module by which it is imported.
 """
 
 from __future__ import annotations

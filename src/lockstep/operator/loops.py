@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of an operator that brings none of its own.
+"""The default training and validation loops: those that an operator does not override.
 
-One optimizer step consumes one global batch. A worker computes its shards one after the
-other, each from the committed buffers and from its own random numbers, weighs each shard's
-loss by its samples, and lets the last backward (or, without samples, an empty turn) run the
-reduction: so the step depends on the shards alone.
+One optimizer step consumes one global batch, or `accumulate` of them. A worker computes its shards
+one after the other. Each shard's forward starts from the committed buffers and from the shard's own
+random numbers, and its loss is weighed by its samples. The backward of the last shard runs the
+reduction; a worker without shards takes part in it with nothing. So the step depends on the shards
+alone, and not on which worker computes them.
+
+The way of a batch: `BatchIterator.__next__` makes its `StepContext`; `train_epoch` passes it to the
+operator's `train_batch`, which computes each shard (`_train_shard`): `compute_loss`, then
+`backward`, which gives the loss and its weight to the gradients' synchronisation.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ class _Recorder:
 
     A mean of means is wrong on uneven shards, so workers send sums. A call may touch several
     epochs, and the user's own `train_epoch` around ours gets each pass's summary, as a plain
-    dict to extend; what it leaves as it is the driver takes from the sums.
+    dict to extend; for entries that it does not change, the driver computes the mean from the sums.
     """
 
     def __init__(self, state: OperatorState) -> None:
@@ -115,7 +120,11 @@ def follow_batch(operator: Operator, info: Mapping[str, Any]) -> None:
 
 
 def checked_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:
-    """What a user's method returned, if it is a dict of metrics."""
+    """The metrics that a user's method returned.
+
+    Raises:
+        WrongTypeError: `result` is no dict.
+    """
     if isinstance(result, dict):
         return result
     loss = "train_loss" if method.startswith("train") else "val_loss"
@@ -129,6 +138,14 @@ def checked_metrics(operator: Operator, method: str, result: Any) -> dict[str, A
 
 
 def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+    """Compute this worker's shards of a global batch, reduce, and step where a window closes.
+
+    Args:
+        batch: the `StepContext`; or a plain batch, from an override that calls this method.
+
+    Collective:
+        Every rank: the gradients' reduction and the broadcast of buffers.
+    """
     run, state = registered(operator), operator._lockstep
     optimizer, step = the_only(operator, "optimizer", run.optimizers), state.step
     shards, sync = step.shards_in(batch), run.sync
@@ -205,13 +222,14 @@ def loss_again(
 ) -> torch.Tensor:
     """The loss of a shard once more, with the same random numbers, on this rank alone."""
     state = operator._lockstep
-    # As of one shard: what the other ranks do not compute again cannot be gathered.
+    # The other ranks do not compute this shard again, so a gather in its forward would hang.
     with state.step.computing(shard, per_shard=True), state.precision.autocast():
         return loss_and_metrics(operator, operator.to_device(shard.batch), batch_info)[0]
 
 
 def _turn(state: OperatorState, shard: ShardBatch, reduces: bool) -> AbstractContextManager[None]:
-    """Around a shard's backward: whether it reduces, and as which of the shards in order."""
+    """Enter around a shard's backward: the backward reduces, or leaves its gradients for the last
+    shard's reduction."""
     if state.sync is None:
         return nullcontext()
     if not reduces:

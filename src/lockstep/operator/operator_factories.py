@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators made from functions, and operators around objects that already exist."""
+"""`from_creators` and `from_model`: operator classes made from functions, or around objects."""
 
 from __future__ import annotations
 

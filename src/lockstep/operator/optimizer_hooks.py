@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hangs on the optimizers of an operator: each step that was taken is followed up.
+"""Hooks on an operator's optimizers: each step taken is noted, and `after_step` is called.
 
-The hooks sit on the optimizers themselves, so that every loop is followed, the default one, a
-user's own and Lightning's; and a step that a GradScaler leaves out is followed by nothing.
+The hooks sit on the optimizers themselves, so that they see the steps of every loop: the default
+one, a user's own and Lightning's. A step that a GradScaler leaves out calls no hook.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ OWN_LOOP_LINES: Final = {
     " optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), ...), and leave"
     " clip_grad_norm out of TorchTrainer",
 }
-"""What to write in a loop of one's own instead of an option of the default loop."""
+"""By option of the default loop: the lines that do the same in a loop of the user's own."""
 
 
 def of_default_loop(options: Options) -> list[str]:

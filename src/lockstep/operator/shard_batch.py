@@ -47,7 +47,7 @@ class ShardBatch:
         num_samples: samples in it that count; 0 for a borrowed batch, which only keeps a
             worker without samples in step with its peers.
         seed: seeds every global generator before the batch is computed on.
-        shard: whose samples these are; the first one's, if they are those of several.
+        shard: the number of the shard; of the first one, if the batch holds several.
         origin: where it was read; None for a batch that no worker delivered.
     """
 

@@ -43,11 +43,11 @@ class StepContext:
         purpose: "train", "validation" or "predict".
         shards: this worker's shards of the batch, in shard order; one if `is_joint`.
         is_joint: the user's loop has received this worker's samples as one plain batch.
-        weight: what a plain ``loss.backward()`` on a joint batch counts for; an error where that
-            cannot be known; None if each shard's loss is weighed on its own.
+        weight: of a plain ``loss.backward()`` on a joint batch; an error where the weight cannot be
+            known; None if each shard's loss is weighed on its own.
         opens_window: this batch is the first of its accumulation window.
         closes_window: this batch is the last of its window: the optimizer steps after it.
-        prefetched: what the user's own `train_epoch` has read; None in all other loops.
+        prefetched: the batches that the user's own `train_epoch` has read; None in all other loops.
         num_computed: how often this batch went through the default `train_batch`.
         is_stepping: the default loop lets an optimizer step, with all that belongs to a step.
         has_scheduled: schedulers had their turn after this batch.
@@ -129,14 +129,14 @@ class StepContext:
         return int(metrics.get(NUM_SAMPLES, 1 if delivered is None else delivered.num_samples))
 
     def weight_of_backward(self, given: float | None, where: str) -> float | None:
-        """What a backward of the user's counts for.
+        """The weight of a backward in a loop of the user's own.
 
         Args:
             given: the weight that the user gave; None: that of the delivered batch.
             where: this rank and step, for an error.
 
         Returns:
-            None between two batches: what was delivered last still holds.
+            None between two batches: the weight of the last batch delivered still holds.
 
         Raises:
             WeightError: the loop has read ahead, and which batch the backward is of is unknown.
@@ -147,8 +147,8 @@ class StepContext:
             if isinstance(self.weight, WeightError):
                 raise self.weight
             weight = None if delivered is None else delivered.num_samples
-        # Whatever a borrowed batch holds is counted by its owner, and a loop that weighs by tokens
-        # does not know that the batch is borrowed.
+        # The worker that owns a borrowed batch counts it, and a loop that weighs by tokens does not
+        # know that the batch is borrowed.
         elif ahead is not None:
             weight = ahead.counted(given, where)
         elif self.is_borrowed:

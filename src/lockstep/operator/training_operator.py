@@ -256,7 +256,7 @@ class TrainingOperator:
         The default `compute_loss` and `validate_batch` call ``metric.update(output, target)``;
         methods of your own call it themselves. Each call of `train` or `validate` starts from
         nothing, so the same object may be given twice. At its end the workers' states are
-        merged: every sample counts once, whoever saw it.
+        merged: every sample counts once, on whichever worker it was.
 
         Args:
             train: a metric, a ``MetricCollection``, or a dict from names to such.
@@ -350,12 +350,12 @@ class TrainingOperator:
 
     @classmethod
     def _overrides(cls, method: str) -> bool:
-        """Whether the user's class has its own `method` instead of the one above."""
+        """Whether the user's class overrides `method`."""
         return getattr(cls, method) is not getattr(TrainingOperator, method)
 
     @classmethod
     def _overrides_loop(cls) -> bool:
-        """Whether something else than the default loop decides when a step begins and ends."""
+        """Whether the user's `train_batch` or `train_epoch` decides when a step begins and ends."""
         return cls._overrides("train_batch") or cls._overrides("train_epoch")
 
     @classmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a training run, as its operator registered them."""
+"""`TrainingParts`: models, optimizers, schedulers, criterion, as an operator registered them."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class TrainingParts:
     def refuse_replaced(self) -> None:
         """Raise if a model holds parameters that it did not hold when it was registered.
 
-        Nobody made them equal on all ranks, and nobody reduces their gradients: each rank
-        would compute with a model of its own.
+        Such parameters were not made equal on all ranks, and their gradients are not reduced: each
+        rank would compute with a model of its own.
 
         Raises:
             UnknownParameterError: names them.

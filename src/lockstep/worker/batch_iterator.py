@@ -104,10 +104,11 @@ class BatchIterator:
         return self._cursor.step
 
     def commit(self) -> None:
-        """The step in hand has happened.
+        """Count the step in hand as happened; without one, only follow optimizers that stepped.
 
         Raises:
-            PeerLostError: nobody knows whether it has, for the group was given up meanwhile.
+            PeerLostError: the group was given up meanwhile; whether the step has happened on all
+                ranks is unknown.
         """
         state, step = self._state, self._state.step
         state.context.group.confirm()
@@ -171,7 +172,7 @@ class BatchIterator:
             if sync is not None:
                 sync.begin_step(state.committed)
         state.step = step
-        # That of each shard of its own is set when the shard is computed.
+        # In the default loops each shard has its weight, which `StepContext.computing` sets.
         self._reduction.weight = shards[0].num_samples if is_joint else None
         if not is_joint:
             return step
@@ -203,8 +204,8 @@ class BatchIterator:
         return ShardBatch(part.batch, part.num_samples, seed, shard, origin)
 
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
-        """What a plain backward counts for: this batch's samples, if the backward is certain to
-        be of this batch."""
+        """The weight of a plain backward: this batch's samples, or an error if the loop has read
+        batches ahead that count differently."""
         ahead = self._prefetched
         if ahead is None:
             return samples

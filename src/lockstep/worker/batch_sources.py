@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a user registered as a loader to a source of global steps."""
+"""Sources of global batches, made from the loaders that a user registered."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class UnshardedSource:
     """Every worker reads its own loader; the longest decides how many steps there are.
 
-    A worker whose loader runs out borrows its last batch, with no weight, so that nobody
-    waits for it in a reduction.
+    A worker whose loader runs out borrows its last batch, with no weight, so that its peers do
+    not wait for it in a reduction.
     """
 
     joint = True
@@ -77,7 +77,8 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
     borrow = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
-    # Every part is seeded before it is computed on, so nobody reads what loading leaves.
+    # Every shard is seeded before its computation, so the generators' states after loading are
+    # not needed.
     return ShardedLoader(loader, placement, joint=joint, borrow=borrow, keeps_generators=False)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's training data changes hands: from its own loader to a dataset, and back."""
+"""Training on a Ray dataset in the place of the operator's own loader, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DatasetSwitch:
-    """What stands aside while a dataset feeds the training.
+    """The operator's own loader, kept while a dataset feeds the training.
 
     Attributes:
         loader: the position in the operator's own loader; None if it has none.

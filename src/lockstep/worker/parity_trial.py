@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `verify()` does in a worker: a few steps on a copy of the run, by all and in one process.
+"""A worker's part of `verify()`: a few steps on a copy of the run, by all ranks and by one process.
 
 The copy is a whole worker beside the run's own: an operator whose `setup` runs again, loaders
 and a process group of its own. Nothing of the run is touched, whatever goes wrong; a rank that
@@ -44,7 +44,7 @@ _DROPOUT: Final = "dropout is off in what calls it as a function, attention for 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank brings back.
+    """The steps of a trial on one rank.
 
     Attributes:
         steps: what its optimizers consumed; None where it is rank 0's, bit for bit.
@@ -69,7 +69,7 @@ def run(worker: Worker, num_steps: int) -> Trial:
 
     Raises:
         NotAvailableError: no optimizer stepped.
-        Whatever the operator raises; the run is as it was.
+        An error of the operator's own; the run is as it was.
     """
     with preserved(), ExitStack() as ends:
         workers = _Side(worker.copied(worker.spec, alone=False))
@@ -122,7 +122,7 @@ class _Side:
 
     @property
     def notes(self) -> list[str]:
-        """What was turned off."""
+        """The layers and functions whose randomness was turned off."""
         return [*self._pinned, *[_DROPOUT] * self._dropout.was_needed]
 
     @property
