@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator.interface import Operator
     from lockstep.operator.operator_state import OperatorState
-    from lockstep.operator.shard_batch import ShardBatch
+    from lockstep.operator.step_context import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
 
 

@@ -7,7 +7,10 @@ accumulation window and over which ranks its gradients are reduced stands there,
 operator and worker. The default loops receive the context itself as their batch and pass it down;
 the gradients' synchronisation and the collectives are told the weight by `BatchIterator`, once.
 
-A loop of the user's own receives the plain batch, as the loader collated it. What such a loop calls
+The default loops compute a worker's shards one after the other, so that the arithmetic of a shard
+does not depend on which worker carries it. A loop of the user's own receives the samples of all of
+its worker's shards as one plain batch, as the loader collated it, which then counts as one shard.
+What such a loop calls
 (`self.backward`, ``super().train_batch``, ``metric.update``) finds the context as
 ``operator._lockstep.step``. Between two batches a context without shards stands there, for a loop
 may run a backward or step an optimizer after its last batch.
@@ -16,12 +19,12 @@ may run a backward or step an optimizer after its last batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.data.batch_structure import leading_length
 from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
-from lockstep.operator.shard_batch import ShardBatch
+from lockstep.randomness import seed_all
 from lockstep.reduction_context import ReductionContext, activate
 
 if TYPE_CHECKING:
@@ -32,6 +35,53 @@ if TYPE_CHECKING:
 
     from lockstep.operator.prefetched_batches import PrefetchedBatches
     from lockstep.operator.running_statistics import BufferSnapshot
+
+
+class BatchOrigin(NamedTuple):
+    """Where a part of a global batch was read.
+
+    Attributes:
+        epoch: passes over the data before it.
+        step: the number of the global batch in its epoch, from 0.
+        indices: what the sampler gave for its samples; empty without a sampler.
+    """
+
+    epoch: int
+    step: int
+    indices: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.indices[:8]))
+        more = f", ... {len(self.indices)} in all" if len(self.indices) > 8 else ""
+        samples = f"dataset[{shown}{more}], " if shown else ""
+        return f"{samples}global batch {self.step} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class ShardBatch:
+    """One shard of a global batch, or all of a worker's shards as one plain batch.
+
+    Attributes:
+        batch: what the user's loader collated.
+        num_samples: samples in it that count; 0 for a borrowed batch, which only keeps a
+            worker without samples in step with its peers.
+        seed: seeds every global generator before the batch is computed on.
+        shard: the number of the shard; of the first one, if the batch holds several.
+        origin: where it was read; None for a batch that no worker delivered.
+    """
+
+    batch: Any
+    num_samples: int
+    seed: int
+    shard: int = 0
+    origin: BatchOrigin | None = None
+
+    @property
+    def is_borrowed(self) -> bool:
+        return self.num_samples == 0
+
+    def seed_randomness(self) -> None:
+        seed_all(self.seed)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
 from lockstep.operator import default_loss, loops
@@ -19,13 +21,12 @@ from lockstep.operator.registration import (
     given_back,
     refuse_further,
 )
-from lockstep.operator.shard_batch import to_device
 from lockstep.operator.training_parts import Wanted
+from lockstep.tensor_tree import children_of, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    import torch
     from torch import nn
 
     from lockstep.operator.rank_context import Options
@@ -306,7 +307,7 @@ class TrainingOperator:
 
     def to_device(self, batch: Any) -> Any:
         """The same batch, of any nesting, with its tensors on this worker's device."""
-        return to_device(batch, self.device)
+        return _moved(batch, self.device)
 
     # -------------------------------------------------------------------------- where it is
 
@@ -423,3 +424,23 @@ def _no_setup(operator_cls: type[TrainingOperator]) -> NotOverriddenError:
         f"{operator_cls.__name__} must override setup(self, config)",
         fix="call self.register(models=..., optimizers=...) in it",
     )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The same structure with every tensor on `device`.
+
+    Follows mappings, lists, tuples and dataclasses; anything else that has a `.to` (a
+    `BatchEncoding`, a `PackedSequence`, a graph batch) is asked itself; the rest (strings,
+    numbers, None) is returned as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if type(batch) in (list, tuple):  # the common case, before slower questions
+        return type(batch)(_moved(child, device) for child in batch)
+    # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    children = children_of(batch)
+    if children is None:
+        return batch
+    return rebuilt(batch, [_moved(child, device) for _, child in children])

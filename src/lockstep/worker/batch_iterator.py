@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.operator.interface import place
 from lockstep.operator.optimizer_hooks import refuse_left_out
 from lockstep.operator.prefetched_batches import PrefetchedBatches
-from lockstep.operator.shard_batch import BatchOrigin, ShardBatch
-from lockstep.operator.step_context import StepContext
+from lockstep.operator.step_context import BatchOrigin, ShardBatch, StepContext
 from lockstep.operator.sync_batch_norm import refuse_borrowed
 from lockstep.operator.weight_averages import update_averages
 from lockstep.randomness import derive_seed

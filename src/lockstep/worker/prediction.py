@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data import ShardedLoader
-from lockstep.operator.shard_batch import ShardBatch
-from lockstep.operator.step_context import StepContext
+from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.randomness import derive_seed, preserved
 from lockstep.reduction_context import ReductionContext
 from lockstep.tensor_tree import tree_map

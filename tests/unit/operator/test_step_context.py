@@ -9,8 +9,7 @@ from lockstep.errors import WeightError
 from lockstep.group import Group
 from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.prefetched_batches import PrefetchedBatches
-from lockstep.operator.shard_batch import ShardBatch
-from lockstep.operator.step_context import StepContext
+from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.reduction_context import ReductionContext
 
 ROWS = torch.arange(6.0).reshape(3, 2)
