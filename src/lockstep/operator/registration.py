@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.sync_setup import tie
+from lockstep.operator.sync_setup import attach
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import averages_of
 from lockstep.sync import is_local
@@ -21,7 +21,7 @@ from lockstep.sync import is_local
 if TYPE_CHECKING:
     from lockstep.operator.interface import Operator
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.training_parts import Wanted
+    from lockstep.operator.training_parts import SyncOptions
 
 
 class _UnsaidReduction(str):
@@ -115,7 +115,7 @@ def assemble(
     optimizers: Any,
     criterion: Any,
     schedulers: Any,
-    wanted: Wanted,
+    sync_options: SyncOptions,
     ema: Any = None,
 ) -> TrainingParts:
     """Check, move to the device, and attach gradient synchronisation.
@@ -132,7 +132,7 @@ def assemble(
         criterion=_checked_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
-        wanted=wanted,
+        sync_options=sync_options,
     )
     _refuse_one_twice(registered.optimizers)
     _refuse_schedulers_of_others(registered)
@@ -146,11 +146,10 @@ def assemble(
     registered.averages = averages_of(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
         _refuse_strangers(registered)
-        if not context.is_spare:
-            tie(registered, context)
-        elif context.options.sync == "ddp":
-            # Its peers come later; but what is wrapped the user's code holds from now on.
-            tie(registered, context)
+        # A spare has no peers yet; but the user's code holds DDP's wrapper from now on.
+        if not context.is_spare or context.options.sync == "ddp":
+            attach(registered, context)
+        if context.is_spare:
             registered.part()
     return registered
 

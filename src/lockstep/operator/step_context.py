@@ -10,10 +10,9 @@ the gradients' synchronisation and the collectives are told the weight by `Batch
 The default loops compute a worker's shards one after the other, so that the arithmetic of a shard
 does not depend on which worker carries it. A loop of the user's own receives the samples of all of
 its worker's shards as one plain batch, as the loader collated it, which then counts as one shard.
-What such a loop calls
-(`self.backward`, ``super().train_batch``, ``metric.update``) finds the context as
-``operator._lockstep.step``. Between two batches a context without shards stands there, for a loop
-may run a backward or step an optimizer after its last batch.
+The functions that such a loop calls (`self.backward`, ``super().train_batch``, ``metric.update``)
+find the context as ``operator._lockstep.step``. Between two batches a context without shards stands
+there, for a loop may run a backward or step an optimizer after its last batch.
 """
 
 from __future__ import annotations

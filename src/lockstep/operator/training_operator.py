@@ -21,7 +21,7 @@ from lockstep.operator.registration import (
     given_back,
     refuse_further,
 )
-from lockstep.operator.training_parts import Wanted
+from lockstep.operator.training_parts import SyncOptions
 from lockstep.tensor_tree import children_of, rebuilt
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class TrainingOperator:
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            wanted=Wanted(
+            sync_options=SyncOptions(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
                 buffers="after_backward" if self._overrides_loop() else "manual",

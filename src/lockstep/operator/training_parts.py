@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SyncOptions:
     """How an operator wants its gradients to become one.
 
     Attributes:
@@ -54,7 +54,7 @@ class TrainingParts:
     criterion: Any
     models_given_alone: bool
     sync: Synchroniser | None
-    wanted: Wanted
+    sync_options: SyncOptions
     attached: tuple[nn.Parameter, ...] = ()
     may_join: bool = False
     averages: list[AveragedModel] = field(default_factory=list)
