@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lockstep.data.batch_structure import leading_length
 from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
-from lockstep.randomness import seed_all
+from lockstep.randomness import derive_seed, seed_all
 from lockstep.reduction_context import ReductionContext, activate
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lockstep.data import LoadedPart
     from lockstep.operator.prefetched_batches import PrefetchedBatches
     from lockstep.operator.running_statistics import BufferSnapshot
 
@@ -74,6 +75,22 @@ class ShardBatch:
     seed: int
     shard: int = 0
     origin: BatchOrigin | None = None
+
+    @classmethod
+    def of(cls, part: LoadedPart, run_seed: int, purpose: str, epoch: int, step: int) -> ShardBatch:
+        """A part of global batch `step` of an epoch, with the random numbers of its shard.
+
+        Args:
+            part: as the loader has read it; without a shard if its samples are no shard's.
+            run_seed: the trainer's.
+            purpose: see `StepContext`.
+            epoch: passes over the data before.
+            step: number of the global batch in its epoch.
+        """
+        shard = part.shards[0] if part.shards else -1
+        seed = derive_seed(run_seed, purpose, epoch, step, shard)
+        origin = BatchOrigin(epoch, step, part.indices)
+        return cls(part.batch, part.num_samples, seed, shard, origin)
 
     @property
     def is_borrowed(self) -> bool:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lockstep.operator.default_loop_options import refuse_left_out
 from lockstep.operator.interface import place
-from lockstep.operator.optimizer_hooks import refuse_left_out
 from lockstep.operator.prefetched_batches import PrefetchedBatches
-from lockstep.operator.step_context import BatchOrigin, ShardBatch, StepContext
+from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.operator.sync_batch_norm import refuse_borrowed
 from lockstep.operator.weight_averages import update_averages
-from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from lockstep.data import LoadedPart, Step
+    from lockstep.data import Step
     from lockstep.errors import WeightError
     from lockstep.operator.interface import Operator
     from lockstep.reduction_context import ReductionContext
@@ -159,7 +158,10 @@ class BatchIterator:
             The context, for the default loops; the plain batch, for a loop of the user's own.
         """
         state, sync, training = self._state, self._state.sync, self._purpose == "train"
-        shards = tuple(self._shard(read, part) for part in read.parts)
+        run_seed, epoch = state.context.placement.seed, self._cursor.epoch
+        shards = tuple(
+            ShardBatch.of(part, run_seed, self._purpose, epoch, read.index) for part in read.parts
+        )
         is_joint = self._cursor.source.joint
         step = StepContext(
             self._reduction, self._purpose, shards, is_joint, prefetched=self._prefetched
@@ -194,13 +196,6 @@ class BatchIterator:
         is_full = (read.index + 1) % every == 0
         closes = is_full or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
-
-    def _shard(self, read: Step, part: LoadedPart) -> ShardBatch:
-        shard = part.shards[0] if part.shards else -1
-        run_seed = self._state.context.placement.seed
-        seed = derive_seed(run_seed, self._purpose, self._cursor.epoch, read.index, shard)
-        origin = BatchOrigin(self._cursor.epoch, read.index, part.indices)
-        return ShardBatch(part.batch, part.num_samples, seed, shard, origin)
 
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
         """The weight of a plain backward: this batch's samples, or an error if the loop has read
