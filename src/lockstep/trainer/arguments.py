@@ -309,7 +309,8 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
     """What belongs to the default loop cannot act on a loop that plainly is the user's own.
 
     One that may call the default loop's methods is looked at when an optimizer steps: see
-    `lockstep.operator.default_loop_options`. Shards come one by one only to a loop without an override.
+    `lockstep.operator.default_loop_options`. Shards come one by one only to a loop without any
+    override.
     """
     for method in ("train_batch", "train_epoch"):
         if not operator_cls._overrides(method):
