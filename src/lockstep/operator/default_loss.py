@@ -21,12 +21,13 @@ def registered(operator: Operator) -> TrainingParts:
     Raises:
         ConfigurationError: `setup` did not call `register`.
     """
-    if operator._lockstep.registered is None:
+    run = operator._lockstep.registered
+    if run is None:
         raise ConfigurationError(
             f"{type(operator).__name__} has no model to train",
             fix="call self.register(models=..., optimizers=...) inside setup",
         )
-    return operator._lockstep.registered
+    return run
 
 
 def the_only(operator: Operator, attribute: str, items: list[Any]) -> Any:

@@ -95,7 +95,7 @@ def train_epoch(
             _note_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)
-            follow_batch(operator, info)
+            follow_batch(state, info)
             recorder.add(metrics)
             if state.step.closes_window:
                 state.window.batches.clear()
@@ -111,11 +111,11 @@ def _note_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]
         noted.extend((shard, batch_info) for shard in step.shards_in(batch))
 
 
-def follow_batch(operator: Operator, info: Mapping[str, Any]) -> None:
+def follow_batch(state: OperatorState, info: Mapping[str, Any]) -> None:
     """Let schedulers step that step with each batch."""
-    step = operator._lockstep.step
-    if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and step.closes_window:
-        step_schedulers(registered(operator).schedulers)
+    step, run = state.step, state.registered
+    if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and step.closes_window and run is not None:
+        step_schedulers(run.schedulers)
     step.has_scheduled = True
 
 
@@ -160,7 +160,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         buffers.begin_shard(position)
         reduces = step.closes_window and position == len(shards) - 1
         with step.computing(shard, per_shard=per_shard):
-            metrics, weight = _train_shard(operator, shard, batch_info, results, reduces)
+            metrics, weight = _train_shard(operator, state, shard, batch_info, results, reduces)
         results.add(shard, metrics, weight)
         buffers.end_shard(position, counts=weight > 0)
         if in_order and sync is not None and not reduces:
@@ -201,12 +201,13 @@ def _open_window(
 
 def _train_shard(
     operator: Operator,
+    state: OperatorState,
     shard: ShardBatch,
     batch_info: dict[str, Any],
     results: ShardResults,
     reduces: bool,
 ) -> tuple[dict[str, Any], float]:
-    state = operator._lockstep
+    """Forward and backward of one shard; returns its metrics and the weight of its loss."""
     with operator.timers.record("fwd"), state.precision.autocast():
         loss, metrics = loss_and_metrics(operator, operator.to_device(shard.batch), batch_info)
     weight = results.weight_of(shard, metrics)
@@ -277,7 +278,8 @@ def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) 
 
 
 def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-    state, step = operator._lockstep, operator._lockstep.step
+    state = operator._lockstep
+    step = state.step
     own_loss = operator._overrides("compute_loss")
     per_shard = goes_shard_by_shard(operator, batch)
     results = ShardResults(operator, "validation")

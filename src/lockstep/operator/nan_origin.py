@@ -81,7 +81,8 @@ def _with(error: NonFiniteError, looks: list[_Recomputed]) -> NonFiniteError:
 
 def _shards_of_window(operator: Operator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
     """The shards that the gradients came from; in a loop of the user's own, the batch in hand."""
-    noted, delivered = operator._lockstep.window.batches, operator._lockstep.step.delivered
+    state = operator._lockstep
+    noted, delivered = state.window.batches, state.step.delivered
     if noted or delivered is None:
         return noted
     return [(delivered, {"batch_idx": 0, "global_step": operator.global_step})]

@@ -17,7 +17,7 @@ there, for a loop may run a backward or step an optimizer after its last batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.data.batch_structure import leading_length
@@ -185,7 +185,10 @@ class StepContext:
                 loss) has to refuse.
         """
         shard.seed_randomness()
-        return activate(replace(self.reduction, weight=shard.num_samples, per_shard=per_shard))
+        whole = self.reduction
+        return activate(
+            ReductionContext(whole.group, shard.num_samples, per_shard, averages=whole.averages)
+        )
 
     def num_samples_of(self, metrics: Mapping[str, Any]) -> int:
         """How many samples a batch's metrics stand for; those of a borrowed batch for none."""

@@ -23,10 +23,10 @@ def goes_shard_by_shard(operator: Operator, batch: Any) -> bool:
     Raises:
         PerShardLossError: a module would share statistics between some of the shards.
     """
-    step = operator._lockstep.step
-    if batch is not step or operator._lockstep.context.placement.num_shards == 1:
+    state = operator._lockstep
+    if batch is not state.step or state.context.placement.num_shards == 1:
         return False
-    if step.shards:
+    if state.step.shards:
         _refuse_norms(
             operator,
             "sees one shard here, and means the whole global batch",

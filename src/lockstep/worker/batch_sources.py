@@ -70,8 +70,9 @@ class UnshardedSource:
 
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
-    options, placement = operator._lockstep.context.options, operator._lockstep.context.placement
-    if not options.add_dist_sampler:
+    context = operator._lockstep.context
+    placement = context.placement
+    if not context.options.add_dist_sampler:
         return UnshardedSource(UserShardedLoader(loader, placement))
     joint = wants_joint(operator, purpose)
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own

@@ -168,7 +168,7 @@ class LoopRun:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
         assert self._deliveries is not None
         if not self._state.step.has_scheduled:
-            follow_batch(self._operator, self._info)
+            follow_batch(self._state, self._info)
         self._deliveries.commit()
 
     def note_counts(self) -> None:
