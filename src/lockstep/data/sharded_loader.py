@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's part of every global batch, a function of (seed, epoch, step, shard).
 
-The user's loader is kept. Its items (sample indices, mostly) form one stream, the same on
-every worker; step k is a slice of it, cut into `num_shards` balanced parts; a worker reads
-the parts of the shards it carries, through the user's own loader. Which worker that is, and
-how many there are, changes nothing.
+The user's loader is kept. Its items (sample indices, mostly) form one stream, the same on every
+worker. Step k is a slice of that stream, cut into `num_shards` balanced parts; a worker reads the
+parts of the shards that it carries, through a copy of the user's loader. Which worker carries a
+shard, and how many workers there are, changes none of the batches.
+
+The way of a batch: `global_batches_of` cuts the loader's stream, `ShardedLoader._plans` requests
+the items of this worker's shards, `LoaderCopy.read` passes the requests through the copied loader,
+and in there (maybe in a process of the loader) a `SeededDataset` reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """What a worker is given at once.
+    """One batch that a worker computes on.
 
     Args:
         batch: as the user's loader makes it.
@@ -62,7 +66,7 @@ class Step:
 
 
 class ShardedLoader:
-    """The user's loader, as far as the shards of one worker go.
+    """The user's loader, cut to the shards of one worker.
 
     Attributes:
         joint: one part per step with all the worker's samples, instead of one per shard.
@@ -72,11 +76,11 @@ class ShardedLoader:
         placement: the worker's shards.
         joint: as above.
         borrow: with `joint`, a worker without samples in a step gets shard 0's, to be counted
-            as 0 samples, so that it takes part in what its peers compute.
+            as 0 samples, so that the worker takes part in what its peers compute.
         global_batch_size: in samples; overrides what the loader says.
         keeps_last: also an incomplete last batch that the loader would leave out.
-        keeps_generators: reading leaves the global random generators as they were. A reader that
-            seeds them for every part, before it computes, can do without.
+        keeps_generators: reading leaves the global random generators as they were. A caller that
+            seeds the generators for every part, before it computes, can do without.
 
     Raises:
         NotShardableError: the data cannot be shared out so that each sample is seen once.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's loader as it is, on every worker: ``add_dist_sampler=False``.
+"""A loader that the user has sharded: every worker reads its own, with ``add_dist_sampler=False``.
 
-The user shares the data out: a sampler of their own, or other files on each worker. Then
-the workers need not have equally many batches, but a step has to happen on all of them: a
-worker that has run out borrows its own last batch, counted as no samples.
+The user's sampler shares the data out, or each worker reads other files. Then the workers need not
+have equally many batches, but a step has to happen on all of them: a worker whose loader has ended
+repeats its last batch, counted as no samples.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 class UserShardedLoader:
     """One worker's own loader, in steps of one part each.
 
-    Its global random numbers are functions of (seed, epoch, first shard); generators that
-    the loader holds start every epoch from (their first seed, seed, epoch), the same on
-    every worker that gave the same generator.
+    While the loader reads, the global random numbers are functions of (seed, epoch, first shard);
+    generators that the loader holds start every epoch from (their first seed, seed, epoch), the
+    same on every worker that gave the same generator.
 
     Args:
-        loader: a ``DataLoader``, or a re-iterable of ready batches. Iterated itself.
+        loader: a ``DataLoader``, or a re-iterable of ready batches. It is iterated itself, and not
+            a copy.
         placement: the worker's shards.
 
     Raises:
@@ -53,7 +54,7 @@ class UserShardedLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Batches in this worker's epoch, where the loader tells; others may have another."""
+        """Batches in this worker's epoch, where the loader tells; other workers may have more."""
         return known_length(self._loader)
 
     def batches(
@@ -65,9 +66,9 @@ class UserShardedLoader:
             epoch: from 0.
             start_step: where to begin. Batches before it are read and thrown away: only the
                 user's loader knows what they hold.
-            num_steps: steps of the whole epoch, agreed by all workers. Fewer batches of its
-                own are made up by the last one again, counted as 0 samples; a worker without
-                any has steps without parts. None: as many as the loader has.
+            num_steps: steps of the whole epoch, agreed by all workers. A worker that has fewer
+                batches repeats its last one, counted as 0 samples; a worker without any batch has
+                steps without parts. None: as many as the loader has.
         """
         last: Any = None
         step = 0
