@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import ConfigurationError
-from lockstep.operator.interface import place
+from lockstep.operator.operator_protocol import rank_and_step
 
 if TYPE_CHECKING:
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.rank_context import Options
 
 OWN_LOOP_LINES: Final = {
@@ -44,7 +44,7 @@ def refuse_own_step(operator: Operator) -> None:
     name = of_default_loop(operator._lockstep.context.options)[0]
     raise ConfigurationError(
         f"{name} belongs to the default loop, and an optimizer stepped outside of it",
-        where=f"{type(operator).__name__}, {place(operator)}",
+        where=f"{type(operator).__name__}, {rank_and_step(operator)}",
         cause="train_batch or train_epoch is overridden, and steps the optimizer itself; the step"
         " was not taken",
         fix=OWN_LOOP_LINES[name],
@@ -63,7 +63,7 @@ def refuse_left_out(operator: Operator) -> None:
         return
     raise ConfigurationError(
         "accumulate counts global batches, and one did not go through train_batch once",
-        where=f"{type(operator).__name__}, {place(operator)}",
+        where=f"{type(operator).__name__}, {rank_and_step(operator)}",
         expected="super().train_batch() once for each batch, before the next one is read",
         got=f"{num_computed} calls",
         fix=OWN_LOOP_LINES["accumulate"],

@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 

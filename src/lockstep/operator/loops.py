@@ -29,7 +29,7 @@ from lockstep.operator.default_loss import (
     registered,
     the_only,
 )
-from lockstep.operator.interface import place
+from lockstep.operator.operator_protocol import rank_and_step
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.operator_state import OperatorState
     from lockstep.operator.step_context import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
@@ -249,7 +249,9 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
     """Backpropagate a loss of the batch in hand, and reduce; see `TrainingOperator.backward`."""
     state = operator._lockstep
     if state.sync is not None:
-        state.sync.backward(loss, weight=state.step.weight_of_backward(weight, place(operator)))
+        state.sync.backward(
+            loss, weight=state.step.weight_of_backward(weight, rank_and_step(operator))
+        )
         return
     delivered = state.step.delivered
     has_peers = state.context.world_size > 1 and state.registered is not None

@@ -17,7 +17,7 @@ from lockstep.randomness import derive_seed, preserved
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 

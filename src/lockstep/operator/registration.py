@@ -19,7 +19,7 @@ from lockstep.operator.weight_averages import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.rank_context import RankContext
     from lockstep.operator.training_parts import SyncOptions
 

@@ -26,7 +26,7 @@ from lockstep.keys import NUM_SAMPLES, WEIGHT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.step_context import ShardBatch
 
 BY_SAMPLES: Final = "samples"

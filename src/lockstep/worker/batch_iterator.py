@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.operator.default_loop_options import refuse_left_out
-from lockstep.operator.interface import place
+from lockstep.operator.operator_protocol import rank_and_step
 from lockstep.operator.prefetched_batches import PrefetchedBatches
 from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.operator.sync_batch_norm import refuse_borrowed
@@ -20,7 +20,7 @@ from lockstep.operator.weight_averages import update_averages
 if TYPE_CHECKING:
     from lockstep.data import Step
     from lockstep.errors import WeightError
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.reduction_context import ReductionContext
     from lockstep.sync import Synchroniser
     from lockstep.worker.data_cursor import Cursor, Tally
@@ -206,7 +206,7 @@ class BatchIterator:
         ahead.note_read(samples, sync.rounds)
         if ahead.is_certain or not sync.needs_guard:
             return samples
-        return ahead.unknown_weight(place(self._operator))
+        return ahead.unknown_weight(rank_and_step(self._operator))
 
     def _note_the_end(self) -> None:
         if self._prefetched is not None and self._state.sync is not None:

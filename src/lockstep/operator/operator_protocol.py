@@ -59,6 +59,6 @@ class Operator(Protocol):
     def _overrides_loop(cls) -> bool: ...
 
 
-def place(operator: Operator) -> str:
+def rank_and_step(operator: Operator) -> str:
     """This rank and its step, for an error."""
     return f"rank {operator.world_rank}, step {operator.global_step}"
