@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a user registered as a loader to a source of global steps."""
+"""Sources of global batches, made from the loaders that a user registered."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
-    options, placement = operator._lockstep.context.options, operator._lockstep.context.placement
-    if not options.add_dist_sampler:
+    context = operator._lockstep.context
+    placement = context.placement
+    if not context.options.add_dist_sampler:
         return UserShardedLoader(loader, placement)
-    training = purpose == "train"
-    own_loop = operator._overrides("train_epoch" if training else "validate")
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
-    borrows = training or operator.joint_loss or not own_loop
+    borrows = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
     parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
     if not wants_joint(operator, purpose):
         parts = BatchParts.BY_SHARD
-    # Every part is seeded before it is computed on, so nobody reads what loading leaves.
+    # Every shard is seeded before its computation, so the generators' states after loading are
+    # not needed.
     return ShardedLoader(loader, placement, parts=parts, keeps_generators=False)
 
 
