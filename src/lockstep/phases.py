@@ -10,12 +10,16 @@ to and pops from a list (about 0.3 microseconds), a few times in each step.
 from __future__ import annotations
 
 import threading
-from contextlib import ContextDecorator
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Phase(Enum):
@@ -38,13 +42,15 @@ class Phase(Enum):
 _entered: Final[dict[int, list[Phase]]] = {}
 
 
-class in_phase(ContextDecorator):  # used as `with in_phase(...)` and `@in_phase(...)`
+class in_phase:  # used as `with in_phase(...)` and `@in_phase(...)`
     """Inside, the thread is in `phase`; afterwards in the phase of before, also after an error.
 
     ::
 
         with in_phase(Phase.WAITING):
             work.wait()
+
+    As a decorator it does the same around every call of a function.
     """
 
     __slots__ = ("_phase",)
@@ -67,6 +73,15 @@ class in_phase(ContextDecorator):  # used as `with in_phase(...)` and `@in_phase
         if not phases:
             # Threads come and go, and the system uses their numbers again.
             del _entered[thread]
+
+    # Not contextlib.ContextDecorator: its frame would stand in the tracebacks that users read.
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def in_its_phase(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return in_its_phase
 
 
 def phase_of(thread_id: int) -> Phase:

@@ -22,13 +22,13 @@ from lockstep.engine.background_poll import polling_in_background
 from lockstep.engine.base import PoolStatus
 from lockstep.engine.inline_engine import report_progress
 from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
-from lockstep.engine.serialization import pickled
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.terminal_debugger import terminal_debugger
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.phases import Phase, in_phase
+from lockstep.serialization import pickled
 from lockstep.worker import (
     CallContract,
     Communication,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
     from ray.util.placement_group import PlacementGroup
 
-    from lockstep.sync import OwnerAddress, OwnerServer
+    from lockstep.sync import ParameterServer, ServerAddress
     from ray import ObjectRef
 
 _LONGEST_STEP_S: Final = 300.0
@@ -37,7 +37,7 @@ class ServerActor:
 
     def __init__(self) -> None:
         bootstrap("lockstep.sync")
-        self._server: OwnerServer | None = None
+        self._server: ParameterServer | None = None
 
     def __repr__(self) -> str:
         return "parameter server"
@@ -56,17 +56,17 @@ class ServerActor:
     @ray.method
     def listen(
         self, only_node: str | None, size: int, secret: bytes, timeout_s: float
-    ) -> tuple[OwnerAddress, str, int]:
+    ) -> tuple[ServerAddress, str, int]:
         """Where it listens, its node, and its process.
 
         Args:
             only_node: where all workers run; None if they run on several.
         """
-        from lockstep.sync import OwnerServer
+        from lockstep.sync import ParameterServer
 
         node = this_node()
         host = LOOPBACK if node == only_node else ray.util.get_node_ip_address()
-        self._server = OwnerServer(host, size, secret, timeout_s, before=self._server)
+        self._server = ParameterServer(host, size, secret, timeout_s, before=self._server)
         return self._server.address, node, os.getpid()
 
     @ray.method
@@ -106,14 +106,14 @@ class ServerProcess:
         self._node = ""
         self.ends: ObjectRef[None] | None = None
         self.pid = 0
-        self.address: OwnerAddress | None = None
+        self.address: ServerAddress | None = None
 
     @property
     def is_here(self) -> bool:
         """Its process runs on the driver's machine."""
         return self._node == this_node()
 
-    def listen(self, size: int, only_node: str | None) -> OwnerAddress:
+    def listen(self, size: int, only_node: str | None) -> ServerAddress:
         """Have it serve another generation of the workers' group, with what it has.
 
         Args:

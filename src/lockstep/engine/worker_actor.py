@@ -60,7 +60,7 @@ class WorkerActor:
             arguments: its positional and named arguments. Pickled apart, for their classes may
                 come from modules that are not here; how the method fails is known even then.
         """
-        from lockstep.engine.serialization import pickled
+        from lockstep.serialization import pickled
         from lockstep.worker import Communication, Outcome, RemoteCall, Worker, failure
 
         self._training_thread = threading.get_ident()
@@ -86,7 +86,7 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def answer(self) -> Outcome:
         """Nothing; a process that lives answers, whatever it is doing."""
-        from lockstep.engine.serialization import pickled
+        from lockstep.serialization import pickled
         from lockstep.worker import Outcome
 
         return Outcome(pickled(None, "nothing"))
@@ -137,14 +137,18 @@ class WorkerActor:
         Args:
             is_requested: have one made before the next batch.
         """
-        from lockstep.engine.serialization import in_pieces
+        from lockstep.serialization import split
 
         if self._worker is None:
             return None
         if is_requested:
             self._worker.snapshots.request()
         snapshot = self._worker.snapshots.take()
-        return None if snapshot is None else (snapshot.step, *in_pieces(snapshot.state))
+        if snapshot is None:
+            return None
+        structure, buffers = split(snapshot.state)
+        # As arrays, which Ray puts into its store, and maps on the other side, without a pickle.
+        return snapshot.step, structure, [buffer.numpy() for buffer in buffers]
 
     @ray.method(concurrency_group="control")
     def kill_process(self, pid: int) -> None:

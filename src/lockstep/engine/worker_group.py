@@ -25,10 +25,10 @@ from lockstep.engine.actor_pool import (
 )
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
-from lockstep.engine.serialization import pickled, pickled_spec
 from lockstep.engine.server_actor import ServerProcess
 from lockstep.engine.spares import Readiness, Spare
 from lockstep.engine.worker_handle import WorkerHandle, kill, this_node
+from lockstep.serialization import pickled
 from lockstep.worker import Rendezvous, Worker
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class WorkerGroup:
         self._generation = 0
         self._store: RendezvousStore | None = None
         self._pool: ActorPool | None = None
-        payload = pickled_spec(spec)
+        payload = spec.pickled()
         own_cluster = connect()
         self._session = session()
         bundle = placement_group.bundle_for(

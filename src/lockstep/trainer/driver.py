@@ -7,15 +7,16 @@ import inspect
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lockstep.engine import Resources
 from lockstep.operator import Options, TrainingOperator
-from lockstep.recovery import Policy
-from lockstep.trainer import arguments, verification
+from lockstep.trainer import arguments as checks
+from lockstep.trainer import verification
 from lockstep.trainer.arguments import UNSAID_SEED
 from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.callback_list import CallbackList
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.dataset_training import DatasetTraining
-from lockstep.trainer.launch import Placement, start_workers
+from lockstep.trainer.launch import Placement, policy_of, start_workers
 from lockstep.trainer.loop_calls import LoopCalls, loop_request, reduced
 from lockstep.trainer.prediction_order import in_order
 from lockstep.trainer.run_directory import RunDirectory
@@ -135,26 +136,17 @@ class TorchTrainer:
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
-        arguments.refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
-        operator_cls = arguments.checked_operator(training_operator_cls)
-        self.config, explicit = (
-            arguments.checked_config(config),
-            arguments.explicit_identity(num_shards, seed),
-        )
-        arguments.checked_workers(
-            num_workers, num_shards, num_cpus_per_worker, resources_per_worker
-        )
-        arguments.checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
-        arguments.checked_spares(num_workers, spare_workers, min_workers)
-        self._callbacks = CallbackList(
-            arguments.checked_functions(initialization_hook, callbacks), self
-        )
-        steps = StepMetrics(list(self._callbacks))
-        processes, replicas = arguments.processes_and_replicas(
-            arguments.pick_sync(sync), num_workers
-        )
+        checks.refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
+        operator_cls = checks.checked_operator(training_operator_cls)
+        self.config, explicit = checks.checked_config(config), checks.identity(num_shards, seed)
+        checks.checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
+        checks.checked_numbers(timeout_s=timeout_s)
+        policy = policy_of(num_workers, spare_workers, min_workers, hang_timeout_s)
+        given = checks.checked_functions(initialization_hook, callbacks)
+        self._callbacks, steps = CallbackList(given, self), StepMetrics(given)
+        processes, replicas = checks.processes_and_replicas(checks.pick_sync(sync), num_workers)
         options = Options(
-            precision=arguments.pick_precision(precision, use_fp16),
+            precision=checks.pick_precision(precision, use_fp16),
             use_tqdm=use_tqdm,
             scheduler_step_freq=scheduler_step_freq,
             sync=sync,
@@ -167,8 +159,8 @@ class TorchTrainer:
             clip_grad_norm=clip_grad_norm,
             check_finite=check_finite,
         )
-        arguments.check_options(options, operator_cls, use_local=use_local)
-        gpu, gpu_here = arguments.pick_gpu(use_gpu, backend)
+        checks.check_options(options, operator_cls, use_local=use_local)
+        gpu, gpu_here = checks.pick_gpu(use_gpu, backend)
         spec = WorkerSpec(
             operator_cls=operator_cls,
             config=self.config,
@@ -179,21 +171,12 @@ class TorchTrainer:
             threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=gpu,
             options=options,
-            audit=arguments.pick_audit(audit),
+            audit=checks.pick_audit(audit),
             log_every=steps.every,
         )
         directory = RunDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        placement = Placement(
-            num_cpus=num_cpus_per_worker,
-            further=resources_per_worker,
-            use_gpu=use_gpu,
-            has_gpu_here=gpu_here,
-            backend=backend,
-            timeout_s=timeout_s,
-            use_local=use_local,
-            num_spares=spare_workers,
-            policy=Policy(min_workers, hang_timeout_s),
-        )
+        resources = Resources(num_cpus_per_worker, 0, resources_per_worker, backend, timeout_s)
+        placement = Placement(resources, use_gpu, gpu_here, use_local, spare_workers, policy)
         self._start(spec, placement, directory, explicit, steps)
 
     def _start(
@@ -258,7 +241,7 @@ class TorchTrainer:
             CheckpointWriteError: training went well, and the latest checkpoint could not be
                 written to `checkpoint_dir`; ``result`` holds what would have been returned.
         """
-        arguments.checked_retries(max_retries)
+        checks.checked_retries(max_retries)
         self._pool.open_engine()
         self._dataset.change_to(dataset, self._pool)
         # Ray decides which worker reads which rows, and gives none of them out again.
@@ -392,7 +375,7 @@ class TorchTrainer:
             CheckpointError: it is of another model, or of another `num_shards` or `seed`
                 than the trainer was explicitly given.
         """
-        arguments.require(blocking is True, "blocking", blocking, "True")
+        checks.require(blocking is True, "blocking", blocking, "True")
         self._state.load(state)
 
     def save(self, path: str | os.PathLike[str]) -> str:

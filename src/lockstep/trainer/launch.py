@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lockstep.engine import Resources, has_gpus_elsewhere, open_remote, stays_here
+from lockstep.engine import has_gpus_elsewhere, open_remote, stays_here
 from lockstep.engine.inline_engine import InlineEngine
 from lockstep.errors import NotAvailableError
-from lockstep.trainer.arguments import pick_backend
+from lockstep.recovery import Policy
+from lockstep.trainer.arguments import checked_numbers, checked_spares, pick_backend
 from lockstep.trainer.call_errors import why_not_recoverable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lockstep.engine import Engine
-    from lockstep.recovery import Policy
+    from lockstep.engine import Engine, Resources
     from lockstep.worker import WorkerSpec
 
 
@@ -25,23 +23,17 @@ class Placement:
     """What a trainer was told of where its workers live.
 
     Attributes:
-        num_cpus: for each worker.
-        further: Ray resources for each worker besides CPU and GPU, by name.
+        resources: of each worker, but for its GPUs; `backend` is what the user said.
         use_gpu: True, False or "auto", as the user said.
         has_gpu_here: CUDA is available in this process.
-        backend: as the user said.
-        timeout_s: bound of every collective, in seconds.
         use_local: rank 0 lives in this process.
         num_spares: workers that wait for the place of one that is lost.
         policy: how much may be lost.
     """
 
-    num_cpus: int
-    further: Mapping[str, float] | None
-    use_gpu: Any
+    resources: Resources
+    use_gpu: bool | str
     has_gpu_here: bool
-    backend: str
-    timeout_s: float
     use_local: bool
     num_spares: int
     policy: Policy
@@ -61,14 +53,21 @@ class Placement:
         return spec
 
 
+def policy_of(
+    num_workers: int, spare_workers: int, min_workers: int, hang_timeout_s: float
+) -> Policy:
+    """How much may be lost, from arguments that can be right."""
+    checked_numbers(hang_timeout_s=hang_timeout_s)
+    checked_spares(num_workers, spare_workers, min_workers)
+    return Policy(min_workers, hang_timeout_s)
+
+
 def start_workers(spec: WorkerSpec, placement: Placement) -> Engine:
     """Start the workers: one in this process where that can be done, else Ray actors."""
-    resources = Resources(
-        placement.num_cpus,
-        int(spec.use_gpu) * spec.options.replicas,
-        placement.further,
-        pick_backend(placement.backend, spec.use_gpu),
-        placement.timeout_s,
+    resources = replace(
+        placement.resources,
+        num_gpus=int(spec.use_gpu) * spec.options.replicas,
+        backend=pick_backend(placement.resources.backend, spec.use_gpu),
     )
     use_local = placement.use_local
     if stays_here(spec, resources, use_local=use_local, gpu_here=placement.has_gpu_here):

@@ -46,7 +46,7 @@ class RunState:
 
     def _take(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
         state, spec = self._of_rank_0(call), self._pool.spec
-        if spec.num_workers > 1 and spec.operator_cls._brings("state_dict"):
+        if spec.num_workers > 1 and spec.operator_cls._overrides("state_dict"):
             state["operator_by_rank"] = self._pool.call(Worker.operator_state.with_args())
         return state
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker's life: process group, shards, the commit of a step."""
 
+from lockstep.worker.call_outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
 from lockstep.worker.data_position import items_ahead, position, samples_of
 from lockstep.worker.group_formation import (
     Formation,
@@ -10,7 +11,7 @@ from lockstep.worker.group_formation import (
     stand_down,
 )
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
-from lockstep.worker.outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
+from lockstep.worker.parity_trial import Trial, verify
 from lockstep.worker.prediction import Predicted, predict
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.progress import ProgressReport, progress_of, rows_after
@@ -25,7 +26,6 @@ from lockstep.worker.report import Counted, Report, lost_report
 from lockstep.worker.snapshot import Snapshot
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.torch_profiler import start_tracing, stop_tracing
-from lockstep.worker.trial import Trial, verify
 from lockstep.worker.worker import Worker
 from lockstep.worker.worker_status import WorkerStatus, status_of
 

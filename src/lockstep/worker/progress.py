@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.metrics.numeric import as_number
+from lockstep.metrics.metric_values import as_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def progress_of(worker: Worker) -> ProgressReport:
     if call is None or not worker.is_built:
         return ProgressReport()
     state = worker.operator._lockstep
-    placement = state.setting.placement
+    placement = state.context.placement
     samples = call.tally.samples * placement.num_shards / len(placement.shards)
     loss = as_number(state.latest.get("train_loss", state.latest.get("val_loss")))
     # A number: a driver without CUDA could not even receive a tensor that lives there.
