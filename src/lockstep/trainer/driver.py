@@ -369,7 +369,7 @@ class TorchTrainer:
         """Go on from `state` in every worker.
 
         Blocks until every worker has taken it over (`blocking` is RaySGD's name; False is
-        refused, because a failure would be noticed by nobody). On an error nothing changes.
+        refused, because no call would raise a failure). On an error nothing changes.
 
         Raises:
             CheckpointError: it is of another model, or of another `num_shards` or `seed`

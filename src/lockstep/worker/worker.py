@@ -110,7 +110,7 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------------- life and death
 
-    @remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.RUN_GROUP, OnFailure.RAISE)
     def start(self, rendezvous: Rendezvous | None) -> dict[str, Any]:
         """Meet the peers, build the operator, run its `setup`.
 
@@ -128,9 +128,9 @@ class Worker(StateAccess):
         self.has_state = True
         return self._introduction(device)
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.NONE, OnFailure.RAISE)
     def stand_by(self) -> dict[str, Any]:
-        """Build the operator of a spare: `setup` runs, and nothing is attached to anybody yet.
+        """Build the operator of a spare: `setup` runs, and no group is there to attach to yet.
 
         Returns:
             As `start`.
@@ -231,7 +231,7 @@ class Worker(StateAccess):
             self._connections.forget()
             self._closing = leave_group(held)
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
         self._close_loaders()
@@ -390,7 +390,7 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------- training, validation
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
         """Train on this rank's of `streams`; without any, on the operator's own loader."""
         if streams is None or batches is None:
@@ -398,9 +398,7 @@ class Worker(StateAccess):
         else:
             self._feed.begin(self.operator, self.cursors, streams[self.rank], batches)
 
-    @remote_method(
-        communication=Communication.RUN_GROUP, on_failure=OnFailure.RESUME, is_timed=True
-    )
+    @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def train(self, request: LoopRequest) -> Report:
         """Train; after an interruption the call goes on with the step that was not committed."""
         if self.run.attached:
@@ -409,9 +407,7 @@ class Worker(StateAccess):
             report = self._run(request)
         return replace(report, seen=self._watch.seen())
 
-    @remote_method(
-        communication=Communication.RUN_GROUP, on_failure=OnFailure.RESUME, is_timed=True
-    )
+    @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def validate(self, request: LoopRequest) -> Report:
         """Validate; after an interruption from where the call began, so that all is counted."""
         return self._run(request)
@@ -458,7 +454,7 @@ class Worker(StateAccess):
     def arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def update_scheduler(self, metric: float) -> None:
         """Step every scheduler, with `metric` where one takes it."""
         if not self.run.schedulers:
@@ -470,12 +466,12 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------------ users' functions
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call(self, function: Callable[[], Any]) -> Any:
         """`function` in this process."""
         return function()
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
         """`function` with this worker's operator."""
         return function(self.operator)
