@@ -14,7 +14,16 @@ from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
 from lockstep.sync import ParameterServer
-from lockstep.worker import Formation, LoopRequest, Rendezvous, Worker, WorkerSpec, join, stand_down
+from lockstep.worker import (
+    Formation,
+    LoopRequest,
+    Rendezvous,
+    StartReport,
+    Worker,
+    WorkerSpec,
+    join,
+    stand_down,
+)
 from ranks.programs import X, Y, mlp, squared
 from ranks.test_replicate_exact import weights
 
@@ -130,7 +139,7 @@ def started(operator_cls, size):
     workers = [Worker(spec, rank, rank) for rank in range(size)]
     generation = Generation(0, size)
     starts = all_at_once(workers, lambda rank, worker: worker.start(generation.rendezvous))
-    assert all(isinstance(each, dict) for each in starts), starts
+    assert all(isinstance(each, StartReport) for each in starts), starts
     return workers, generation
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.policy import Policy
     from lockstep.recovery.regrouping import Regrouped
-    from lockstep.worker import CallContract, ProgressReport, RemoteCall, Worker
+    from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport, Worker
 
 R = TypeVar("R")
 
@@ -89,7 +89,7 @@ class RecoveringEngine:
         return self._engine.ended
 
     @property
-    def started(self) -> list[dict[str, Any]]:
+    def started(self) -> list[StartReport]:
         return self._engine.started
 
     def local_operator(self) -> TrainingOperator | None:

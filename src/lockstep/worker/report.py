@@ -10,8 +10,26 @@ from lockstep.keys import NUM_SAMPLES
 from lockstep.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lockstep.audit.ledger import Ledger
     from lockstep.metrics.step_log import StepRow
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """What one worker brings back from `start` or `stand_by`.
+
+    Attributes:
+        pid: of its process.
+        device: where it computes.
+        steps_per_epoch: of each loader that the operator registered, by purpose; None for data
+            without a length.
+    """
+
+    pid: int
+    device: str
+    steps_per_epoch: Mapping[str, int | None]
 
 
 @dataclass(frozen=True)

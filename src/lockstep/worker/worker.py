@@ -35,6 +35,7 @@ from lockstep.worker.process_group import (
     taken_for_world,
 )
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+from lockstep.worker.report import StartReport
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.run_audit import RunAudit
 from lockstep.worker.snapshot import SnapshotTaker
@@ -111,12 +112,8 @@ class Worker(StateAccess):
     # ------------------------------------------------------------------------- life and death
 
     @remote_method(Communication.RUN_GROUP, OnFailure.RAISE)
-    def start(self, rendezvous: Rendezvous | None) -> dict[str, Any]:
-        """Meet the peers, build the operator, run its `setup`.
-
-        Returns:
-            ``pid``, ``device``, and ``loaders``: steps in an epoch by purpose, None if unknown.
-        """
+    def start(self, rendezvous: Rendezvous | None) -> StartReport:
+        """Meet the peers, build the operator, run its `setup`."""
         device = self._begin_process()
         if rendezvous is not None:
             if self.before_meeting is not None:
@@ -126,18 +123,14 @@ class Worker(StateAccess):
         with self._watch.during_setup():
             self._build_operator(device)
         self.has_state = True
-        return self._introduction(device)
+        return self._start_report(device)
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
-    def stand_by(self) -> dict[str, Any]:
-        """Build the operator of a spare: `setup` runs, and no group is there to attach to yet.
-
-        Returns:
-            As `start`.
-        """
+    def stand_by(self) -> StartReport:
+        """Build the operator of a spare: `setup` runs, and no group is there to attach to yet."""
         device = self._begin_process()
         self._build_operator(device, is_spare=True)
-        return self._introduction(device)
+        return self._start_report(device)
 
     @property
     def is_built(self) -> bool:
@@ -154,9 +147,9 @@ class Worker(StateAccess):
             spec.initialization_hook()
         return device
 
-    def _introduction(self, device: torch.device) -> dict[str, Any]:
-        loaders = {name: cursor.source.steps_per_epoch for name, cursor in self.cursors.items()}
-        return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
+    def _start_report(self, device: torch.device) -> StartReport:
+        steps = {purpose: cursor.source.steps_per_epoch for purpose, cursor in self.cursors.items()}
+        return StartReport(os.getpid(), str(device), steps)
 
     def _build_operator(
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
