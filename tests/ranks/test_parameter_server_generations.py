@@ -88,9 +88,9 @@ def killed_at(moment, rank, sync):
             # The owner makes the step; nobody reads its answer here.
             optimizer = int(reached[-1])
             request = sync._served[optimizer]._request("step", [])
-            request.about["with_gradient"], request.tensors = _gradients(sync, optimizer)
-            channel._line.send(request)
-        channel._line.close()
+            request.body.with_gradient, request.tensors = _gradients(sync, optimizer)
+            channel._messages.send(request)
+        channel._messages.close()
         raise Dies
 
     return strike

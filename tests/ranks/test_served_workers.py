@@ -51,7 +51,7 @@ class TwoSteps(TrainingOperator):
 
     def reach(self, moment):
         if self.strike == (self.global_step, moment):
-            self._lockstep.sync._channel._line.close()
+            self._lockstep.sync._channel._messages.close()
             raise Dies
 
 

@@ -10,12 +10,13 @@ import torch
 
 from lockstep.errors import PeerLostError
 from lockstep.sync import ParameterServer, ServerAddress
-from lockstep.sync.parameter_server.messages import Message, connect_to_server, pack, unpack
+from lockstep.sync.packed_tensors import pack, unpack
+from lockstep.sync.parameter_server.messages import Message, connect_to_server
 from ranks.served import server
 
 
 def add(channel, value):
-    return channel.ask(Message("add", tensors=[torch.full((3,), float(value))])).tensors[0]
+    return channel.ask(Message("all_reduce", tensors=[torch.full((3,), float(value))])).tensors[0]
 
 
 def sums(channels, tensors, order):
@@ -23,7 +24,7 @@ def sums(channels, tensors, order):
     found = [None] * len(channels)
 
     def one(rank):
-        found[rank] = channels[rank].ask(Message("add", tensors=[tensors[rank]])).tensors[0]
+        found[rank] = channels[rank].ask(Message("all_reduce", tensors=[tensors[rank]])).tensors[0]
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in order]
     for thread in threads:
@@ -85,7 +86,7 @@ def test_who_waits_for_a_worker_that_goes_is_freed(orderly):
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        other.close() if orderly else other._line.close()
+        other.close() if orderly else other._messages.close()
         waiting.join()
         one.close()
     assert len(errors) == 1
@@ -111,10 +112,10 @@ def test_what_is_due_to_the_others_comes_although_one_has_gone():
     much = torch.ones(8 << 20)
     with server(2) as address:
         gone, left = (connect_to_server(address, rank) for rank in range(2))
-        left._line.send(Message("add", tensors=[much]))
-        gone._line.send(Message("add", tensors=[much]))
-        gone._line.close()
-        assert torch.equal(left._line.receive().tensors[0], much * 2)
+        left._messages.send(Message("all_reduce", tensors=[much]))
+        gone._messages.send(Message("all_reduce", tensors=[much]))
+        gone._messages.close()
+        assert torch.equal(left._messages.receive().tensors[0], much * 2)
         with pytest.raises(PeerLostError):
             add(left, 1)
         left.close()

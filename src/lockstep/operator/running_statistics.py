@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.sync import buffer_places, put_buffer
+from lockstep.sync import buffer_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,7 +81,7 @@ class RunningStatistics:
         with torch.no_grad():
             for place, value in zip(self._places, values, strict=True):
                 if value is not None:
-                    put_buffer(place, value)
+                    place.put(value)
 
 
 class BufferSnapshot:

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.errors import ConfigurationError
 from lockstep.operator.model_copies import copied_models
-from lockstep.sync.buffers import fits, write_into
+from lockstep.sync.tensor_memory import fits, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.data.batch_structure import concatenate, map_leaves
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
-from lockstep.sync.buffers import fits, same_bits
+from lockstep.sync.tensor_memory import fits, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.errors import NotAvailableError
-from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.local_parameters import is_local, local
+from lockstep.sync.packed_tensors import broadcast_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

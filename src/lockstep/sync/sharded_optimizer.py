@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from torch.optim import Adafactor, Optimizer
 
 from lockstep.errors import LockstepError
-from lockstep.sync.parameter_server.remote_optimizer import needs_closure
+from lockstep.sync.replaced_step import ReplacedStep, needs_closure, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,32 +70,14 @@ class ShardedOptimizer:
         for param, state in optimizer.state.items():
             if rows.shard_of(param) is not None:
                 state.update(rows.state_in_shards(state, param))
-        self._handle = optimizer.register_load_state_dict_pre_hook(self._before_load)
-        own = vars(optimizer)
-        names = ("step", "_step_supports_amp_scaling")
-        self._shadowed: dict[str, Any] = {name: own[name] for name in names if name in own}
-        self._body = _body_of(optimizer)
-        self._install()
-
-    def _install(self) -> None:
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._step(*args, **kwargs)
-
-        # Inside the hooks before and after a step: those see the user's own parameters.
-        hooked: Any = Optimizer.profile_hook_step(step)
-        hooked._wrapped_by_lr_sched = True
-        attributes = vars(self.optimizer)
-        attributes["step"] = MethodType(hooked, self.optimizer)
-        if "_step_supports_amp_scaling" in attributes:
-            # The scaler would leave the unscaling to a kernel that knows no shards.
-            attributes["_step_supports_amp_scaling"] = False
+        self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+        self._own_step = _own_step(optimizer)
+        self._replaced = ReplacedStep(optimizer, self._step)
 
     def release(self) -> None:
         """Make it an ordinary optimizer again; of its state each rank keeps its rows."""
-        self._handle.remove()
-        for name in ("step", "_step_supports_amp_scaling"):
-            vars(self.optimizer).pop(name, None)
-        vars(self.optimizer).update(self._shadowed)
+        self._load_hook.remove()
+        self._replaced.restore()
 
     # ------------------------------------------------------------------------------- a step
 
@@ -115,15 +97,13 @@ class ShardedOptimizer:
             PeerLostError: a rank left the step out, or went away.
         """
         self._rows.meet(self)
-        # What schedulers look at, to warn of steps that were never taken.
-        vars(self.optimizer)["_opt_called"] = True
         if callable(kwargs.get("closure")):
             kwargs["closure"] = self._on_whole_weights(kwargs["closure"])
         elif args and callable(args[0]):
             args = (self._on_whole_weights(args[0]), *args[1:])
         self._lend()
         try:
-            result = self._body(self.optimizer, *args, **kwargs)
+            result = self._own_step(self.optimizer, *args, **kwargs)
         except BaseException as error:
             moved = self._take_back()
             if isinstance(error, Exception) and moved:
@@ -186,7 +166,7 @@ class ShardedOptimizer:
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Only this rank's rows of a whole state come to the device."""
-        held = [param for group in optimizer.param_groups for param in group["params"]]
+        held = parameters_of(optimizer)
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         params = dict(zip(numbers, held, strict=False))
         kept = {
@@ -198,7 +178,7 @@ class ShardedOptimizer:
         return {**state, "state": kept}
 
 
-def _body_of(optimizer: Optimizer) -> Callable[..., Any]:
+def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
     """What its `step` runs between the hooks, without what schedulers wrapped around it.
 
     Those wrappers are told from others by where they were made, and not by the marks on them,

@@ -18,7 +18,7 @@ import torch
 
 from lockstep.errors import ReplicasDifferError
 from lockstep.sync import is_block, is_local
-from lockstep.sync.parameter_server.messages import pack, unpack
+from lockstep.sync.packed_tensors import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

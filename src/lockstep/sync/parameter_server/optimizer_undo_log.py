@@ -1,43 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What optimizers' steps change, as it was before: a step may have to be taken back.
+"""Undo log of a parameter server: optimizers and parameters as they were before their last steps.
 
-A worker that dies may take a step with it that the owner of the parameters has made and that no
-worker has counted. Copied is only what a step is about to change, when it is: the optimizer's
-state and its parameters, into memory that is used again for the next step.
+A worker that dies may take a step with it: the server has made the step, and no worker that is
+left has counted it. The workers then go back, and the server has to go back with them.
+
+Copied is only what a step is about to change, just before it changes: the optimizer's state, its
+own attributes, its groups and its parameters. Copies of tensors go into memory that is used again
+for the next step, so that a log costs one copy of the state and no allocation. The rest is
+deep-copied, with a memo that says where the copy of each tensor lies.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final
-
-import torch
+from typing import TYPE_CHECKING
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync.buffers import fits, is_block, is_expanded, write_into
+from lockstep.sync.replaced_step import own_attributes, parameters_of, state_tensors
+from lockstep.sync.tensor_memory import copy_over
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    import torch
     from torch.optim import Optimizer
-
-REPLACED: Final = ("step", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
-"""Of an optimizer whose steps happen elsewhere."""
-
-_ABOUT_STEPPING: Final = frozenset({*REPLACED, "_opt_called", "grad_scale", "found_inf"})
-
-
-@cache
-def _bare() -> frozenset[str]:
-    return frozenset(vars(torch.optim.SGD([torch.zeros((), device="cpu")])))
-
-
-def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer holds beside what all of them do; copies and pickles leave it out."""
-    skipped = _bare() | _ABOUT_STEPPING
-    return {name: value for name, value in vars(optimizer).items() if name not in skipped}
 
 
 class OptimizerUndoLog:
@@ -50,7 +34,7 @@ class OptimizerUndoLog:
 
     def __init__(self) -> None:
         self.point: int | None = None
-        self._kept: list[_Kept] = []
+        self._kept: list[_OptimizerCopy] = []
         self._memory: dict[int, list[torch.Tensor]] = {}
 
     def about_to_change(self, optimizer: Optimizer, point: int | None) -> None:
@@ -64,7 +48,8 @@ class OptimizerUndoLog:
             self._kept, self.point = [], point
         if point is None or any(kept.optimizer is optimizer for kept in self._kept):
             return
-        self._kept.append(_Kept(optimizer, self._memory.setdefault(id(optimizer), [])))
+        memory = self._memory.setdefault(id(optimizer), [])
+        self._kept.append(_OptimizerCopy(optimizer, memory))
 
     def return_to(self, committed: int) -> None:
         """Take back what happened from `committed` steps of the run on.
@@ -85,20 +70,13 @@ class OptimizerUndoLog:
                 " ranks, and a rank that was ahead died",
                 fix="load the last checkpoint into a new trainer",
             )
-        # A parameter may belong to several: the one that stepped first knows how it was.
+        # A parameter may belong to several optimizers: the one that stepped first knows how it was.
         for each in reversed(kept):
             each.put_back()
-        self._memory.clear()
+        self._memory.clear()  # the copies are the optimizers' own now
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor in a structure."""
-
-    number: int
-
-
-class _Kept:
+class _OptimizerCopy:
     """One optimizer and its parameters as they are now.
 
     Args:
@@ -107,14 +85,15 @@ class _Kept:
 
     def __init__(self, optimizer: Optimizer, memory: list[torch.Tensor]) -> None:
         self.optimizer = optimizer
-        self._held = [param for group in optimizer.param_groups for param in group["params"]]
-        apart = _Apart(self._held)
-        self._state = apart.take(dict(optimizer.state))
-        # An optimizer may count in its groups, too.
-        others = {**own_attributes(optimizer), "param_groups": optimizer.param_groups}
-        self._others = apart.take(others)
-        copy_over(apart.tensors, memory)
+        self._held = parameters_of(optimizer)
+        tensors = {id(tensor): tensor for tensor in (*self._held, *state_tensors(optimizer))}
+        copy_over([tensor.detach() for tensor in tensors.values()], memory)
         self._tensors = memory
+        memo = dict(zip(tensors, memory, strict=True))
+        # In groups, and as keys of the state, parameters stay the objects that they are.
+        memo |= {id(param): param for param in self._held}
+        attributes = {**own_attributes(optimizer), "param_groups": optimizer.param_groups}
+        self._state, self._attributes = copy.deepcopy((dict(optimizer.state), attributes), memo)
 
     def put_back(self) -> None:
         """The copies become the optimizer's own."""
@@ -122,84 +101,7 @@ class _Kept:
             param.data = value
         optimizer = self.optimizer
         optimizer.state.clear()
-        optimizer.state.update(_put_together(self._state, self._tensors))
+        optimizer.state.update(self._state)
         for name in own_attributes(optimizer):
             delattr(optimizer, name)
-        vars(optimizer).update(_put_together(self._others, self._tensors))
-
-
-class _Apart:
-    """Structures, and apart from them the tensors in them, each once.
-
-    Args:
-        held: parameters, which stay the objects that they are; the first of the tensors.
-    """
-
-    def __init__(self, held: Sequence[torch.Tensor]) -> None:
-        self.tensors: list[torch.Tensor] = [param.detach() for param in held]
-        self._held = {id(param): param for param in held}
-        self._places: dict[int, _Place] = {}
-
-    def take(self, value: Any) -> Any:
-        """`value` with the places of its tensors."""
-        if id(value) in self._held:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._place_of(value)
-        if type(value) is dict:
-            return {key: self.take(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.take(item) for item in value)
-        if isinstance(value, int | float | str | None):
-            return value
-        return copy.deepcopy(value, dict(self._held))
-
-    def _place_of(self, tensor: torch.Tensor) -> _Place:
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = _Place(len(self.tensors))
-            self.tensors.append(tensor.detach())
-        return self._places[id(tensor)]
-
-
-def _put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    if type(value) is dict:
-        return {key: _put_together(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put_together(item, tensors) for item in value)
-    return value
-
-
-def copy_over(values: Sequence[torch.Tensor], into: list[torch.Tensor]) -> None:
-    """Copies of `values` in `into`, whose memory is used again where it fits; no host waits."""
-    if len(values) != len(into):
-        into.clear()
-    places = [
-        n for n, (value, old) in enumerate(zip(values, into, strict=False)) if fits(value, old)
-    ]
-    overwrite([into[n] for n in places], [values[n] for n in places])
-    held = {n: into[n] for n in places}
-    into[:] = [held[n] if n in held else value.detach().clone() for n, value in enumerate(values)]
-
-
-def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Each of `targets` gets the value of its counterpart."""
-    plain: list[torch.Tensor] = []
-    theirs: list[torch.Tensor] = []
-    with torch.no_grad():
-        for target, value in zip(targets, values, strict=True):
-            if _is_plain(target):
-                plain.append(target)
-                theirs.append(value)
-            else:
-                write_into(target, value)
-        if plain:
-            torch._foreach_copy_(plain, theirs)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Every element is a number of its own in memory, as it is."""
-    if not is_block(tensor) or tensor.is_conj() or tensor.is_neg():
-        return False
-    return not is_expanded(tensor)
+        vars(optimizer).update(self._attributes)
