@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backwards in which gradients travel between ranks: who comes, and what their losses count.
+"""Backwards in which gradients travel between ranks: the roll call before they do.
 
-Every function here that communicates in its backward first calls the roll. A rank that leaves
-its backward out is named instead of waited for, and what only shows now is refused by all ranks
-alike, because all have heard the same: whether weights are on the roots of backward (then what
-travels carries them) or will be applied at the reduction (then it must count the same
-everywhere), and whether ranks differentiate one loss or each its own.
+Every function of `collectives` that communicates in its backward first calls the roll. A rank that
+leaves its backward out is named instead of waited for. Two faults show only now, and all ranks
+refuse them alike, because all have heard the same: weights that are not equal and not on the roots
+of backward (a gradient that travels would be weighed by the wrong rank at the reduction), and, for
+a function that needs one loss, ranks that differentiate a loss of their own each.
 """
 
 from __future__ import annotations
@@ -30,50 +30,48 @@ from lockstep.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.collectives.row_layout import Agreed
+    from lockstep.collectives.call_preconditions import RowLayout
     from lockstep.group import Group
 
 _PRINTS: Final = 8
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What the roll call of one backward brought.
+class RollCall:
+    """What all ranks have told each other before one backward.
 
     Attributes:
         weights: what each rank's loss counts for.
         scalars: the number that each rank sent, zero from a rank that counts for nothing.
-        on_roots: the weights are in what flows backward already.
     """
 
     weights: tuple[float, ...]
     scalars: tuple[float, ...]
-    on_roots: bool
 
 
 class CommunicatingBackward:
-    """The backward to come of one call; made in its forward, kept by its graph.
+    """The backward to come of one call; made in the forward, kept by the autograd graph.
 
     Args:
         function: as the user calls it.
-        agreed: what the ranks agreed on in forward.
+        layout: of the rows that the ranks brought to the forward.
         returns_rows: the function hands rows to a loss; False: it is the loss.
     """
 
     def __init__(
-        self, function: str, group: Group, agreed: Agreed, *, returns_rows: bool = False
+        self, function: str, group: Group, layout: RowLayout, *, returns_rows: bool = False
     ) -> None:
         self.function = function
         self.group = group
-        self.agreed = agreed
+        self.layout = layout
         self.averages = _averages()
         # Ranks of unequal size that count alike: right for one loss, rarely for means of their own.
-        self._is_doubtful = returns_rows and self.averages and not agreed.are_even
+        self._is_doubtful = returns_rows and self.averages and not layout.is_even
         # Autograd may run backward on a thread that has never heard of this rank's batch.
         self._weight = reduction.delivered_weight()
         self._ahead = reduction.Crossing(group)
 
-    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> Heard:
+    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> RollCall:
         """Meet the other ranks, and refuse together what cannot be right.
 
         Args:
@@ -98,7 +96,7 @@ class CommunicatingBackward:
         if one_loss or doubtful:
             prints = fingerprint(gradient, weight if at_root else 1.0)
         token = [
-            float(self.agreed.tickets[self.group.rank]),
+            float(self.layout.tickets[self.group.rank]),
             weight,
             float(at_root),
             scalar if math.isfinite(scalar) else math.inf,
@@ -106,7 +104,7 @@ class CommunicatingBackward:
         ]
         heard = self.group.roll_call(token)
         self._ahead.is_over()
-        if [int(one[0]) for one in heard] != list(self.agreed.tickets):
+        if [int(one[0]) for one in heard] != list(self.layout.tickets):
             raise RowsDifferError(
                 f"the ranks run backward through different calls of {self.function}",
                 where=f"rank {self.group.rank} of {self.group.size}",
@@ -119,10 +117,9 @@ class CommunicatingBackward:
             raise self._different_losses(differing)
         if differing and doubtful and not _global_mean_has_run():
             self._warn_of_means()
-        return Heard(
+        return RollCall(
             tuple(one[1] for one in heard),
             tuple(math.nan if math.isinf(one[3]) else one[3] for one in heard),
-            at_root,
         )
 
     def _refuse_differentiating(self) -> None:
@@ -144,7 +141,7 @@ class CommunicatingBackward:
 
     def _compare_weights(self, heard: Sequence[Sequence[float]]) -> None:
         weights = [one[1] for one in heard]
-        mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.agreed.rows[rank]]
+        mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.layout.counts[rank]]
         if mute:
             raise CrossedWeightsError(
                 f"rows went into {self.function} whose gradients would be dropped",
@@ -181,7 +178,7 @@ class CommunicatingBackward:
         )
 
     def _warn_of_means(self) -> None:
-        rows = self.agreed.rows
+        rows = self.layout.counts
         empty = [rank for rank, count in enumerate(rows) if count == 0]
         nobody = f"; rank {', '.join(map(str, empty))} has none" if empty else ""
         warnings.warn(

@@ -36,7 +36,7 @@ from lockstep.group import MAX
 from lockstep.lazy_compiler import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.contrastive_call import Call, Reduction
+    from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
     from lockstep.collectives.similarity_tiles import Sums, Tile
     from lockstep.group import Group, Pending
 
@@ -89,7 +89,7 @@ def info_nce(
     call = agreed_call(name, (a, b), logit_scale, positives, reduction, tile, group)
     if call.nothing:
         a, b, positives = a[:0], b[:0], None if positives is None else positives[:0]
-    ours = call.agreed.span(call.group.rank)
+    ours = call.rows.span(call.group.rank)
     where = ours if positives is None else positives.to(a.device)
     apply: Any = _InfoNCE.apply
     loss: torch.Tensor = apply(a, b, as_tensor(logit_scale, a), call, where)
@@ -102,7 +102,7 @@ class _ToOwners:
     One part travels while the next is computed, so no gradient of all columns exists.
     """
 
-    def __init__(self, call: Call, like: torch.Tensor) -> None:
+    def __init__(self, call: ContrastiveCall, like: torch.Tensor) -> None:
         self._call = call
         self._own = call.columns.span(call.group.rank)
         self._received = like.new_empty(self._own.stop - self._own.start, like.shape[1])
@@ -138,7 +138,7 @@ class _InfoNCE(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         scale: torch.Tensor,
-        call: Call,
+        call: ContrastiveCall,
         positives: torch.Tensor | slice,
     ) -> torch.Tensor:
         with torch.autocast(a.device.type, enabled=False):
@@ -156,7 +156,7 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
+        call: ContrastiveCall = ctx.call
         a, columns, log_rows, log_columns, positives, scale = ctx.saved_tensors
         each, gradient = call.call_roll(gradient)
         where = ctx.place if positives is None else positives
@@ -193,7 +193,7 @@ def _over_ranks(group: Group, mine: Sums) -> torch.Tensor:
 
 
 def _weights(
-    call: Call,
+    call: ContrastiveCall,
     gradient: torch.Tensor,
     each: float,
     positives: torch.Tensor | slice,
@@ -208,7 +208,7 @@ def _weights(
     if call.reduction != "none" and isinstance(positives, slice):
         return each / 2, 1.0, 1.0
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    rows = call.agreed.rows[call.group.rank]
+    rows = call.rows.counts[call.group.rank]
     by_row = gradient.to(wide) if call.reduction == "none" else gradient.new_full((rows,), each)
     by_column = by_row.new_zeros(num_columns)
     if isinstance(positives, slice):
