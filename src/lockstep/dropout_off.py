@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model depends on the split of a batch by design, turned off for a comparison.
+"""Dropout and batch statistics, turned off while a split batch is compared with a whole one.
 
 Dropout draws other numbers on every rank, and batch statistics are those of the rank's own rows:
-neither is an error, and both would drown one.
+neither is an error, and the differences that they make would hide one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ _aten: Final = torch.ops.aten
 
 
 def pin(model: nn.Module) -> list[str]:
-    """Turn off what layers do by the split, for good; returns a note for each kind.
+    """Turn off, for good, what layers compute from part of a batch otherwise than from the whole.
 
     A later ``model.train()``, which every training loop calls, changes nothing about it.
+
+    Returns:
+        What was turned off, one sentence for each layer.
     """
     notes: list[str] = []
     for name, module in model.named_modules():
@@ -45,7 +48,7 @@ def pin(model: nn.Module) -> list[str]:
 
 
 def normalises_by_batch(module: nn.Module) -> bool:
-    """By the rows of this rank alone, that is."""
+    """Whether a layer takes its statistics from the rows of this rank alone."""
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
@@ -64,7 +67,7 @@ class DropoutOff(TorchDispatchMode):
     and backward both have to run inside.
 
     Attributes:
-        was_needed: something would have been dropped.
+        was_needed: an operator would have dropped something.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ _ENVELOPE: Final = 504
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
 
-    __slots__ = ("_group", "_loan", "_what", "_where", "_work")
+    __slots__ = ("_group", "_keepalive", "_what", "_where", "_work")
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Pending:
         self._work = work
         self._what = what
         self._where = where
-        self._loan = keepalive
+        self._keepalive = keepalive
         self._group = group
 
     def wait(self) -> None:
@@ -85,8 +85,8 @@ class Pending:
             raise _peer_lost(self._what, self._where, error) from error
         finally:
             self._work = None
-            if self._loan is not None:
-                self._loan.settle()
+            if self._keepalive is not None:
+                self._keepalive.settle()
         if self._group is not None:
             self._group._has_waited(self._what)
 
@@ -97,7 +97,7 @@ class Pending:
 
     def abandon(self) -> None:
         """Drop the reference without waiting."""
-        self._work = self._loan = None
+        self._work = self._keepalive = None
 
 
 _DONE = Pending(None, "", "")
@@ -200,10 +200,9 @@ class Group:
         """
         if self._is_silent("all_gather"):
             return [tensor.clone()]
-        tensor = tensor.contiguous()
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._start("all_gather", "allgather", [gathered], [tensor]).wait()
-        return gathered
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        self.all_gather_into(gathered.view(-1), tensor.contiguous().view(-1))
+        return list(gathered)
 
     def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Fill `gathered` with every rank's `tensor`, one after the other along dimension 0.
@@ -405,13 +404,13 @@ class Group:
         self._closed = True
 
     def give_up(self) -> None:
-        """A peer will never come: end what runs, and refuse all that follows. From any thread."""
+        """End the collectives that run, refuse all others: a peer is lost. From any thread."""
         # First: whatever the abort ends early is read by nobody; see `confirm`.
         self._is_given_up = True
         abort_nccl(self._process_group)
 
     def confirm(self) -> None:
-        """Make sure that what was waited for has come, before anything is made of it for good.
+        """Make sure that the collectives waited for are whole, before a step uses their results.
 
         ``wait`` of a CUDA collective only puts the streams in order, and says nothing of one that
         an abort ends half-way. The flag is set before the abort. So where the device has done all

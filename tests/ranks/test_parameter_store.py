@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store whose workers died takes back the steps that no worker which is left has counted."""
 
+import copy
 import pickle
 
 import pytest
@@ -93,7 +94,7 @@ class Run:
         self.alone(self.request("load_state_dict", 0, point, state=state))
 
     def state(self, optimizer=0):
-        return pickle.loads(self.alone(self.request("state_dict", optimizer, None)).body)
+        return copy.deepcopy(self.alone(self.request("state_dict", optimizer, None)).body)
 
     def weights(self):
         return [param.detach().clone() for param in self.store._parameters.values()]

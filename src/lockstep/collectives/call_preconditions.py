@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.errors import (
     ConfigurationError,
     LockstepError,
@@ -41,7 +41,7 @@ def ranks_of(function: str, group: Any) -> Group:
         PerShardLossError: only one shard of the global batch is being computed.
         WrongUseError: there is no process group.
     """
-    current = reduction.active()
+    current = reduction_context.active()
     if current is not None and current.per_shard:
         raise PerShardLossError(
             f"{function} sees one shard here, and means the whole global batch",
@@ -71,7 +71,7 @@ def refuse_sums(function: str) -> None:
     Raises:
         ConfigurationError: the operator's ``loss_reduction`` is "sum".
     """
-    current = reduction.active()
+    current = reduction_context.active()
     if current is not None and not current.averages:
         raise ConfigurationError(
             f"{function} returns the loss of the whole global batch on every worker, and"
@@ -82,7 +82,7 @@ def refuse_sums(function: str) -> None:
 
 def brings_nothing() -> bool:
     """Whether the batch in hand is borrowed: its rows belong to another rank."""
-    current = reduction.active()
+    current = reduction_context.active()
     return current is not None and current.weight == 0.0
 
 
@@ -160,7 +160,7 @@ def agree_on_rows(
     """
     called = [function, *settings]
     described = [_Description.of(tensor, dim) for tensor in tensors]
-    mine = [called, next(_tickets), reduction.delivered_weight(), extras, described]
+    mine = [called, next(_tickets), reduction_context.delivered_weight(), extras, described]
     calls, tickets, weights, all_extras, descriptions = zip(*group.exchange(mine), strict=True)
     _compare_settings(function, calls)
     by_tensor = [[_Description(*one) for one in ranks] for ranks in zip(*descriptions, strict=True)]

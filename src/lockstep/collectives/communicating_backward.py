@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.errors import (
     CrossedWeightsError,
     LossesDifferError,
@@ -68,8 +68,8 @@ class CommunicatingBackward:
         # Ranks of unequal size that count alike: right for one loss, rarely for means of their own.
         self._is_doubtful = returns_rows and self.averages and not layout.is_even
         # Autograd may run backward on a thread that has never heard of this rank's batch.
-        self._weight = reduction.delivered_weight()
-        self._ahead = reduction.Crossing(group)
+        self._weight = reduction_context.delivered_weight()
+        self._ahead = reduction_context.Crossing(group)
 
     def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> RollCall:
         """Meet the other ranks, and refuse together what cannot be right.
@@ -134,7 +134,7 @@ class CommunicatingBackward:
             )
 
     def _own_weight(self) -> tuple[float, bool]:
-        current = reduction.active()
+        current = reduction_context.active()
         if current is not None and current.at_root:
             return (1.0 if current.weight is None else current.weight), True
         return (1.0 if self._weight is None else self._weight), False
@@ -240,5 +240,5 @@ def _global_mean_has_run() -> bool:
 
 
 def _averages() -> bool:
-    current = reduction.active()
+    current = reduction_context.active()
     return current is None or current.averages

@@ -21,7 +21,7 @@ import torch
 from lockstep.collectives.call_preconditions import agree_on_rows, brings_nothing, ranks_of
 from lockstep.collectives.communicating_backward import CommunicatingBackward
 from lockstep.errors import ConfigurationError
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.call_preconditions import RowLayout

@@ -33,7 +33,7 @@ from lockstep.collectives.similarity_tiles import (
     sums_of_exponentials,
 )
 from lockstep.group import MAX
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
@@ -96,7 +96,7 @@ def info_nce(
     return loss
 
 
-class _ToOwners:
+class _ColumnGradients:
     """The gradient of the columns, part by part on its way to the rank whose rows they are.
 
     One part travels while the next is computed, so no gradient of all columns exists.
@@ -165,17 +165,17 @@ class _InfoNCE(torch.autograd.Function):
         with torch.autocast(a.device.type, enabled=False):
             rows, columns = alike(wide(a), columns)
             block = call.block(rows, columns, None)
-            to_owners = _ToOwners(call, rows) if ctx.needs_input_grad[1] else None
+            column_gradients = _ColumnGradients(call, rows) if ctx.needs_input_grad[1] else None
             by_rows = gradients(
                 block,
                 where,
                 coefficients,
-                parts=call.parts() if to_owners else block.parts(),
-                deliver=to_owners.deliver if to_owners else None,
+                parts=call.parts() if column_gradients else block.parts(),
+                deliver=column_gradients.deliver if column_gradients else None,
             )
             of_scale = gradient_of_scale(rows, by_rows, factor, scale)
             of_a = by_rows.mul_(call.scale * factor).to(a.dtype)
-            of_b = to_owners.mine().mul_(factor).to(ctx.dtype) if to_owners else None
+            of_b = column_gradients.mine().mul_(factor).to(ctx.dtype) if column_gradients else None
         return of_a, of_b, of_scale, None, None
 
 

@@ -15,7 +15,7 @@ from lockstep.collectives.call_preconditions import (
 )
 from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
 from lockstep.errors import ConfigurationError
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.group import Group

@@ -22,7 +22,7 @@ from lockstep.collectives.contrastive_call import (
 )
 from lockstep.collectives.gather_with_gradient import all_rows
 from lockstep.collectives.similarity_tiles import Coefficients, gradients, sums_of_exponentials
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction

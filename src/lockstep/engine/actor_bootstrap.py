@@ -16,7 +16,7 @@ def settle_in(module: str) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with gc_paused():
-        from lockstep.lazy_compiler import import_compiler_lazily
+        from lockstep.lazy_dynamo_import import import_compiler_lazily
 
         import_compiler_lazily()
         import_and_freeze(module)

@@ -77,10 +77,10 @@ class RankContext:
     owner: ServerAddress | None = None
 
 
-def shard_order(setting: RankContext) -> ShardOrder | None:
+def shard_order(context: RankContext) -> ShardOrder | None:
     """The order in which gradients are added up; None where any order will do."""
-    if not setting.options.reproducible:
+    if not context.options.reproducible:
         return None
-    size, num_shards = setting.world_size, setting.placement.num_shards
+    size, num_shards = context.world_size, context.placement.num_shards
     by_rank = [shards_of(rank, size, num_shards) for rank in range(size)]
-    return ShardOrder(num_shards, by_rank, setting.world_rank)
+    return ShardOrder(num_shards, by_rank, context.world_rank)

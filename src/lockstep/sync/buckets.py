@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lockstep.sync.tensor_memory import sum_of_bits
+from lockstep.sync.tensor_bits import sum_of_bits
 from lockstep.sync.tensor_references import are_fresh, from_cpp, from_python, is_fresh, to_memory
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from lockstep.errors import NotAvailableError
-from lockstep.sync.packed_tensors import pack, parts_of, unpack
-from lockstep.sync.tensor_memory import fits, is_block, same_bits, write_into
+from lockstep.sync.tensor_bits import same_bits
+from lockstep.sync.tensor_broadcast import packed, parts_of, unpacked
 from lockstep.sync.tensor_references import has_aliases, is_in_graph
+from lockstep.tensor_copies import fits, is_block, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -137,9 +138,9 @@ class BufferBroadcast:
         parts[0].insert(0, flag)
         for part in parts:
             # A copy even of one alone: a graph may need what lies there.
-            spec, message = pack(part, part[0].device)
+            message = packed(part)
             group.broadcast(message, 0)
-            for block, value in zip(part, unpack(spec, message), strict=True):
+            for block, value in zip(part, unpacked(message, part), strict=True):
                 if block is flag:
                     if first.type == "cpu" and value:
                         return True

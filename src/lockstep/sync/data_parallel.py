@@ -19,9 +19,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
-from lockstep.data.batch_structure import concatenate, map_leaves
+from lockstep.data.batch_structure import concatenate
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
-from lockstep.sync.tensor_memory import fits, same_bits
+from lockstep.sync.tensor_bits import same_bits
+from lockstep.tensor_copies import fits
+from lockstep.tensor_tree import KeyPath, keystr, tensors_in, tree_map_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +39,7 @@ class ReplicatedModel(nn.Module):
     """A model whose calls are shared out over devices.
 
     Its ``module`` is the one model, which holds the weights, the gradients and the buffers.
-    Whatever else is asked of this object (a method, an attribute) is the one model's.
+    Every other attribute and method of this object is the one model's.
 
     Args:
         module: the model; its parameters are on ``devices[0]``.
@@ -84,7 +86,7 @@ class ReplicatedModel(nn.Module):
             return self.module(*args, **kwargs)
         assert rows is not None
         bounds = [rows * number // count for number in range(count + 1)]
-        run = _Run(self.module, self.devices[:count])
+        run = _ReplicaCalls(self.module, self.devices[:count])
         outputs: list[Any] = []
         for number, device in enumerate(run.devices):
             part = slice(bounds[number], bounds[number + 1])
@@ -114,15 +116,15 @@ def replica_devices(first: torch.device, count: int) -> list[torch.device]:
     return [torch.device(first.type, index) for index in range(count)]
 
 
-class _Run:
-    """One call of all replicas, and what each of them did to the model."""
+class _ReplicaCalls:
+    """The calls of all replicas for one batch, and the changes that each makes to the model."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self._module = module
         self.devices = devices
         parameters = dict(module.named_parameters())
         buffers = dict(module.named_buffers())
-        # Replica 0 is the model itself. The others are copied before it may change anything.
+        # Replica 0 is the model itself. The others are copied before replica 0 changes anything.
         self._copies: list[Tensors] = [{**parameters, **buffers}]
         for device in devices[1:]:
             copies = {name: _copy_to(param, device) for name, param in parameters.items()}
@@ -141,7 +143,7 @@ class _Run:
             output = functional_call(self._module, self._copies[number], tuple(args), dict(kwargs))
             for part in self._module.modules():
                 if isinstance(part, nn.RNNBase):
-                    # It holds its weights in a list, too, and looks after it in its next forward.
+                    # An RNN holds its weights in a list, too, which only its next forward mends.
                     part._update_flat_weights()
         self._refuse_left_tensors(number)
         return output
@@ -190,7 +192,7 @@ def _copy_to(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _left_behind(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parts of a graph that hang on modules as attributes, by place and identity."""
+    """Tensors of a graph that are attributes of modules: their ids, by place."""
     found: dict[str, tuple[int, ...]] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -218,7 +220,7 @@ def _running_statistics(module: nn.Module) -> set[str]:
 
 def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
     value = value.to(own.device)
-    # A graph that is traced has no bytes to look at; it compares numbers.
+    # Under torch.compile a tensor has no bytes to look at: numbers are compared.
     if not torch.compiler.is_compiling() and same_bits(value, own):
         return True
     if not fits(value, own):
@@ -241,47 +243,41 @@ def _refuse_synced_statistics(module: nn.Module, count: int) -> None:
 
 def _rows(inputs: Any) -> int | None:
     """The leading length of the first tensor that has one."""
-    found: list[int] = []
-
-    def look(leaf: Any, _: str) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            found.append(leaf.size(0))
-        return leaf
-
-    map_leaves(inputs, look)
-    return found[0] if found else None
+    return next((tensor.size(0) for tensor in tensors_in(inputs) if tensor.ndim), None)
 
 
 def _scattered(inputs: Any, part: slice, rows: int, device: torch.device) -> Any:
-    def cut(leaf: Any, place: str) -> Any:
+    def cut(path: KeyPath, leaf: Any) -> Any:
+        place = f"input{keystr(path)}"
         if isinstance(leaf, torch.Tensor):
             if leaf.ndim == 0:
                 return leaf.to(device)
             if leaf.is_nested or leaf.layout is not torch.strided:
-                raise _without_strides(f"input{place}", leaf)
+                raise _without_strides(place, leaf)
             if leaf.shape[0] != rows:
-                raise _without_rows(f"input{place}", f"shape {tuple(leaf.shape)}", rows)
+                raise _without_rows(place, f"shape {tuple(leaf.shape)}", rows)
             return leaf[part].to(device, non_blocking=True)
         if isinstance(leaf, list) and len(leaf) == rows:
             return leaf[part]
         if isinstance(leaf, list | tuple | str | bytes | int | float | complex | bool | None):
             return leaf
-        raise _without_rows(f"input{place}", f"a {type(leaf).__name__}", rows)
+        raise _without_rows(place, f"a {type(leaf).__name__}", rows)
 
-    return map_leaves(inputs, cut)
+    return tree_map_with_path(cut, inputs)
 
 
 def _checked_output(output: Any, rows: int, device: torch.device) -> Any:
-    def look(leaf: Any, place: str) -> Any:
+    def look(path: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        place = f"output{keystr(path)}"
         if leaf.is_nested or leaf.layout not in _JOINED:
-            raise _without_strides(f"output{place}", leaf)
+            raise _without_strides(place, leaf)
         if leaf.ndim == 0 or leaf.shape[0] != rows:
-            raise _without_rows(f"output{place}", f"shape {tuple(leaf.shape)}", rows)
+            raise _without_rows(place, f"shape {tuple(leaf.shape)}", rows)
         return leaf.to(device)
 
-    return map_leaves(output, look)
+    return tree_map_with_path(look, output)
 
 
 def _without_rows(place: str, got: str, rows: int) -> ConfigurationError:

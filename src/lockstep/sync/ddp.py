@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.errors import (
     PeerLostError,
     WrongUseError,
@@ -25,10 +25,10 @@ from lockstep.sync.captured_gradients import CapturedGradients
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.graph_task import call_at_end, nesting_depth
-from lockstep.sync.packed_tensors import broadcast_tensors
 from lockstep.sync.reducer import WEIGHTED
 from lockstep.sync.replica_checks import compare_structures
 from lockstep.sync.synced_tensors import find_synced_tensors, refuse_shared
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 from lockstep.sync.window_weights import Units, WindowWeights
 from lockstep.sync.windowed_sync import WindowedSync
 
@@ -192,7 +192,7 @@ class DDPSync(WindowedSync):
     def part(self) -> bool:
         """Leave a group that has broken. The wrappers, which loops hold, stay."""
         if self._group is not None:
-            reduction.deliver(None)
+            reduction_context.deliver(None)
             self._reset(broken=True)
             self._group = None
         return bool(self._hooks)
@@ -222,7 +222,7 @@ class DDPSync(WindowedSync):
         """Take all hooks off and forget the group; the wrappers become their modules."""
         if not self._hooks:
             return
-        reduction.deliver(None)
+        reduction_context.deliver(None)
         self._unhook_parameters()
         self._late.release()
         for model in self._reduced:
@@ -307,7 +307,7 @@ class DDPSync(WindowedSync):
         if not self._is_paused:
             self._show_marked()
         try:
-            with reduction.backward_of(self.attached(), weight, self._window.aside_by_id):
+            with reduction_context.backward_of(self.attached(), weight, self._window.aside_by_id):
                 run()
             self._put_back_kept()
         except RuntimeError as error:

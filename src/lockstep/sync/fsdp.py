@@ -6,10 +6,11 @@ keep their own parameters. The work and the state of the optimizers are sharded,
 stage 1).
 
 Rejected: torch's `fully_shard`. It exchanges a module's parameters for others whenever it gathers
-or gives up weights, so that what was listed before a backward is dead after it; and within a
-step whole weights and whole gradients are needed at once in any case, because its own
+or gives up weights, so that a list of parameters from before a backward is stale after it; and
+within a step whole weights and whole gradients are needed at once in any case, because its own
 reduce-scatter averages over ranks, mixes the gradients of different layers when branches differ,
-gives zeros to what nobody used, and needs every rank to run the same forwards and backwards.
+gives zeros to parameters that no rank used, and needs every rank to run the same forwards and
+backwards.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from lockstep.errors import (
     PeerLostError,
 )
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.packed_tensors import broadcast_tensors
 from lockstep.sync.parameter_shards import ParameterShards, rows_of
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,10 +47,10 @@ class FSDPSync(GradientSync):
     """See `GradientSync`; the optimizers' steps are sharded.
 
     Args:
-        modules: which stay as they are.
+        modules: stay as they are.
         group: the ranks; its process group has to be torch's default group.
-        optimizers: of whose parameters each rank steps its rows. Scalars and complex parameters
-            are stepped alike on every rank, and so is all that an optimizer holds which
+        optimizers: each rank steps its rows of their parameters. Scalars and complex parameters
+            are stepped alike on every rank, and so are all parameters of an optimizer that
             evaluates the loss within its step.
     """
 
@@ -156,7 +157,7 @@ class FSDPSync(GradientSync):
         torch.autograd.graph.increment_version(tensors)
 
     def detach(self) -> None:
-        """As `GradientSync.detach`; of the optimizers' states each rank keeps its rows."""
+        """See `GradientSync.detach`; of the optimizers' states each rank keeps its rows."""
         super().detach()
         for optimizer in self._sharded:
             optimizer.release()

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, round_checks
 from lockstep.sync.bucket_assignment import BucketAssignment, ReducerFactory
 from lockstep.sync.ordered_reducer import OrderedReducer
-from lockstep.sync.packed_tensors import broadcast_tensors
 from lockstep.sync.reducer import WEIGHTED, Contribution, Reducer
 from lockstep.sync.replica_checks import check_options, compare_structures
 from lockstep.sync.synced_tensors import find_synced_tensors
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 from lockstep.sync.window_weights import Units, WindowWeights
 from lockstep.sync.windowed_sync import WindowedSync
 
@@ -191,7 +191,7 @@ class GradientSync(WindowedSync):
         """
         if self._group is None:
             return
-        reduction.deliver(None)
+        reduction_context.deliver(None)
         self._unhook_parameters()
         self._late.release()
         self._reducer.close()
@@ -257,7 +257,7 @@ class GradientSync(WindowedSync):
                 self._arrive = None
             elif not self._is_paused:
                 self._begin_round()
-            with reduction.backward_of(self.attached(), weight, self._window.aside_by_id):
+            with reduction_context.backward_of(self.attached(), weight, self._window.aside_by_id):
                 run()
         except BaseException:
             if muted:

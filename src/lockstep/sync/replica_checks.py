@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeError
-from lockstep.sync.tensor_memory import sum_of_bits
+from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

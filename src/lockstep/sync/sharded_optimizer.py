@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer of which every rank steps its own rows, and holds the state of those alone.
+"""An optimizer whose parameters each rank steps by its own rows, keeping the state of those alone.
 
 The user's own object stays, and outside of its `step` so does what it holds: its `param_groups`
 are the model's parameters, whole and with whole gradients, for clipping, scalers and schedulers.
@@ -104,8 +104,8 @@ class ShardedOptimizer:
         except BaseException as error:
             moved = self._swap_out()
             if isinstance(error, Exception) and moved:
-                # Peers, for whom it went well, are about to gather; and rows that have moved
-                # here would be another model's.
+                # Peers whose step went well are about to gather; and rows that have moved here
+                # alone would be those of another model.
                 with suppress(LockstepError):
                     self._gather(moved)
             raise
@@ -174,9 +174,9 @@ class ShardedOptimizer:
 
 
 def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """What its `step` runs between the hooks, without what schedulers wrapped around it.
+    """The optimizer's own `step`, without torch's hooks around it and without schedulers' wrappers.
 
-    Those wrappers are told from others by where they were made, and not by the marks on them,
+    Those wrappers are told from the user's by where they were made, and not by the marks on them,
     which a wrapper of the user's own takes over (`functools.wraps`).
     """
     own = vars(optimizer).get("step")

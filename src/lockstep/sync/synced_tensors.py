@@ -18,7 +18,7 @@ import torch
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.sync.buffer_broadcast import BufferPlace
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.tensor_memory import is_block
+from lockstep.tensor_copies import is_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterable data: each keeps its part of one stream, or it is refused with the reason."""
+"""Iterable data: each keeps its part of one stream, or it is refused with the reason.
+
+`lockstep.data.global_batches` reads or refuses the stream, `lockstep.data.data_order_check`
+compares the ranks.
+"""
 
 import random
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the workers and a parameter server, and the sockets that they travel over.
 
-A message is a kind, a small pickled body, and tensors. The tensors travel as one block of bytes,
-so that nothing large is pickled. Rejected: ``multiprocessing.connection`` and torch's rpc: neither
+A message is a kind, a body of any sort, and tensors. Tensors travel as one block of bytes, so that
+nothing large is pickled. Rejected: ``multiprocessing.connection`` and torch's rpc: neither
 has a timeout for one message that another thread can end early.
 """
 
@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import cloudpickle
 import torch
 
 from lockstep.errors import PeerLostError
-from lockstep.sync.packed_tensors import pack, unpack
+from lockstep.serialization import join, pack, split, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +38,7 @@ class Message:
 
     Attributes:
         kind: of a request, see `ParameterStore`; of an answer, "done" or "error".
-        body: anything small that can be pickled.
+        body: anything that can be pickled.
         tensors: strided, of any dtype and device; they arrive on the CPU.
     """
 
@@ -50,8 +49,10 @@ class Message:
     @cached_property
     def packed(self) -> tuple[bytes, torch.Tensor]:
         """What travels; made once, however many workers the message is sent to."""
-        spec, block = pack(self.tensors)
-        return cloudpickle.dumps((self.kind, self.body, spec)), block
+        tensors = [tensor.detach().contiguous() for tensor in self.tensors]
+        structure, buffers = split((self.kind, self.body, tensors))
+        sizes = [buffer.numel() for buffer in buffers]
+        return pickle.dumps((structure, sizes)), pack(buffers)
 
 
 @dataclass
@@ -125,11 +126,11 @@ class MessageSocket:
     def receive(self) -> Message:
         """The next message. Raises `ConnectionLostError`."""
         head_length, block_length = _LENGTHS.unpack(self._read(_LENGTHS.size))
-        kind, body, spec = pickle.loads(self._read(head_length))
+        structure, sizes = pickle.loads(self._read(head_length))
         block = torch.empty(block_length, dtype=torch.uint8, device="cpu")
         if block_length:
             self._fill(_memory_of(block))
-        return Message(kind, body, unpack(spec, block))
+        return Message(*join(structure, unpack(block, sizes)))
 
     def receives(self, secret: bytes) -> bool:
         """Whether the other side sends `secret`. Nothing that it sends is unpickled before.

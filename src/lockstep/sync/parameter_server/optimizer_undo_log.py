@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ReplicasDifferError
 from lockstep.sync.replaced_step import own_attributes, parameters_of, state_tensors
-from lockstep.sync.tensor_memory import copy_over
+from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
 
@@ -35,7 +34,7 @@ class OptimizerUndoLog:
     def __init__(self) -> None:
         self.point: int | None = None
         self._kept: list[_OptimizerCopy] = []
-        self._memory: dict[int, list[torch.Tensor]] = {}
+        self._memory: dict[int, TensorCopies] = {}
 
     def about_to_change(self, optimizer: Optimizer, point: int | None) -> None:
         """`optimizer` is about to step, or to load a state.
@@ -48,7 +47,7 @@ class OptimizerUndoLog:
             self._kept, self.point = [], point
         if point is None or any(kept.optimizer is optimizer for kept in self._kept):
             return
-        memory = self._memory.setdefault(id(optimizer), [])
+        memory = self._memory.setdefault(id(optimizer), TensorCopies())
         self._kept.append(_OptimizerCopy(optimizer, memory))
 
     def return_to(self, committed: int) -> None:
@@ -83,13 +82,13 @@ class _OptimizerCopy:
         memory: copies that nobody needs any more; holds the new ones afterwards.
     """
 
-    def __init__(self, optimizer: Optimizer, memory: list[torch.Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, memory: TensorCopies) -> None:
         self.optimizer = optimizer
         self._held = parameters_of(optimizer)
         tensors = {id(tensor): tensor for tensor in (*self._held, *state_tensors(optimizer))}
-        copy_over([tensor.detach() for tensor in tensors.values()], memory)
-        self._tensors = memory
-        memo = dict(zip(tensors, memory, strict=True))
+        memory.take([tensor.detach() for tensor in tensors.values()])
+        self._tensors = memory.values
+        memo = dict(zip(tensors, memory.values, strict=True))
         # In groups, and as keys of the state, parameters stay the objects that they are.
         memo |= {id(param): param for param in self._held}
         attributes = {**own_attributes(optimizer), "param_groups": optimizer.param_groups}

@@ -12,7 +12,6 @@ import copy
 import pickle
 from typing import TYPE_CHECKING, Any, Final
 
-import cloudpickle
 import torch
 
 from lockstep.errors import (
@@ -21,6 +20,7 @@ from lockstep.errors import (
     ReplicasDifferError,
     WorkerFailedError,
 )
+from lockstep.serialization import dumps_exception
 from lockstep.sync.parameter_server.messages import Message, checked
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.replaced_step import parameters_of
@@ -93,8 +93,7 @@ class ParameterStore:
             self._log_for_undo(request)
             self._updated(request, message.tensors).load_state_dict(request.state)
             return Message("done")
-        state = self._updated(request, message.tensors).state_dict()
-        return Message("done", cloudpickle.dumps(state))
+        return Message("done", self._updated(request, message.tensors).state_dict())
 
     def _together(self, asked: Sequence[Message]) -> Message:
         texts = [_in_words(message) for message in asked]
@@ -246,17 +245,10 @@ def _answer(act: Callable[[], Message]) -> Message:
 
 
 def _refusal(error: BaseException) -> Message:
-    try:
-        data = cloudpickle.dumps(error)
-        pickle.loads(data)
-    # Whatever a user's `__reduce__` raises.
-    except Exception:
-        shown = WorkerFailedError(
-            f"the parameter server raised {type(error).__name__}, which cannot travel",
-            got=str(error),
-        )
-        data = cloudpickle.dumps(shown)
-    return Message("error", data)
+    instead = WorkerFailedError(
+        f"the parameter server raised {type(error).__name__}, which cannot travel", got=str(error)
+    )
+    return Message("error", dumps_exception(error, instead))
 
 
 def _left(ranks: Sequence[int]) -> PeerLostError:

@@ -24,6 +24,7 @@ from lockstep.sync.replaced_step import (
     parameters_of,
     state_tensors,
 )
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -156,7 +157,8 @@ class RemoteOptimizer:
     def _state_dict(self) -> dict[str, Any]:
         """The server's state, with the settings as they are here."""
         answer = self._channel.ask(self._request("state_dict", self._unknown()))
-        state: dict[str, Any] = cloudpickle.loads(answer.body)
+        # A copy: what arrived shares one block of memory, or is the store's own in this process.
+        state: dict[str, Any] = copy.deepcopy(answer.body)
         state["param_groups"] = type(self.optimizer).state_dict(self.optimizer)["param_groups"]
         return state
 
@@ -248,10 +250,7 @@ def pickled_optimizers(
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if type(value) is dict:
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_on_cpu(item) for item in value)
-    return value
+    """`value` with its tensors on the CPU."""
+    return tree_map(
+        lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, value
+    )
