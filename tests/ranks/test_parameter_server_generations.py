@@ -87,8 +87,9 @@ def killed_at(moment, rank, sync):
         if moment.endswith("sent"):
             # The owner makes the step; nobody reads its answer here.
             optimizer = int(reached[-1])
-            request = sync._served[optimizer]._request("step", [])
-            request.body.with_gradient, request.tensors = _gradients(sync, optimizer)
+            request = sync._served[optimizer]._request("step")
+            request.body.with_gradient, gradients = _gradients(sync, optimizer)
+            request.tensors = [*request.tensors, *gradients]
             channel._messages.send(request)
         channel._messages.close()
         raise Dies

@@ -21,7 +21,7 @@ from lockstep.sync.local_parameters import is_local
 from lockstep.tensor_copies import is_block
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 Entry = list[Any]
 """Of one tensor, JSON-able: kind, name, shape, dtype, strides, requires_grad."""
@@ -68,7 +68,7 @@ class SyncedTensors:
 
 
 def _strides(tensor: torch.Tensor) -> list[int] | str:
-    """Those of a fresh tensor like it; how it is laid out, where it has no strides."""
+    """The strides of a fresh tensor like `tensor`; its layout in words, where it has no strides."""
     if is_block(tensor):
         return list(torch.empty_like(tensor, device="meta").stride())
     return "quantized" if tensor.is_quantized else str(tensor.layout)
@@ -95,19 +95,22 @@ def as_modules(model: Any) -> list[torch.nn.Module]:
 
 
 def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
-    """Walk the modules. Shared tensors count once, under their first name; local ones never."""
+    """Walk the modules. A shared tensor counts once, under its first name; a local one never."""
     found = SyncedTensors()
     seen: set[int] = set()
     # A criterion that holds no tensor leaves a lone model's names as the user knows them.
     several = sum(map(_holds_tensors, modules)) > 1
     for position, module in enumerate(modules):
-        prefix = f"[{position}]." if several else ""
-        for name, owner, marked in _walk(module, prefix, False, set()):
-            refusal = _refuse_module(owner, name)
+        local: tuple[str, ...] = ()
+        for name, owner in module.named_modules(prefix=f"[{position}]" if several else ""):
+            prefix = f"{name}." if name else ""
+            if is_local(owner):
+                local += (prefix,)
+            refusal = _refuse_module(owner, prefix)
             if refusal:
                 found.refused.append(refusal)
-            if not marked:
-                _collect(found, owner, name, seen)
+            if not prefix.startswith(local):  # a module inside a local one is local
+                _collect(found, owner, prefix, seen)
     return found
 
 
@@ -116,7 +119,7 @@ def _holds_tensors(module: torch.nn.Module) -> bool:
 
 
 def refuse_shared(modules: Sequence[torch.nn.Module], fix: str) -> None:
-    """For ways that treat each module by itself: no parameter may belong to two of them.
+    """Refuse a parameter of two modules, for a sync that reduces each module by itself.
 
     Raises:
         ConfigurationError: names the first such parameter.
@@ -130,18 +133,6 @@ def refuse_shared(modules: Sequence[torch.nn.Module], fix: str) -> None:
                     cause="each is reduced by itself, and this gradient would be reduced twice",
                     fix=fix,
                 )
-
-
-def _walk(
-    module: torch.nn.Module, prefix: str, marked: bool, visited: set[int]
-) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    if id(module) in visited:
-        return
-    visited.add(id(module))
-    marked = marked or is_local(module)
-    yield prefix, module, marked
-    for key, child in module.named_children():
-        yield from _walk(child, f"{prefix}{key}.", marked, visited)
 
 
 def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: set[int]) -> None:
@@ -162,7 +153,7 @@ def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: se
 
 
 def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
-    # Looked up and not imported: who has not imported DDP has no instance of it.
+    # Looked up and not imported: without the import there is no instance of DDP.
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     if parallel is not None and isinstance(module, parallel.DistributedDataParallel):
         where = name.rstrip(".") or "the model"

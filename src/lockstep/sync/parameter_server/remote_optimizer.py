@@ -89,12 +89,11 @@ class RemoteOptimizer:
                 loss = closure()
         held = parameters_of(self.optimizer)
         graded = [param for param in held if param.grad is not None]
-        written_to = [param for param in held if self._was_written_to(param)]
-        request = self._request("step", written_to)
+        request = self._request("step")
         request.body.with_gradient = [self._number_of[id(param)] for param in graded]
         if self._server_weights is not None:
             gradients = [param.grad for param in graded if param.grad is not None]
-            request.tensors = [*written_to, *gradients]
+            request.tensors = [*request.tensors, *gradients]
         answer = self._channel.ask(request)
         for group, settings in zip(self.optimizer.param_groups, answer.body, strict=True):
             group.update(settings)
@@ -107,7 +106,7 @@ class RemoteOptimizer:
         return loss
 
     def _was_written_to(self, param: torch.Tensor) -> bool:
-        """Whether the loop clipped, loaded or averaged a weight since the server gave it.
+        """Whether the loop clipped, loaded, averaged or added a weight since the server gave it.
 
         Compared by value: a version counter misses what goes through ``param.data``.
         """
@@ -116,7 +115,9 @@ class RemoteOptimizer:
         latest = self._server_weights.get(self._number_of.get(id(param), -1))
         return latest is None or not torch.equal(latest, param)
 
-    def _request(self, kind: str, weights: Sequence[torch.Tensor], state: Any = None) -> Message:
+    def _request(self, kind: str, state: Any = None) -> Message:
+        """A request with the settings and, from rank 0, the weights that the server lacks."""
+        weights = [p for p in parameters_of(self.optimizer) if self._was_written_to(p)]
         request = OptimizerRequest(
             self._number,
             self._groups(),  # first: it refuses parameters that have no number
@@ -125,13 +126,6 @@ class RemoteOptimizer:
             may_go_back_to=self.may_go_back_to,
         )
         return Message(kind, request, weights)
-
-    def _unknown(self) -> list[torch.Tensor]:
-        """Parameters that were added to the optimizer and have not been sent yet."""
-        known = self._server_weights
-        if known is None:
-            return []
-        return [p for p in parameters_of(self.optimizer) if self._number_of.get(id(p)) not in known]
 
     def _groups(self) -> Groups:
         """What the server has to know of ``param_groups``.
@@ -156,7 +150,7 @@ class RemoteOptimizer:
 
     def _state_dict(self) -> dict[str, Any]:
         """The server's state, with the settings as they are here."""
-        answer = self._channel.ask(self._request("state_dict", self._unknown()))
+        answer = self._channel.ask(self._request("state_dict"))
         # A copy: what arrived shares one block of memory, or is the store's own in this process.
         state: dict[str, Any] = copy.deepcopy(answer.body)
         state["param_groups"] = type(self.optimizer).state_dict(self.optimizer)["param_groups"]
@@ -170,7 +164,7 @@ class RemoteOptimizer:
         optimizer.state.clear()
         if self._server_weights is not None:
             own = _on_cpu(dict(state))
-            self._channel.ask(self._request("load_state_dict", self._unknown(), own))
+            self._channel.ask(self._request("load_state_dict", own))
 
     def release(self, *, keep_state: bool) -> None:
         """Make the optimizer an ordinary one again.
