@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the backend of a process group: gloo or NCCL, registered with torch or raw."""
+"""Differences between backends of process groups: gloo and NCCL, registered with torch or raw."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class DropoutOff(TorchDispatchMode):
     ) -> Any:
         given = dict(kwargs or {})
         if func is _aten.bernoulli_.float and args[0].is_floating_point():
-            # What is kept is divided by the probability to keep it: as if by the mean. A mask of
-            # bools or integers has no mean: it stays drawn.
+            # A layer divides the kept elements by the probability to keep them, the mask's mean. A
+            # mask of bools or integers has no mean: it stays drawn.
             self.was_needed = True
             probability = args[1] if len(args) > 1 else given.get("p", 0.5)
             return args[0].fill_(probability)

@@ -229,8 +229,8 @@ class Group:
         """Start to sum `tensor` over all ranks on one of them, in place.
 
         Args:
-            tensor: contiguous, of the same shape and dtype on every rank. What is in it
-                afterwards has a meaning on `destination` only.
+            tensor: contiguous, of the same shape and dtype on every rank. Its
+                result has a meaning on `destination` only.
 
         Gradient:
             None: not differentiable.
@@ -278,7 +278,7 @@ class Group:
         received_rows: Sequence[int],
         sent_rows: Sequence[int],
     ) -> None:
-        """Send rows of `sent` to every rank and fill `received` with what they send here.
+        """Send rows of `sent` to every rank and fill `received` with the rows they send here.
 
         Args:
             received: rows by sending rank; contiguous.
@@ -338,7 +338,7 @@ class Group:
 
         For the moments at which a rank may not come for a reason of its own, such as a
         backward that it leaves out. Where metadata travels on the CPU, each rank hears from
-        each other one directly, and so knows who is missing. NCCL's ranks meet in an
+        each other one directly, and so knows which are missing. NCCL's ranks meet in an
         all-gather, whose timeout is NCCL's own.
 
         Args:
@@ -405,7 +405,7 @@ class Group:
 
     def give_up(self) -> None:
         """End the collectives that run, refuse all others: a peer is lost. From any thread."""
-        # First: whatever the abort ends early is read by nobody; see `confirm`.
+        # First: no result of a collective that the abort ends may be used; see `confirm`.
         self._is_given_up = True
         abort_nccl(self._process_group)
 
@@ -467,7 +467,7 @@ class Group:
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:
-    """A `Group` from what a user may pass: a group, a process group, or None.
+    """A `Group` from a user's argument: a group, a process group, or None.
 
     None means the world group where one is initialised, else a rank alone.
     """

@@ -2,7 +2,7 @@
 """Before rows move: may this function be called here, and do the ranks' tensors fit together?
 
 Gloo ends the whole process when ranks bring tensors of different sizes to one collective, and
-there is nobody left to say so. So every rank first sends a description of its tensors. A fault
+no process is left to say so. So every rank first sends a description of its tensors. A fault
 that one rank alone sees travels in the description too, and all ranks refuse it, so that none of
 them waits for another.
 """
@@ -93,7 +93,7 @@ class RowLayout:
     Attributes:
         counts: of the first tensor's rows, by rank.
         tickets: the number that each rank gave this call, to know its backward by.
-        weights: of the batch in each rank's hand; None where nobody said.
+        weights: of the batch that each rank has in hand; None for a rank that was told of none.
         extras: of `agree_on_rows`, by rank.
         others: the further tensors' `counts`.
     """
@@ -137,7 +137,7 @@ def agree_on_rows(
     settings: Sequence[Any] = (),
     extras: Sequence[Any] = (),
 ) -> RowLayout:
-    """Compare what the ranks bring, on all of them, before anything of it moves.
+    """Compare the ranks' tensors and arguments, on all ranks, before any row moves.
 
     Args:
         function: as the user calls it.
@@ -178,7 +178,7 @@ def agree_on_rows(
 
 
 class _Description(NamedTuple):
-    """What the ranks tell each other of one tensor.
+    """One tensor, as its rank describes it to the others.
 
     Attributes:
         fault: "dtype" or "dim" where the tensor cannot be gathered at all.

@@ -5,7 +5,7 @@ Every function of `collectives` that communicates in its backward first calls th
 leaves its backward out is named instead of waited for. Two faults show only now, and all ranks
 refuse them alike, because all have heard the same: weights that are not equal and not on the roots
 of backward (a gradient that travels would be weighed by the wrong rank at the reduction), and, for
-a function that needs one loss, ranks that differentiate a loss of their own each.
+a function that needs one loss, ranks that each differentiate another one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PRINTS: Final = 8
 
 @dataclass(frozen=True)
 class RollCall:
-    """What all ranks have told each other before one backward.
+    """The answers of all ranks to the roll call before one backward.
 
     Attributes:
         weights: what each rank's loss counts for.
@@ -65,7 +65,7 @@ class CommunicatingBackward:
         self.group = group
         self.layout = layout
         self.averages = _averages()
-        # Ranks of unequal size that count alike: right for one loss, rarely for means of their own.
+        # Unequal numbers of rows that count alike: right for one loss, rarely for a mean per rank.
         self._is_doubtful = returns_rows and self.averages and not layout.is_even
         # Autograd may run backward on a thread that has never heard of this rank's batch.
         self._weight = reduction_context.delivered_weight()
@@ -75,7 +75,7 @@ class CommunicatingBackward:
         """Meet the other ranks, and refuse together what cannot be right.
 
         Args:
-            gradient: what flows back into the function on this rank; a scalar is sent along.
+            gradient: of the function's output on this rank; a scalar is sent along.
             one_loss: refuse ranks that differentiate different losses.
 
         Collective:
@@ -197,7 +197,7 @@ def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
 
     Args:
         gradient: of any shape.
-        scale: what it carries as a factor, to be taken out; zero: nothing is to be compared.
+        scale: a factor of it, to be divided out; zero: the gradient is not to be compared.
     """
     if scale == 0.0:
         return [0.0] * _PRINTS

@@ -65,7 +65,7 @@ class ContrastiveCall:
         return [part for span in spans for part in strips_of(span, self.tile[1])]
 
     def reduced(self, losses: torch.Tensor) -> torch.Tensor:
-        """What the user gets for the losses of this rank's rows.
+        """The function's result: the losses of this rank's rows, or their global mean or sum.
 
         Gradient:
             None: inside a forward of our own.
@@ -84,10 +84,10 @@ class ContrastiveCall:
         return self.rows.total if self.reduction == "mean" else 1
 
     def call_roll(self, gradient: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """What one row's loss counts for, if all count the same; and this rank's gradient.
+        """The factor of one row's loss, if all rows have the same; and this rank's gradient.
 
         Gradient:
-            What flows back on all ranks is summed; of a rank that counts for nothing, zero.
+            The gradients of all ranks are summed; that of a rank with weight zero is zero.
 
         Collective:
             Every rank. One roll call.
@@ -108,7 +108,7 @@ def agreed_call(
     tile: Tile,
     group: Any,
 ) -> ContrastiveCall:
-    """What a loss is called with, compared between the ranks before anything of it moves.
+    """Compare the arguments of a loss between the ranks, before any row moves.
 
     Args:
         name: the function, as the user calls it.
@@ -156,7 +156,7 @@ def agreed_call(
 def _range_of(
     a: torch.Tensor, b: torch.Tensor, positives: torch.Tensor | None
 ) -> tuple[int, int, str | None]:
-    """The smallest and the largest of `positives`, and what this rank would have expected."""
+    """The smallest and the largest of `positives`; and if they are refused, what was expected."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         return 0, 0, _MATRICES
     if positives is None or brings_nothing():

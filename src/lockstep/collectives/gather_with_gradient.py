@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gather`: the rows of every rank, with gradient; and where one's own stand among them.
 
-What a rank's loss says about a row of another rank has to reach that rank. The adjoint of
-gathering is summing what all ranks say about a row, on the rank that brought it (a
+A rank's loss has a gradient for rows of other ranks, which has to reach those ranks. The adjoint of
+gathering is to sum the gradients that all ranks have for a row, on the rank that brought it (a
 reduce-scatter). Then no factor is needed, whatever the losses are: the mean over ranks that a
 synchronisation takes is the mean of losses, and differentiating it is all that happens.
 
@@ -145,7 +145,7 @@ class _Gather(torch.autograd.Function):
             factor = sum(heard.weights) / weight if weight else 0.0
             mine = gradient[communication.layout.span(rank)] * factor
         else:
-            # What counts for nothing may be NaN, and must not travel.
+            # The gradient of a batch with weight zero may be NaN, and must not travel.
             sent = gradient if weight else torch.zeros_like(gradient)
             mine = sum_of_own_rows(communication.group, communication.layout, sent)
         return mine.to(ctx.dtype), None, None, None, None
@@ -179,7 +179,7 @@ def all_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tenso
 
 
 def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks of what they hold for this rank's rows; adjoint of `all_rows`.
+    """The sum over ranks of their gradients of this rank's rows; adjoint of `all_rows`.
 
     16-bit numbers are added as float32.
 

@@ -3,7 +3,7 @@
 
 A rank owns the rows of S = scale * a @ b.T that are its own rows of `a`, for all columns. The
 log sum exp of a row is this rank's affair; that of a column takes two all-reduces of a vector.
-So one block serves both directions, only `b` is gathered, and what is computed is four products
+So one block serves both directions, only `b` is gathered, and the cost is four products
 of (rows here) x (rows everywhere) x D: S, S again in backward, and two gradients. Losses over
 local rows that gather both sides need six.
 
@@ -199,7 +199,7 @@ def _weights(
     positives: torch.Tensor | slice,
     num_columns: int,
 ) -> tuple[float, torch.Tensor | float, torch.Tensor | float]:
-    """A common factor, and what each row and each column counts for.
+    """A common factor, and the weights of each row and of each column.
 
     Collective:
         Every rank. One all-reduce of a vector, unless all rows count the same and have their

@@ -52,7 +52,7 @@ class BufferPlace:
                 self.owner._buffers[self.key] = value.clone()
             return
         is_saved = is_in_graph(tensor)
-        # A view of it may be saved: what is equal already is not written.
+        # A graph may have saved a view of it: a buffer that is equal already is not written.
         if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):
             return
         if is_saved:
@@ -137,7 +137,7 @@ class BufferBroadcast:
         flag = torch.full((1,), is_reshaped, dtype=torch.uint8, device=first)
         parts[0].insert(0, flag)
         for part in parts:
-            # A copy even of one alone: a graph may need what lies there.
+            # A copy, even of a buffer that travels alone: a graph may have saved it.
             message = packed(part)
             group.broadcast(message, 0)
             for block, value in zip(part, unpacked(message, part), strict=True):

@@ -70,14 +70,14 @@ class ReplicatedModel(nn.Module):
             kwargs: the same.
 
         Returns:
-            What the module returns, with the rows of all replicas. There are never more
+            The module's output, with the rows of all replicas. There are never more
             replicas than rows.
 
         Gradient:
             Of every replica, added into the one model.
 
         Raises:
-            ConfigurationError: what goes in, or comes out, has not got the batch in dim 0.
+            ConfigurationError: an input, or an output, has not got the batch in dim 0.
             LostUpdateError: the replicas left different values in the model.
         """
         rows = _rows((args, kwargs))
@@ -225,7 +225,7 @@ def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
         return True
     if not fits(value, own):
         return False
-    # Beyond bits: zero has two signs, and what is not a number is not equal to itself.
+    # Beyond bits: zero has two signs, and NaN many bit patterns.
     return bool(((value == own) | ((value != value) & (own != own))).all())
 
 

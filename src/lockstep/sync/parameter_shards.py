@@ -156,7 +156,7 @@ class ParameterShard:
         return self.param._version + (0 if grad is None else grad._version)
 
     def end_step(self) -> list[torch.Tensor]:
-        """Do to the whole gradient what the optimizer did to the shard's.
+        """Copy the changes that the optimizer made to the shard's gradient to the whole one.
 
         Returns:
             The whole tensors of which only this rank's rows are up to date. The same on every

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sum over shards whose bits do not depend on who computed which shard.
+"""A sum over shards whose bits do not depend on which rank computed which shard.
 
 Addition of floating-point numbers is not associative, so the order is fixed once and for all:
 a binary tree over the shards 0 to S - 1, split in the middle. A rank carries contiguous
@@ -135,7 +135,7 @@ def _by_slices(group: Group, order: ShardOrder, own: torch.Tensor, root: Node) -
     length = own.shape[1]
     size = -(-length // group.size)
     padded = torch.nn.functional.pad(own, (0, size * group.size - length))
-    # (partial sums, ranks, slice) -> (ranks, partial sums, slice): what each rank receives.
+    # (partial sums, ranks, slice) -> (ranks, partial sums, slice): by receiving rank.
     sent = padded.view(len(own), group.size, size).transpose(0, 1).contiguous()
     counts = [len(order.subtrees(rank)) for rank in range(group.size)]
     received = own.new_empty(sum(counts), size)

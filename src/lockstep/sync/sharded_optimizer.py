@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer whose parameters each rank steps by its own rows, keeping the state of those alone.
 
-The user's own object stays, and outside of its `step` so does what it holds: its `param_groups`
-are the model's parameters, whole and with whole gradients, for clipping, scalers and schedulers.
+The user's own object stays. Outside of its `step` its `param_groups` hold the model's parameters,
+whole and with whole gradients, for clipping, scalers and schedulers.
 While its `step` runs they are shards (`parameter_shards`). Afterwards the ranks exchange their
 rows. `torch.distributed.optim.ZeroRedundancyOptimizer` shares out whole parameters instead, and is
 an object of its own.
@@ -85,7 +85,7 @@ class ShardedOptimizer:
             ``parameter.grad``, whole and alike on every rank, is consumed.
 
         Collective:
-            Every rank: what the optimizer asks of whole tensors (norms), and an exchange of
+            Every rank: DTensor's collectives where the optimizer takes norms, and an exchange of
             the weights' rows. With a closure, one more before each evaluation.
 
         Raises:

@@ -2,7 +2,7 @@
 """The parameters and buffers of some modules that are to be synchronised, each tensor once.
 
 Also what cannot be synchronised at all, in words: it is refused by all ranks together, when they
-compare what each has found (`replica_checks.compare_structures`).
+compare their models (`replica_checks.compare_structures`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SyncedTensors:
     refused: list[str] = field(default_factory=list)
 
     def structure(self) -> list[Entry]:
-        """What must be equal on all ranks. Strides too: views into a bucket follow them."""
+        """Must be equal on all ranks. With strides, which views into a bucket follow."""
         named: list[tuple[str, str, torch.Tensor]]
         named = [("parameter", name, param) for name, param in self.parameters.items()]
         named += [

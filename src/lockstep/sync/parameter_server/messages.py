@@ -48,7 +48,7 @@ class Message:
 
     @cached_property
     def packed(self) -> tuple[bytes, torch.Tensor]:
-        """What travels; made once, however many workers the message is sent to."""
+        """The message as bytes: a pickled head, a block of tensors. Made once for all receivers."""
         tensors = [tensor.detach().contiguous() for tensor in self.tensors]
         structure, buffers = split((self.kind, self.body, tensors))
         sizes = [buffer.numel() for buffer in buffers]
@@ -64,7 +64,7 @@ class OptimizerRequest:
         groups: its parameter groups as they are at the worker.
         weights: numbers of the parameters whose new values are the first of the message's tensors.
         with_gradient: numbers of those whose gradients follow.
-        state: what the optimizer is to load.
+        state: the state dict that the optimizer is to load.
         may_go_back_to: steps of the run to which an interruption leads back; None: to none.
     """
 
@@ -188,7 +188,7 @@ def connect_to_server(address: ServerAddress, rank: int) -> ServerClient:
     """Connect rank `rank` to its parameter server.
 
     Raises:
-        PeerLostError: nobody answers there.
+        PeerLostError: no server answers there.
     """
     place = f"rank {rank}"
     with ExitStack() as until_welcome:
@@ -233,7 +233,7 @@ class ServerClient:
         messages, self._messages = self._messages, None
         if messages is None:
             return
-        with suppress(ConnectionLostError):  # nobody is there to be told
+        with suppress(ConnectionLostError):  # the server has ended
             messages.send(Message("leave"))
         messages.close()
 

@@ -4,8 +4,8 @@
 A worker that dies may take a step with it: the server has made the step, and no worker that is
 left has counted it. The workers then go back, and the server has to go back with them.
 
-Copied is only what a step is about to change, just before it changes: the optimizer's state, its
-own attributes, its groups and its parameters. Copies of tensors go into memory that is used again
+The log copies only what a step is about to change, just before: the optimizer's state, its own
+attributes, its groups and its parameters. Copies of tensors go into memory that is used again
 for the next step, so that a log costs one copy of the state and no allocation. The rest is
 deep-copied, with a memo that says where the copy of each tensor lies.
 """
@@ -40,8 +40,8 @@ class OptimizerUndoLog:
         """`optimizer` is about to step, or to load a state.
 
         Args:
-            point: steps of the run to which an interruption now leads back; None: nobody will
-                ask for it.
+            point: steps of the run to which an interruption now leads back; None: this
+                change is never undone.
         """
         if point != self.point:
             self._kept, self.point = [], point
@@ -51,10 +51,10 @@ class OptimizerUndoLog:
         self._kept.append(_OptimizerCopy(optimizer, memory))
 
     def return_to(self, committed: int) -> None:
-        """Take back what happened from `committed` steps of the run on.
+        """Undo every change since `committed` steps of the run.
 
         Raises:
-            ReplicasDifferError: that is longer ago than what was kept.
+            ReplicasDifferError: the log begins at a later step.
         """
         point, self.point = self.point, None
         kept, self._kept = self._kept, []
@@ -79,7 +79,7 @@ class _OptimizerCopy:
     """One optimizer and its parameters as they are now.
 
     Args:
-        memory: copies that nobody needs any more; holds the new ones afterwards.
+        memory: copies of an earlier step, which this one overwrites.
     """
 
     def __init__(self, optimizer: Optimizer, memory: TensorCopies) -> None:

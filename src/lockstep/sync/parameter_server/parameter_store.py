@@ -115,10 +115,10 @@ class ParameterStore:
         return Message("done", list(self._parameters), weights)
 
     def _sum(self, asked: Sequence[Message]) -> Message:
-        """The sum over the ranks of what they sent, in rank order.
+        """The sum of the tensors that the ranks sent, added in rank order.
 
         Gradient:
-            Added, not divided: what it counts travels behind the gradients.
+            Added, not divided: the weight of the sum travels behind the gradients.
 
         Collective:
             Every worker has asked for it.
@@ -218,7 +218,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer that adapts its own settings (a learning rate that it finds) has set."""
+    """The settings that a step has changed: an optimizer may find its own learning rate."""
     return {
         name: value
         for name, value in settings.items()
@@ -232,7 +232,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    # What has no value of its own (a function) is another object on every rank.
+    # A function, say, is another object on every rank: only the types are compared.
     return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
 
 

@@ -47,7 +47,7 @@ class RemoteOptimizer:
 
     Attributes:
         may_go_back_to: steps of the run to which an interruption now leads back, the server's
-            state with the rest; None: what the server does from now on stays.
+            state with the rest; None: the server's steps from now on stay.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RemoteOptimizer:
             state_dict=self._state_dict,
             load_state_dict=self._load_state_dict,
         )
-        # The server has it: what is left here would only be memory, and stale.
+        # The server has the state: a copy here would only be memory, and stale.
         optimizer.state.clear()
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,7 +108,7 @@ class RemoteOptimizer:
     def _was_written_to(self, param: torch.Tensor) -> bool:
         """Whether the loop clipped, loaded, averaged or added a weight since the server gave it.
 
-        Compared by value: a version counter misses what goes through ``param.data``.
+        Compared by value: a version counter misses a write through ``param.data``.
         """
         if self._server_weights is None:
             return False
@@ -128,7 +128,7 @@ class RemoteOptimizer:
         return Message(kind, request, weights)
 
     def _groups(self) -> Groups:
-        """What the server has to know of ``param_groups``.
+        """``param_groups`` as the server needs them: with numbers for parameters, on the CPU.
 
         Raises:
             NotAvailableError: a parameter that came later and belongs to no registered module.

@@ -3,8 +3,8 @@
 
 A worker has one request open at most and reads its answer at once, so that neither side can
 wait for the other to read. When a worker vanishes the server ends, and when one leaves while
-another one waits the server closes all connections: either frees the workers that wait, and nobody
-needs a timeout. Before that, each of the others gets the answer that is due to it. The store
+another one waits the server closes all connections: either frees the workers that wait, without a
+timeout. Before that, each of the others gets the answer that is due to it. The store
 outlives the server, for another server with which the workers that are left go on.
 """
 
@@ -75,7 +75,7 @@ class ParameterServer:
     Args:
         host: the one address to listen on.
         size: how many workers there are.
-        secret: what a worker has to show before anything of it is read.
+        secret: a worker has to send it before anything of it is unpickled.
         timeout_s: how long a message that has begun may take to come, or to go.
         before: the server of the generation before; it has ended.
 
@@ -141,7 +141,7 @@ class ParameterServer:
             rank: int = connection.receive().body
             connection.limit_waiting(self._timeout_s)
         except (OSError, ConnectionLostError):
-            accepted.close()  # somebody who is no worker
+            accepted.close()  # not a worker
             return
         number = self._came[rank]
         self._came[rank] += 1
@@ -158,7 +158,7 @@ class ParameterServer:
             connection.close()
 
     def call_off(self) -> None:
-        """End `serve`, whoever it waits for; from another thread. Idempotent."""
+        """End `serve`, also while it waits for workers; from another thread. Idempotent."""
         self._is_called_off = True
         with suppress(OSError):  # it has ended already
             self._bell.send(b"!")

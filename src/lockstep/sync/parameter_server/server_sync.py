@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient sync through a parameter server, which sums the gradients and also steps.
 
-What a gradient is, when it is global and what is refused are the rules of `GradientSync`; only
-the way over which buckets are summed is another one, a star with the server in its middle.
+The rules of `GradientSync` hold: what the global gradient is, and what is refused. Only buckets are
+summed in another way: every rank sends its own to the server, and gets the sum.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ParameterServerSync(GradientSync):
         address: where the server listens; None: its store is in this process, and there is one
             worker.
         goes_on_at: steps of the run that have happened, if the server served a generation of the
-            group before this one; it then goes on with what it has. None: it takes over what the
-            workers have.
+            group before this one: it goes on with the weights and optimizers that it has. None: it
+            takes over those of rank 0.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ParameterServerSync(GradientSync):
             try:
                 each.release(keep_state=not self._is_remote)
             except LockstepError:
-                # An optimizer that was changed beyond what the server knows.
+                # The optimizer was given parameters that the server does not know.
                 each.release(keep_state=False)
         self._channel.close()
         super().detach()
