@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -36,17 +35,22 @@ if TYPE_CHECKING:
 _PRINTS: Final = 8
 
 
-@dataclass(frozen=True)
-class RollCall:
-    """The answers of all ranks to the roll call before one backward.
+class Answer(NamedTuple):
+    """What one rank answers to the roll call before a backward.
 
     Attributes:
-        weights: what each rank's loss counts for.
-        scalars: the number that each rank sent, zero from a rank that counts for nothing.
+        ticket: the number that the rank gave the call in its forward.
+        weight: of the rank's loss.
+        at_root: 1.0 if the weight was put on the root of the rank's backward, else 0.0.
+        scalar: the gradient of a function that returns a number; zero with weight zero.
+        fingerprint: of the gradient, where losses are compared; else zeros.
     """
 
-    weights: tuple[float, ...]
-    scalars: tuple[float, ...]
+    ticket: float
+    weight: float
+    at_root: float
+    scalar: float
+    fingerprint: list[float]
 
 
 class CommunicatingBackward:
@@ -71,12 +75,15 @@ class CommunicatingBackward:
         self._weight = reduction_context.delivered_weight()
         self._ahead = reduction_context.Crossing(group)
 
-    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> RollCall:
+    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> list[Answer]:
         """Meet the other ranks, and refuse together what cannot be right.
 
         Args:
             gradient: of the function's output on this rank; a scalar is sent along.
             one_loss: refuse ranks that differentiate different losses.
+
+        Returns:
+            The answers of all ranks, by rank.
 
         Collective:
             Every rank that ran the forward. Blocks, not for ever: see `Group.roll_call`.
@@ -104,23 +111,24 @@ class CommunicatingBackward:
         ]
         heard = self.group.roll_call(token)
         self._ahead.is_over()
-        if [int(one[0]) for one in heard] != list(self.layout.tickets):
+        answers = [
+            Answer(ticket, weight, at_root, math.nan if math.isinf(scalar) else scalar, prints)
+            for ticket, weight, at_root, scalar, *prints in heard
+        ]
+        if [int(one.ticket) for one in answers] != list(self.layout.tickets):
             raise RowsDifferError(
                 f"the ranks run backward through different calls of {self.function}",
                 where=f"rank {self.group.rank} of {self.group.size}",
                 cause="their losses use the outputs of several calls in another order",
                 fix="compute the loss by the same code on every rank",
             )
-        self._compare_weights(heard)
-        differing = _losses_that_differ(heard, gradient.dtype)
+        self._compare_weights(answers)
+        differing = _losses_that_differ(answers, gradient.dtype)
         if differing and one_loss:
             raise self._different_losses(differing)
         if differing and doubtful and not _global_mean_has_run():
             self._warn_of_means()
-        return RollCall(
-            tuple(one[1] for one in heard),
-            tuple(math.nan if math.isinf(one[3]) else one[3] for one in heard),
-        )
+        return answers
 
     def _refuse_differentiating(self) -> None:
         # Autograd runs a backward with gradients enabled if it is to be differentiated itself.
@@ -139,8 +147,8 @@ class CommunicatingBackward:
             return (1.0 if current.weight is None else current.weight), True
         return (1.0 if self._weight is None else self._weight), False
 
-    def _compare_weights(self, heard: Sequence[Sequence[float]]) -> None:
-        weights = [one[1] for one in heard]
+    def _compare_weights(self, answers: Sequence[Answer]) -> None:
+        weights = [one.weight for one in answers]
         mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.layout.counts[rank]]
         if mute:
             raise CrossedWeightsError(
@@ -149,13 +157,13 @@ class CommunicatingBackward:
                 got="a backward of weight zero, through rows that the other ranks' losses hold",
                 fix="bring no rows where a batch should not count: x[:0]",
             )
-        on_roots = {one[2] for one in heard}
+        on_roots = {one.at_root for one in answers}
         counting = {weight for weight in weights if weight != 0.0}
         if on_roots == {1.0} or (on_roots == {0.0} and (len(counting) < 2 or not self.averages)):
             return
         listed = ", ".join(
-            f"{weight:g} {'at the root' if one[2] else 'at the reduction'} on rank {rank}"
-            for rank, (weight, one) in enumerate(zip(weights, heard, strict=True))
+            f"{one.weight:g} {'at the root' if one.at_root else 'at the reduction'} on rank {rank}"
+            for rank, one in enumerate(answers)
         )
         raise CrossedWeightsError(
             f"the gradients of {self.function} cross ranks before unequal weights are applied",
@@ -212,9 +220,9 @@ def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
     return [number if math.isfinite(number) else math.inf for number in numbers]
 
 
-def _losses_that_differ(heard: Sequence[Sequence[float]], dtype: torch.dtype) -> list[int]:
+def _losses_that_differ(answers: Sequence[Answer], dtype: torch.dtype) -> list[int]:
     """The ranks whose gradient is another one than that of the first rank that counts."""
-    prints = {rank: one[4:] for rank, one in enumerate(heard) if one[1] != 0.0}
+    prints = {rank: one.fingerprint for rank, one in enumerate(answers) if one.weight != 0.0}
     if not prints:
         return []
     first = next(iter(prints.values()))

@@ -93,10 +93,10 @@ class ContrastiveCall:
             Every rank. One roll call.
         """
         assert self.communication is not None
-        heard = self.communication.call_roll(gradient)
-        if heard.weights[self.group.rank] == 0.0:
+        answers = self.communication.call_roll(gradient)
+        if answers[self.group.rank].weight == 0.0:
             gradient = torch.zeros_like(gradient)
-        return sum(heard.scalars) / self.divisor, gradient
+        return sum(one.scalar for one in answers) / self.divisor, gradient
 
 
 def agreed_call(

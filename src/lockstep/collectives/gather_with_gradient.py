@@ -138,11 +138,11 @@ class _Gather(torch.autograd.Function):
         communication: CommunicatingBackward = ctx.communication
         rank = communication.group.rank
         replicated = ctx.backward == "replicated"
-        heard = communication.call_roll(gradient, one_loss=replicated)
-        weight = heard.weights[rank]
+        answers = communication.call_roll(gradient, one_loss=replicated)
+        weight = answers[rank].weight
         if replicated:
             # The other ranks' slices say the same: of one loss, weighed by all.
-            factor = sum(heard.weights) / weight if weight else 0.0
+            factor = sum(one.weight for one in answers) / weight if weight else 0.0
             mine = gradient[communication.layout.span(rank)] * factor
         else:
             # The gradient of a batch with weight zero may be NaN, and must not travel.

@@ -84,7 +84,7 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        heard = ctx.communication.call_roll(gradient)
+        answers = ctx.communication.call_roll(gradient)
         note_global_mean()
-        share = sum(heard.scalars) / ctx.elements
+        share = sum(one.scalar for one in answers) / ctx.elements
         return gradient.new_full(ctx.shape, share, dtype=ctx.dtype), None, None, None
