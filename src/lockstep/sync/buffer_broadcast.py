@@ -20,7 +20,7 @@ import torch
 
 from lockstep.errors import NotAvailableError
 from lockstep.sync.tensor_bits import same_bits
-from lockstep.sync.tensor_broadcast import packed, parts_of, unpacked
+from lockstep.sync.tensor_broadcast import block_for, parts_of, unpacked
 from lockstep.sync.tensor_references import has_aliases, is_in_graph
 from lockstep.tensor_copies import fits, is_block, write_into
 
@@ -138,14 +138,17 @@ class BufferBroadcast:
         parts[0].insert(0, flag)
         for part in parts:
             # A copy, even of a buffer that travels alone: a graph may have saved it.
-            message = packed(part)
+            message = block_for(part, group.rank == 0)
             group.broadcast(message, 0)
+            if group.rank == 0:
+                if first.type == "cpu" and is_reshaped:
+                    return True
+                continue
             for block, value in zip(part, unpacked(message, part), strict=True):
-                if block is flag:
-                    if first.type == "cpu" and value:
-                        return True
-                elif group.rank != 0:
+                if block is not flag:
                     places[id(block)].put(value)
+                elif first.type == "cpu" and value:
+                    return True
         return False
 
     def _shapes(self) -> list[_Shape]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lockstep.serialization import pack, unpack
+from lockstep.serialization import pack, packed_size, unpack
 from lockstep.tensor_copies import as_bytes, write_into
 
 if TYPE_CHECKING:
@@ -46,25 +46,32 @@ def broadcast_tensors(
         return
     with torch.no_grad():
         for part in parts_of(tensors, cap_bytes):
-            block = as_bytes(part[0]) if len(part) == 1 else packed(part)
+            block = as_bytes(part[0]) if len(part) == 1 else block_for(part, group.rank == source)
             group.broadcast(block, source)
             if group.rank != source and block.data_ptr() != part[0].data_ptr():
                 for tensor, value in zip(part, unpacked(block, part), strict=True):
                     write_into(tensor, value)
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The numbers of `tensors`, which are on one device, in one block of bytes."""
-    return pack([as_bytes(tensor) for tensor in tensors], tensors[0].device)
+def block_for(tensors: Sequence[torch.Tensor], is_source: bool) -> torch.Tensor:
+    """One block of bytes for `tensors` of one device; filled with them on the source alone."""
+    device = tensors[0].device
+    if is_source:
+        return pack([as_bytes(tensor) for tensor in tensors], device)
+    return torch.empty(packed_size(_sizes(tensors)), dtype=torch.uint8, device=device)
 
 
 def unpacked(block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in a block of another rank's, as views; `like` are this rank's."""
-    buffers = unpack(block, [tensor.numel() * tensor.element_size() for tensor in like])
+    """The source's tensors in a block that was broadcast, as views; `like` are this rank's."""
+    buffers = unpack(block, _sizes(like))
     return [
         buffer.view(tensor.dtype).view(tensor.shape)
         for buffer, tensor in zip(buffers, like, strict=True)
     ]
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.numel() * tensor.element_size() for tensor in tensors]
 
 
 def parts_of(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
