@@ -8,7 +8,7 @@ travels is the class that it had before, what the module holds, and which tensor
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 from torch import nn
@@ -24,7 +24,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             plain = type(obj).__bases__[0]
-            names = list(vars(obj)["_modules"]["parametrizations"])
+            names = list(cast("nn.ModuleDict", obj.parametrizations))
             return _bare, (plain, names), vars(obj), None, None, _fill
         return super().reducer_override(obj)
 

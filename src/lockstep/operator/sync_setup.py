@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lockstep._torch_compat import COMPILER
 from lockstep.errors import ConfigurationError
 from lockstep.imports import no_collections
 from lockstep.operator.optimizer_checks import agree_on_steps
@@ -105,7 +106,7 @@ def _alone(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> S
 def _ddp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
     # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
     with no_collections():
-        import_module("torch._dynamo")
+        import_module(COMPILER)
     from lockstep.sync.ddp import DDPSync
 
     sync = DDPSync(

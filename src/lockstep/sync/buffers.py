@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import buffers_of, parts_of_sparse
 from lockstep.errors import NotAvailableError
 from lockstep.sync.tensor_references import has_aliases, is_in_graph
 
@@ -112,7 +113,7 @@ class SyncedBuffers:
                 if shape == _FILE:
                     _broadcast_file(group, place)
                 elif shape is None and place.tensor() is not None:
-                    place.owner._buffers[place.key] = None
+                    buffers_of(place.owner)[place.key] = None
 
     def _send_blocks(self, group: Group, cap_bytes: int, *, is_reshaped: bool) -> bool:
         """Whether rank 0 has other shapes than were sent; nothing has been written then."""
@@ -245,7 +246,7 @@ def _blocks_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.is_nested:
         return tensor.detach().unbind()
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return parts_of_sparse(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
@@ -256,7 +257,7 @@ def put(place: BufferPlace, value: torch.Tensor) -> None:
     tensor = place.tensor()
     if tensor is None or not fits(value, tensor):
         if tensor is None or not same_bits(tensor, value):
-            place.owner._buffers[place.key] = value.clone()
+            buffers_of(place.owner)[place.key] = value.clone()
         return
     is_saved = is_in_graph(tensor)
     # A view of it may be saved: what is equal already is not written.
@@ -265,7 +266,7 @@ def put(place: BufferPlace, value: torch.Tensor) -> None:
     if is_saved:
         fresh = torch.empty_like(tensor)  # laid out alike, as ranks agree when a group forms
         write_into(fresh, value)
-        place.owner._buffers[place.key] = fresh
+        buffers_of(place.owner)[place.key] = fresh
     else:
         write_into(tensor, value)
 
@@ -279,7 +280,7 @@ def _broadcast_file(group: Group, place: BufferPlace) -> None:
     if group.rank != 0 and not torch.equal(message, own):
         file = io.BytesIO(message.cpu().numpy().tobytes())
         device = group.device if tensor is None else tensor.device
-        place.owner._buffers[place.key] = torch.load(file, map_location=device)
+        buffers_of(place.owner)[place.key] = torch.load(file, map_location=device)
 
 
 def _from_rank_0(group: Group, own: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep._torch_compat import forget_groups
 from lockstep.errors import (
     GradientNotReducedError,
     LockstepError,
@@ -168,7 +169,7 @@ class FSDPSync(GradientSync):
         self._shards.clear()
         if self._mesh is not None:
             # The states keep the mesh, and a mesh keeps its groups by name.
-            getattr(self._mesh, "_pg_registry", {}).clear()
+            forget_groups(self._mesh)
         self._mesh = None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeError
 from lockstep.sync.local_parameters import is_local
 
@@ -32,13 +33,13 @@ class BufferPlace:
     key: str
 
     def tensor(self) -> torch.Tensor | None:
-        return self.owner._buffers.get(self.key)
+        return buffers_of(self.owner).get(self.key)
 
 
 def buffer_places(modules: Iterable[torch.nn.Module]) -> list[BufferPlace]:
     """Where the buffers of `modules` hang, those that several share once."""
     parts = dict.fromkeys(part for module in modules for part in module.modules())
-    found = [BufferPlace(part, key) for part in parts for key in part._buffers]
+    found = [BufferPlace(part, key) for part in parts for key in buffers_of(part)]
     tensors = [place.tensor() for place in found]
     firsts = {id(tensor): place for tensor, place in zip(tensors[::-1], found[::-1], strict=True)}
     return [p for p, t in zip(found, tensors, strict=True) if t is not None and firsts[id(t)] is p]
@@ -162,7 +163,7 @@ def _walk(
 
 
 def _collect(found: Inventory, owner: torch.nn.Module, prefix: str, seen: set[int]) -> None:
-    for key, param in owner._parameters.items():
+    for key, param in parameters_of(owner).items():
         if param is None or id(param) in seen or is_local(param):
             continue
         seen.add(id(param))
@@ -171,7 +172,7 @@ def _collect(found: Inventory, owner: torch.nn.Module, prefix: str, seen: set[in
             found.refused.append(refusal)
         else:
             found.parameters[prefix + key] = param
-    for key, buffer in owner._buffers.items():
+    for key, buffer in buffers_of(owner).items():
         if buffer is None or id(buffer) in seen or is_local(buffer):
             continue
         seen.add(id(buffer))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import STEPS_ARE_SCALED, WAS_STEPPED, copy_each
 from lockstep.errors import ReplicasDifferError
 from lockstep.sync.buffers import fits, is_block, is_expanded, write_into
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-REPLACED: Final = ("step", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
+REPLACED: Final = ("step", "state_dict", "load_state_dict", STEPS_ARE_SCALED)
 """Of an optimizer whose steps happen elsewhere."""
 
-_ABOUT_STEPPING: Final = frozenset({*REPLACED, "_opt_called", "grad_scale", "found_inf"})
+_ABOUT_STEPPING: Final = frozenset({*REPLACED, WAS_STEPPED, "grad_scale", "found_inf"})
 
 
 @cache
@@ -195,7 +196,7 @@ def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
             else:
                 write_into(target, value)
         if plain:
-            torch._foreach_copy_(plain, theirs)
+            copy_each(plain, theirs)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep._torch_compat import storage_key, version_of
 from lockstep.errors import NotAvailableError
 from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.local_parameters import is_local, local
@@ -104,7 +105,7 @@ class ShardOfParameter:
         self.param = torch.nn.Parameter(
             sharded(rows, self.whole, self._mesh), requires_grad=self.whole.requires_grad
         )
-        self._storage = self.param.untyped_storage()._cdata
+        self._storage = storage_key(self.param)
 
     def _place_now(self) -> tuple[Any, ...]:
         whole = self.whole
@@ -133,7 +134,7 @@ class ShardOfParameter:
 
     def _version(self) -> int:
         grad = self.param.grad
-        return self.param._version + (0 if grad is None else grad._version)
+        return version_of(self.param) + (0 if grad is None else version_of(grad))
 
     def take_back(self) -> list[torch.Tensor]:
         """The step is over: what was done to the gradient is done to the whole one.
@@ -164,7 +165,7 @@ class ShardOfParameter:
             NotAvailableError: the optimizer assigned to ``.data``, of which a DTensor takes no
                 notice.
         """
-        if self.param.untyped_storage()._cdata != self._storage:
+        if storage_key(self.param) != self._storage:
             self._build()
             raise NotAvailableError(
                 'this optimizer cannot step under sync="fsdp"',

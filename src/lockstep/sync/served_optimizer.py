@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from torch.optim import Optimizer
 
+from lockstep._torch_compat import STEPS_ARE_SCALED, WAS_STEPPED, with_step_hooks
 from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_undo_log import REPLACED, own_attributes
@@ -24,6 +24,8 @@ from lockstep.sync.wire import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch.optim import Optimizer
 
     from lockstep.sync.owner import Groups
     from lockstep.sync.wire import Channel
@@ -68,15 +70,15 @@ class ServedOptimizer:
 
     def _install(self) -> None:
         optimizer = self.optimizer
-        if "_step_supports_amp_scaling" in vars(optimizer):
+        if STEPS_ARE_SCALED in vars(optimizer):
             # The scaler would leave the unscaling to a kernel that runs elsewhere.
-            vars(optimizer)["_step_supports_amp_scaling"] = False
+            vars(optimizer)[STEPS_ARE_SCALED] = False
         # Already adopted: what is left here would only be memory, and stale.
         optimizer.state.clear()
 
         def step(this: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             # What schedulers look at, to warn of steps that were never taken.
-            vars(this)["_opt_called"] = True
+            vars(this)[WAS_STEPPED] = True
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -85,10 +87,8 @@ class ServedOptimizer:
             return loss
 
         # With the hooks before and after a step, the guard's most of all.
-        hooked: Any = Optimizer.profile_hook_step(step)
-        hooked._wrapped_by_lr_sched = True
         vars(optimizer).update(
-            step=MethodType(hooked, optimizer),
+            step=MethodType(with_step_hooks(step), optimizer),
             state_dict=self._state_dict,
             load_state_dict=self._load_state_dict,
         )

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Adafactor, Optimizer
 
+from lockstep._torch_compat import STEPS_ARE_SCALED, WAS_STEPPED, is_step_wrapper, with_step_hooks
 from lockstep.errors import LockstepError
 from lockstep.sync.served_optimizer import evaluates_again
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.sync.parameter_shards import ShardOfParameter
-
-_BETWEEN_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
-_SCHEDULERS: Final = "torch.optim.lr_scheduler"
 
 
 class Rows(Protocol):
@@ -72,7 +70,7 @@ class ShardedOptimizer:
                 state.update(rows.state_in_shards(state, param))
         self._handle = optimizer.register_load_state_dict_pre_hook(self._before_load)
         own = vars(optimizer)
-        names = ("step", "_step_supports_amp_scaling")
+        names = ("step", STEPS_ARE_SCALED)
         self._shadowed: dict[str, Any] = {name: own[name] for name in names if name in own}
         self._body = _body_of(optimizer)
         self._install()
@@ -82,18 +80,16 @@ class ShardedOptimizer:
             return self._step(*args, **kwargs)
 
         # Inside the hooks before and after a step: those see the user's own parameters.
-        hooked: Any = Optimizer.profile_hook_step(step)
-        hooked._wrapped_by_lr_sched = True
         attributes = vars(self.optimizer)
-        attributes["step"] = MethodType(hooked, self.optimizer)
-        if "_step_supports_amp_scaling" in attributes:
+        attributes["step"] = MethodType(with_step_hooks(step), self.optimizer)
+        if STEPS_ARE_SCALED in attributes:
             # The scaler would leave the unscaling to a kernel that knows no shards.
-            attributes["_step_supports_amp_scaling"] = False
+            attributes[STEPS_ARE_SCALED] = False
 
     def release(self) -> None:
         """Make it an ordinary optimizer again; of its state each rank keeps its rows."""
         self._handle.remove()
-        for name in ("step", "_step_supports_amp_scaling"):
+        for name in ("step", STEPS_ARE_SCALED):
             vars(self.optimizer).pop(name, None)
         vars(self.optimizer).update(self._shadowed)
 
@@ -116,7 +112,7 @@ class ShardedOptimizer:
         """
         self._rows.meet(self)
         # What schedulers look at, to warn of steps that were never taken.
-        vars(self.optimizer)["_opt_called"] = True
+        vars(self.optimizer)[WAS_STEPPED] = True
         if callable(kwargs.get("closure")):
             kwargs["closure"] = self._on_whole_weights(kwargs["closure"])
         elif args and callable(args[0]):
@@ -199,22 +195,13 @@ class ShardedOptimizer:
 
 
 def _body_of(optimizer: Optimizer) -> Callable[..., Any]:
-    """What its `step` runs between the hooks, without what schedulers wrapped around it.
-
-    Those wrappers are told from others by where they were made, and not by the marks on them,
-    which a wrapper of the user's own takes over (`functools.wraps`).
-    """
+    """What its `step` runs between the hooks, without what schedulers wrapped around it."""
     own = vars(optimizer).get("step")
     step: Any = type(optimizer).step if own is None else own
     step = getattr(step, "__func__", step)
-    while _is_torchs_wrapper(step):
+    while is_step_wrapper(step):
         own, step = None, step.__wrapped__
     if own is None or isinstance(own, MethodType):
         found: Callable[..., Any] = step
         return found
     return lambda _, *args, **kwargs: step(*args, **kwargs)
-
-
-def _is_torchs_wrapper(step: Any) -> bool:
-    is_schedulers = getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS
-    return is_schedulers or getattr(step, "__code__", None) is _BETWEEN_HOOKS

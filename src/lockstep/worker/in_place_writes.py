@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import version_of
 from lockstep.lazy_compiler import outside_graphs
 from lockstep.sync import copy_over, overwrite
 
@@ -62,7 +63,7 @@ class InPlaceWriteTracker:
             parameters: all that there are.
         """
         self._parameters = list(parameters)
-        self._versions = [parameter._version for parameter in parameters]
+        self._versions = [version_of(parameter) for parameter in parameters]
         self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
         copy_over([held.detach() for held in self._held], self._kept)
         self._is_ahead_of_step, self._has_missed = True, False
@@ -89,7 +90,7 @@ class InPlaceWriteTracker:
 
     def _moved(self) -> list[nn.Parameter]:
         pairs = zip(self._parameters, self._versions, strict=True)
-        return [parameter for parameter, version in pairs if parameter._version != version]
+        return [parameter for parameter, version in pairs if version_of(parameter) != version]
 
     def _look(self) -> None:
         if not self._is_ahead_of_step:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lockstep._torch_compat import buffers_of, layout_versions, set_layout_versions
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.operator.state_copy import load_state
@@ -98,10 +99,10 @@ def _rebuilt(
     if isinstance(value, Mapping):
         copies = OrderedDict((key, _rebuilt(item, move, keep)) for key, item in value.items())
         # A module's `state_dict()` carries the versions of its layouts.
-        metadata = getattr(value, "_metadata", None)
+        metadata = layout_versions(value)
         if metadata is None:
             return dict(copies)
-        vars(copies)["_metadata"] = copy.deepcopy(metadata)
+        set_layout_versions(copies, copy.deepcopy(metadata))
         return copies
     if type(value) in (list, tuple):
         return type(value)(_rebuilt(item, move, keep) for item in value)
@@ -226,14 +227,14 @@ def _load(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """``load_state_dict``, also of buffers into which torch refuses to write."""
     places: dict[int, torch.Tensor] = {}
     for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
+        for key, buffer in buffers_of(part).items():
             value = saved.get(f"{path}.{key}".lstrip("."))
             if buffer is None or not isinstance(value, torch.Tensor):
                 continue
             if not _takes(buffer, value):
                 # Those that share one go on sharing it.
                 fresh = value.to(buffer.device, buffer.dtype, copy=True)
-                part._buffers[key] = places.setdefault(id(buffer), fresh)
+                buffers_of(part)[key] = places.setdefault(id(buffer), fresh)
     module.load_state_dict(saved)
 
 
