@@ -41,48 +41,8 @@ PUBLIC_NAMES = [
 
 KNOWN_CIRCLES = [
     {
-        "lockstep.audit.agreement",
-        "lockstep.audit.by_design",
-        "lockstep.audit.world",
-    },
-    {
-        "lockstep.audit.judgement",
-        "lockstep.audit.options",
-        "lockstep.audit.outcome",
-        "lockstep.audit.report.page",
-        "lockstep.audit.report.terminal",
-        "lockstep.audit.rules",
-        "lockstep.audit.rules.ownership",
-    },
-    {
-        "lockstep.audit.probe.aliases",
-        "lockstep.audit.probe.arrivals",
-        "lockstep.audit.probe.evaluations",
-        "lockstep.audit.probe.frozen",
-        "lockstep.audit.probe.gathers",
-        "lockstep.audit.probe.passed_back",
-        "lockstep.audit.probe.probe",
-        "lockstep.audit.probe.schedules",
-    },
-    {
         "lockstep.engine",
         "lockstep.engine.ray",
-    },
-    {
-        "lockstep.integrations.lightning.checkpoints",
-        "lockstep.integrations.lightning.front_door",
-    },
-    {
-        "lockstep.operator",
-        "lockstep.operator.creators",
-        "lockstep.operator.loops",
-        "lockstep.operator.loss_scope",
-        "lockstep.operator.loss_weights",
-        "lockstep.operator.operator_state",
-        "lockstep.operator.registration",
-        "lockstep.operator.step_hooks",
-        "lockstep.operator.training_operator",
-        "lockstep.operator.weight_averages",
     },
     {
         "lockstep.trainer",
@@ -103,9 +63,9 @@ KNOWN_CIRCLES = [
     },
     {
         "lockstep.worker.group_formation",
+        "lockstep.worker.parity_trial",
         "lockstep.worker.prediction",
         "lockstep.worker.snapshot",
-        "lockstep.worker.trial",
         "lockstep.worker.worker",
     },
 ]

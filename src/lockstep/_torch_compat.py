@@ -423,12 +423,12 @@ def leave_out_of_ddp(
 def sends_nothing(ddp_class: type[DistributedDataParallel]) -> dict[str, Any]:
     """The arguments of DDP's constructor with which it sends no parameters and no buffers.
 
-    Torch 2.6 to 2.13: ``init_sync`` and ``forward_sync_buffers`` came after 2.6, where
-    ``broadcast_buffers`` stood for the buffers and a group of one had nothing to send.
+    Torch 2.6 to 2.13: ``init_sync`` came in 2.7 and ``forward_sync_buffers`` after 2.9. Until then
+    ``broadcast_buffers`` stood for forwards, and a group of one had nothing to send at the start.
     """
     known = inspect.signature(ddp_class.__init__).parameters
-    names = {"init_sync", "forward_sync_buffers"} & known.keys() or {"broadcast_buffers"}
-    return dict.fromkeys(names, False)
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return dict.fromkeys({buffers, "init_sync"} & known.keys(), False)
 
 
 def make_reducer(ddp: DistributedDataParallel) -> None:

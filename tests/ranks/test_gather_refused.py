@@ -22,7 +22,7 @@ from lockstep.errors import (
     WrongUseError,
 )
 from lockstep.parity import compare
-from lockstep.reduction import Reduction, activate
+from lockstep.reduction_context import ReductionContext, activate
 from lockstep.sync import replicate
 from ranks.contrastive import LEFT, RIGHT, clip, towers
 
@@ -333,7 +333,7 @@ def test_plain_backwards_of_equal_weights_and_of_none_are_right():
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_shard_alone(function):
     def body(group):
-        with activate(Reduction(group, per_shard=True)):
+        with activate(ReductionContext(group, per_shard=True)):
             function(leaf(4, 3), None)
 
     message = refused_everywhere(2, body, PerShardLossError, "one shard")
@@ -342,7 +342,7 @@ def test_a_shard_alone(function):
 
 def test_a_global_loss_is_not_added_up():
     def body(group):
-        with activate(Reduction(group, averages=False)):
+        with activate(ReductionContext(group, averages=False)):
             lockstep.info_nce(leaf(4, 3), leaf(4, 3), 1.0)
 
     refused_everywhere(2, body, ConfigurationError, 'loss_reduction="sum"')

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from harness import outcomes, run_ranks
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.collective_keepalive import CollectiveKeepalive
 from lockstep.errors import PeerLostError
 from lockstep.group import Group, resolve_group
@@ -260,15 +260,18 @@ def test_a_lost_peer_is_a_peer_lost_error(call):
 def test_the_active_reduction_nests_and_is_seen_by_autograds_threads():
     from threading import Thread
 
-    outer, inner = reduction.Reduction(Group(None), 3.0), reduction.Reduction(Group(None))
+    outer, inner = (
+        reduction_context.ReductionContext(Group(None), 3.0),
+        reduction_context.ReductionContext(Group(None)),
+    )
     seen = []
-    assert reduction.active() is None
-    with reduction.activate(outer):
-        with reduction.activate(inner):
-            assert reduction.active() is inner
-            thread = Thread(target=lambda: seen.append(reduction.active()))
+    assert reduction_context.active() is None
+    with reduction_context.activate(outer):
+        with reduction_context.activate(inner):
+            assert reduction_context.active() is inner
+            thread = Thread(target=lambda: seen.append(reduction_context.active()))
             thread.start()
             thread.join()
-        assert reduction.active() is outer
-    assert reduction.active() is None
+        assert reduction_context.active() is outer
+    assert reduction_context.active() is None
     assert seen == [inner]

@@ -38,7 +38,7 @@ ELSEWHERE = {
     "A6 train(dataset=...) took anything":
         "unit/trainer/test_arguments.py::test_what_is_no_dataset_is_refused",
     "B7 the global batch rounded down, and written back":
-        "unit/data/test_batch_size.py",
+        "unit/data/test_shard_batch_size.py",
     "B8 fewer samples than workers: the whole batch on each":
         "unit/data/test_sharded_loader.py",
     "B9 another number of workers changes the global batch":
@@ -101,7 +101,7 @@ ELSEWHERE = {
     "F38 from_creators with a scheduler and no loss":
         "unit/operator/test_creators.py::test_a_scheduler_without_a_loss_is_a_scheduler",
     "F39 validation calls training's hooks":
-        "unit/integrations/lightning/test_hooks.py::"
+        "unit/integrations/lightning/test_loop_hooks.py::"
         "test_validation_hooks_are_called_in_lightnings_order",
     "F39 of several optimizers only the first steps":
         "unit/integrations/lightning/test_unsupported.py::test_a_module_that_is_refused",

@@ -16,7 +16,7 @@ SHELLS: Final = ("bash", "zsh", "tcsh")
 
 def print_script(parser: argparse.ArgumentParser, shell: str) -> int:
     """Print what the shell has to read: ``eval "$(lockstep completion bash)"``."""
-    from lockstep.integrations.packages import required
+    from lockstep.integrations.optional_packages import required
 
     try:
         shtab = required("shtab", extra="cli", by="lockstep completion")

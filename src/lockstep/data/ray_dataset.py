@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lockstep.data.batch_size import share_bounds
 from lockstep.data.batch_structure import leading_length
+from lockstep.data.shard_batch_size import share_bounds
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import ConfigurationError, NotShardableError
 
@@ -54,7 +54,7 @@ class TorchBatches(Protocol):
     def iter_torch_batches(self, **options: Any) -> Any: ...
 
 
-class RayShare:
+class RayDatasetShard:
     """One worker's part of a streamed dataset, as global steps; a `StepSource`.
 
     Every step begins with an exchange: a worker cannot know whether the others have rows left.

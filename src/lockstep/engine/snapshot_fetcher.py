@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 import ray
-from lockstep.engine.serialization import from_pieces
+from lockstep.serialization import join
 from lockstep.worker import Snapshot
 
 if TYPE_CHECKING:
@@ -86,4 +86,4 @@ class RemoteSnapshotFetcher:
             return
         if answer is not None:
             step, structure, arrays = answer
-            self._to.keep(Snapshot(step, from_pieces(structure, arrays)))
+            self._to.keep(Snapshot(step, join(structure, arrays)))

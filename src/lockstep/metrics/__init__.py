@@ -13,10 +13,10 @@ Invariants:
 - Nothing here waits for a device until `state` or `summary` is called.
 """
 
-from lockstep.metrics.merging import merge as merge
-from lockstep.metrics.merging import merge_user_results as merge_user_results
-from lockstep.metrics.meters import AverageMeter as AverageMeter
-from lockstep.metrics.meters import AverageMeterCollection as AverageMeterCollection
+from lockstep.metrics.average_meters import AverageMeter as AverageMeter
+from lockstep.metrics.average_meters import AverageMeterCollection as AverageMeterCollection
+from lockstep.metrics.merge_over_workers import merge as merge
+from lockstep.metrics.merge_over_workers import merge_user_results as merge_user_results
 from lockstep.metrics.timers import TimerCollection as TimerCollection
 from lockstep.metrics.timers import TimerStat as TimerStat
 

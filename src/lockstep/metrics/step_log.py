@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.metrics.meters import AverageMeterCollection
+from lockstep.metrics.average_meters import AverageMeterCollection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

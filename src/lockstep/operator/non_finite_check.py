@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.interface import Operator
+    from lockstep.operator.training_parts import TrainingParts
 
 SKIP_CHECK: Final = "TorchTrainer(check_finite=False) steps all the same"
 
@@ -40,14 +41,13 @@ FIX: Final = (
 _Held = list[torch.nn.Parameter]
 
 
-def watch_optimizers(operator: TrainingOperator) -> list[RemovableHandle]:
-    """Have each registered optimizer refuse a step that is not finite."""
-    run = operator._lockstep.registered
-    if run is None or not operator._lockstep.setting.options.check_finite:
+def watch_optimizers(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
+    """Have each optimizer of `run` refuse a step that is not finite."""
+    if not operator._lockstep.context.options.check_finite:
         return []
     handles: list[RemovableHandle] = []
     for optimizer in run.optimizers:
-        check = _StepCheck(operator)
+        check = _StepCheck(operator, run)
         handles.append(optimizer.register_step_pre_hook(check.before))
         handles.append(optimizer.register_step_post_hook(check.after))
     return handles
@@ -56,8 +56,9 @@ def watch_optimizers(operator: TrainingOperator) -> list[RemovableHandle]:
 class _StepCheck:
     """The look before, and where it is needed after, each step of one optimizer."""
 
-    def __init__(self, operator: TrainingOperator) -> None:
+    def __init__(self, operator: Operator, run: TrainingParts) -> None:
         self._operator = operator
+        self._run = run
         self._before: StateCopy | None = None
 
     def before(
@@ -81,7 +82,7 @@ class _StepCheck:
         if before is None or _are_finite(_held(optimizer)):
             return
         found = [p for p in _held(optimizer) if not _are_finite([p])]
-        before.put_back()
+        before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
         has_closure = _is_given_closure(args, kwargs)
@@ -104,12 +105,10 @@ class _StepCheck:
         )
 
     def _named(self, found: _Held) -> str:
-        run = self._operator._lockstep.registered
-        assert run is not None
-        modules = run.modules()
+        run = self._run
         names = {
             id(p): f"{number}.{name}" if len(run.models) > 1 else name
-            for number, module in enumerate(modules)
+            for number, module in enumerate(run.modules())
             for name, p in module.named_parameters()
         }
         shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError
+from lockstep.operator.interface import place
 from lockstep.randomness import derive_seed, preserved
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.interface import Operator
     from lockstep.operator.rank_context import Options
+    from lockstep.operator.training_parts import TrainingParts
 
 
-def follow_steps(operator: TrainingOperator) -> list[RemovableHandle]:
-    """Note each step of a registered optimizer, and call the operator's `after_step` after it."""
-    run = operator._lockstep.registered
-    if run is None:
-        return []
+def follow_steps(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
+    """Note each step of the optimizers of `run`, and call the operator's `after_step` after it."""
+    state = operator._lockstep
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not operator._lockstep.is_default_step:
+        if not state.step.is_stepping:
             _refuse_own_step(operator)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -36,7 +36,7 @@ def follow_steps(operator: TrainingOperator) -> list[RemovableHandle]:
             _follow(operator, optimizer)
 
     handles = [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
-    if operator._brings_own_loop() and of_default_loop(operator._lockstep.setting.options):
+    if operator._overrides_loop() and of_default_loop(state.context.options):
         handles += [optimizer.register_step_pre_hook(before) for optimizer in run.optimizers]
     return handles
 
@@ -47,13 +47,13 @@ def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
     return found is None or not bool(found)
 
 
-def _follow(operator: TrainingOperator, optimizer: torch.optim.Optimizer) -> None:
-    stage = operator._lockstep
-    number = len(stage.stepped)
-    stage.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
-    if operator._brings("after_step"):
+def _follow(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
+    state = operator._lockstep
+    number = len(state.step.stepped)
+    state.step.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
+    if operator._overrides("after_step"):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
-        seed = derive_seed(stage.setting.placement.seed, "after_step", operator.global_step, number)
+        seed = derive_seed(state.context.placement.seed, "after_step", operator.global_step, number)
         with torch.no_grad(), preserved(seed):
             operator.after_step()
 
@@ -88,30 +88,31 @@ def of_default_loop(options: Options) -> list[str]:
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
-def _refuse_own_step(operator: TrainingOperator) -> None:
-    name = of_default_loop(operator._lockstep.setting.options)[0]
+def _refuse_own_step(operator: Operator) -> None:
+    name = of_default_loop(operator._lockstep.context.options)[0]
     raise ConfigurationError(
         f"{name} belongs to the default loop, and an optimizer stepped outside of it",
-        where=f"{type(operator).__name__}, rank {operator.world_rank}, step {operator.global_step}",
+        where=f"{type(operator).__name__}, {place(operator)}",
         cause="train_batch or train_epoch is overridden, and steps the optimizer itself; the step"
         " was not taken",
         fix=OWN_LOOP_LINES[name],
     )
 
 
-def refuse_left_out(operator: TrainingOperator) -> None:
+def refuse_left_out(operator: Operator) -> None:
     """Raise if the batch that is over did not go through the default loop's step, once.
 
     Windows of `accumulate` batches are counted as the batches are delivered; one that was left
     out, computed twice, or read ahead would end up in another window, or in none.
     """
-    stage = operator._lockstep
-    if stage.setting.options.accumulate == 1 or stage.num_computed == 1:
+    state = operator._lockstep
+    num_computed = state.step.num_computed
+    if state.context.options.accumulate == 1 or num_computed == 1:
         return
     raise ConfigurationError(
         "accumulate counts global batches, and one did not go through train_batch once",
-        where=f"{type(operator).__name__}, rank {operator.world_rank}, step {operator.global_step}",
+        where=f"{type(operator).__name__}, {place(operator)}",
         expected="super().train_batch() once for each batch, before the next one is read",
-        got=f"{stage.num_computed} calls",
+        got=f"{num_computed} calls",
         fix=OWN_LOOP_LINES["accumulate"],
     )

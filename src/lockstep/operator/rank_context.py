@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data import ShardPlacement, shards_of
 from lockstep.group import Group
-from lockstep.sync import OwnerAddress, ShardOrder
+from lockstep.sync import ServerAddress, ShardOrder
 
 if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
@@ -74,13 +74,13 @@ class RankContext:
     options: Options = field(default_factory=Options)
     is_trial: bool = False
     is_spare: bool = False
-    owner: OwnerAddress | None = None
+    owner: ServerAddress | None = None
 
 
-def shard_order(setting: RankContext) -> ShardOrder | None:
+def shard_order(context: RankContext) -> ShardOrder | None:
     """The order in which gradients are added up; None where any order will do."""
-    if not setting.options.reproducible:
+    if not context.options.reproducible:
         return None
-    size, num_shards = setting.world_size, setting.placement.num_shards
+    size, num_shards = context.world_size, context.placement.num_shards
     by_rank = [shards_of(rank, size, num_shards) for rank in range(size)]
-    return ShardOrder(num_shards, by_rank, setting.world_rank)
+    return ShardOrder(num_shards, by_rank, context.world_rank)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.metrics.states import metrics_in
+from lockstep.metrics.torchmetrics_merge import metrics_in
 
 _PREFIXES: Final = {"train": "train_", "validation": "val_"}
 

@@ -20,7 +20,7 @@ from lockstep.operator.weight_averages import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.interface import Operator
     from lockstep.operator.rank_context import RankContext
     from lockstep.operator.training_parts import Wanted
 
@@ -110,7 +110,7 @@ def given_back(
 
 
 def assemble(
-    setting: RankContext,
+    context: RankContext,
     *,
     models: Any,
     optimizers: Any,
@@ -129,7 +129,7 @@ def assemble(
     registered = TrainingParts(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
-        schedulers=_checked_schedulers(schedulers, setting.options.scheduler_step_freq),
+        schedulers=_checked_schedulers(schedulers, context.options.scheduler_step_freq),
         criterion=_checked_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
@@ -140,18 +140,18 @@ def assemble(
     for module in registered.modules():
         _refuse_buffers(module)
     for module in registered.modules():
-        module.to(setting.device)
+        module.to(context.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
     # Copied before hooks are attached to what they are copies of.
-    registered.averages = averages_of(ema, registered.plain_models(), setting.device)
-    if setting.options.wrap_ddp:
+    registered.averages = averages_of(ema, registered.plain_models(), context.device)
+    if context.options.wrap_ddp:
         _refuse_strangers(registered)
-        if not setting.is_spare:
-            tie(registered, setting)
-        elif setting.options.sync == "ddp":
+        if not context.is_spare:
+            tie(registered, context)
+        elif context.options.sync == "ddp":
             # Its peers come later; but what is wrapped the user's code holds from now on.
-            tie(registered, setting)
+            tie(registered, context)
             registered.part()
     return registered
 
@@ -222,7 +222,7 @@ def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
             )
 
 
-def conclude_setup(operator: TrainingOperator, registered: TrainingParts, returned: Any) -> None:
+def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
     """Refuse or take over what `setup` left elsewhere than in `register` and `register_data`."""
     if returned is not None:
         raise WrongTypeError(
@@ -235,7 +235,7 @@ def conclude_setup(operator: TrainingOperator, registered: TrainingParts, return
     _take_scheduler(operator, registered)
 
 
-def _take_scheduler(operator: TrainingOperator, registered: TrainingParts) -> None:
+def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
     """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
 
     A loop of the user's own may step schedulers of any name. Nobody else would.
@@ -252,7 +252,7 @@ def _take_scheduler(operator: TrainingOperator, registered: TrainingParts) -> No
         if id(scheduler) not in known
     }
     step_freq = operator.scheduler_step_freq
-    own_loop = operator._brings_own_loop()
+    own_loop = operator._overrides_loop()
     scheduler = found.get("scheduler")
     if scheduler is not None and (own_loop or step_freq is not None):
         registered.schedulers += (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker hands to an operator: batches with their weight and their random numbers.
+"""A shard of a global batch as the worker delivers it: samples, weight and random numbers.
 
-An operator that leaves `train_batch` to lockstep receives a `WorkerBatch`: the shards that
-its worker carries, one after the other, so that the arithmetic of a shard does not depend on
-who carries it. An operator with its own loop receives plain batches; what was delivered
-(how many samples, whether borrowed) is kept beside them in `ShardBatch`.
+An operator that leaves `train_batch` to lockstep computes the shards that its worker carries one
+after the other, so that the arithmetic of a shard does not depend on which worker carries it. An
+operator with its own loop gets the samples of all its worker's shards as one plain batch, which
+then counts as one shard.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.batch_structure import map_children
 from lockstep.randomness import seed_all
+from lockstep.tensor_tree import children_of, rebuilt
 
 
 class BatchOrigin(NamedTuple):
@@ -40,7 +40,7 @@ class BatchOrigin(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardBatch:
-    """One batch as it was delivered.
+    """One shard of a global batch, or all of a worker's shards as one plain batch.
 
     Attributes:
         batch: what the user's loader collated.
@@ -58,29 +58,11 @@ class ShardBatch:
     origin: BatchOrigin | None = None
 
     @property
-    def borrowed(self) -> bool:
+    def is_borrowed(self) -> bool:
         return self.num_samples == 0
 
     def seed_randomness(self) -> None:
         seed_all(self.seed)
-
-
-class WindowPosition(NamedTuple):
-    """Where a global batch stands among those that one optimizer step consumes."""
-
-    opens: bool
-    closes: bool
-
-
-@dataclass(frozen=True)
-class WorkerBatch:
-    """The shards of one global batch that one worker carries, in shard order."""
-
-    parts: tuple[ShardBatch, ...]
-
-    @property
-    def num_samples(self) -> int:
-        return sum(part.num_samples for part in self.parts)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -97,4 +79,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
-    return map_children(batch, lambda child: to_device(child, device))
+    children = children_of(batch)
+    if children is None:
+        return batch
+    return rebuilt(batch, [to_device(child, device) for _, child in children])

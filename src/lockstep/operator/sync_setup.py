@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from lockstep._torch_compat import COMPILER
 from lockstep.errors import ConfigurationError
-from lockstep.imports import no_collections
-from lockstep.operator.optimizer_checks import agree_on_steps
+from lockstep.import_without_gc import gc_paused
+from lockstep.operator.optimizer_comparison import agree_on_steps
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
     GradientSync,
-    ParameterServer,
+    ParameterServerSync,
     ReplicatedModel,
     SingleProcess,
     replica_devices,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.sync import Synchroniser
 
 
-def tie(registered: TrainingParts, setting: RankContext) -> None:
+def tie(registered: TrainingParts, context: RankContext) -> None:
     """Attach `registered` to the peers, and compare what the ranks registered.
 
     Collective:
@@ -36,19 +36,19 @@ def tie(registered: TrainingParts, setting: RankContext) -> None:
     """
     if not any(True for _ in registered.parameters()):
         return
-    registered.sync = attach(registered, setting, registered.wanted)
-    if setting.group.size == 1:
+    registered.sync = attach(registered, context, registered.wanted)
+    if context.group.size == 1:
         return
     registered.attached = tuple(registered.parameters())
     try:
-        agree_on_steps(setting.group, registered)
+        agree_on_steps(context.group, registered)
     except BaseException:
         # Nobody gets hold of it, and its hooks would keep it on the parameters.
         registered.sync.detach()
         raise
 
 
-def rejoin(registered: TrainingParts, setting: RankContext, committed: int) -> None:
+def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> None:
     """Attach to the peers of another generation, which hold the same values already.
 
     Args:
@@ -57,19 +57,19 @@ def rejoin(registered: TrainingParts, setting: RankContext, committed: int) -> N
     Collective:
         Every rank; see `attach`.
     """
-    if not setting.options.wrap_ddp:
+    if not context.options.wrap_ddp:
         return
     if registered.sync is not None and registered.may_join:
-        registered.sync.join(setting.group)
+        registered.sync.join(context.group)
         registered.attached = tuple(registered.parameters())
-        agree_on_steps(setting.group, registered)
+        agree_on_steps(context.group, registered)
         return
     registered.wanted = replace(registered.wanted, goes_on_at=committed)
-    tie(registered, setting)
+    tie(registered, context)
 
 
-def attach(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    """Tie `registered` to its peers in the way that ``setting.options.sync`` names.
+def attach(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
+    """Tie `registered` to its peers in the way that ``context.options.sync`` names.
 
     A way may put other objects (a wrapper, a remapped optimizer) into `registered`: they are
     what `register` returns.
@@ -77,43 +77,43 @@ def attach(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> S
     Collective:
         Every rank: compares structure, broadcasts rank 0's weights.
     """
-    sync = setting.options.sync
+    sync = context.options.sync
     if wanted.ddp_args and sync not in ("ddp", ONE_PROCESS, ONE_PROCESS_BY_SHARD):
         raise ConfigurationError(
             "ddp_args were given, but the gradients are not synchronised by torch's DDP",
             got=f"ddp_args={dict(wanted.ddp_args)!r}",
             fix='leave them out, or write TorchTrainer(..., sync="ddp")',
         )
-    return _WAYS[sync](registered, setting, wanted)
+    return _WAYS[sync](registered, context, wanted)
 
 
-def _replicate(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
+def _replicate(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
     return GradientSync(
         registered.modules(),
-        setting.group,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
+        context.group,
+        bucket_cap_mb=context.options.bucket_cap_mb,
         broadcast=wanted.goes_on_at is None,
         buffers=wanted.buffers,
         averages=wanted.averages,
-        order=shard_order(setting),
+        order=shard_order(context),
     )
 
 
-def _alone(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
+def _alone(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
     return SingleProcess(registered.modules(), averages=wanted.averages)
 
 
-def _ddp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
+def _ddp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
     # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
-    with no_collections():
+    with gc_paused():
         import_module(COMPILER)
     from lockstep.sync.ddp import DDPSync
 
     sync = DDPSync(
         registered.modules(),
-        setting.group,
+        context.group,
         ddp_args=wanted.ddp_args,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
+        bucket_cap_mb=context.options.bucket_cap_mb,
         buffers=wanted.buffers,
         averages=wanted.averages,
     )
@@ -121,44 +121,44 @@ def _ddp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Syn
     return sync
 
 
-def _fsdp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    if setting.group.is_alone:
-        return _replicate(registered, setting, wanted)  # its rows are all rows
+def _fsdp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
+    if context.group.is_alone:
+        return _replicate(registered, context, wanted)  # its rows are all rows
     # Imported only by who asks for it: it brings torch's DTensor.
     from lockstep.sync.fsdp import FSDPSync
 
     return FSDPSync(
         registered.modules(),
-        setting.group,
+        context.group,
         registered.optimizers,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
+        bucket_cap_mb=context.options.bucket_cap_mb,
         buffers=wanted.buffers,
         averages=wanted.averages,
     )
 
 
 def _parameter_server(
-    registered: TrainingParts, setting: RankContext, wanted: Wanted
+    registered: TrainingParts, context: RankContext, wanted: Wanted
 ) -> Synchroniser:
-    return ParameterServer(
+    return ParameterServerSync(
         registered.modules(),
         registered.optimizers,
-        setting.group,
-        setting.owner,
+        context.group,
+        context.owner,
         goes_on_at=wanted.goes_on_at,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
+        bucket_cap_mb=context.options.bucket_cap_mb,
         broadcast=wanted.goes_on_at is None,
         buffers=wanted.buffers,
         averages=wanted.averages,
     )
 
 
-def _data_parallel(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    devices = replica_devices(setting.device, setting.options.replicas)
+def _data_parallel(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
+    devices = replica_devices(context.device, context.options.replicas)
     replicated = [ReplicatedModel(model, devices) for model in registered.models]
     # Weights and windows are those of one worker, which has the whole batch. Attached last:
     # of models that were refused nobody would let go.
-    sync = _replicate(registered, setting, wanted)
+    sync = _replicate(registered, context, wanted)
     registered.replace_modules(replicated)
     return sync
 

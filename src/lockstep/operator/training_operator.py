@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
-from lockstep.operator import loops
+from lockstep.operator import default_loss, loops
 from lockstep.operator.operator_state import OperatorState
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import (
@@ -62,8 +62,8 @@ class TrainingOperator:
     joint_loss: ClassVar[bool] = False
     loss_reduction: str = "mean"
 
-    def __init__(self, config: Mapping[str, Any], setting: RankContext | None = None) -> None:
-        self._lockstep = OperatorState(config, setting or RankContext())
+    def __init__(self, config: Mapping[str, Any], context: RankContext | None = None) -> None:
+        self._lockstep = OperatorState(config, context or RankContext())
         self.timers = TimerCollection()
         self.timers.disable()
         self.global_step = 0
@@ -92,7 +92,7 @@ class TrainingOperator:
             of tokens, 0 if there is none): the objective, and every metric returned here, is
             then the mean over the tokens of the global batch.
         """
-        return loops.default_loss(self, batch)[0]
+        return default_loss.default_loss(self, batch)[0]
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
@@ -147,7 +147,7 @@ class TrainingOperator:
             Tensors or arrays with one row per sample, lists with one entry per sample, or
             tuples, dicts and dataclasses of them; the user gets each sample's part of it.
         """
-        return loops.default_prediction(self, batch)
+        return default_loss.default_prediction(self, batch)
 
     def state_dict(self) -> Any:
         """Further state to save: tensors and plain Python. Models are saved without it."""
@@ -223,7 +223,7 @@ class TrainingOperator:
                 "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
             )
         self._lockstep.registered = assemble(
-            self._lockstep.setting,
+            self._lockstep.context,
             models=models,
             optimizers=optimizers,
             criterion=criterion,
@@ -232,7 +232,7 @@ class TrainingOperator:
             wanted=Wanted(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
-                buffers="after_backward" if self._brings_own_loop() else "manual",
+                buffers="after_backward" if self._overrides_loop() else "manual",
                 averages=self.loss_reduction == "mean",
                 ddp_args=dict(ddp_args or {}),
             ),
@@ -271,8 +271,8 @@ class TrainingOperator:
         """
         for purpose, given in (("train", train), ("validation", validation)):
             if given is not None:
-                self._lockstep.measures.register(
-                    purpose, given, self.device, self._lockstep.is_borrowed
+                self._lockstep.registered_metrics.register(
+                    purpose, given, self.device, lambda: self._lockstep.step.is_borrowed
                 )
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
@@ -312,7 +312,7 @@ class TrainingOperator:
 
     @property
     def device(self) -> torch.device:
-        return self._lockstep.setting.device
+        return self._lockstep.context.device
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -325,12 +325,12 @@ class TrainingOperator:
 
     @property
     def world_rank(self) -> int:
-        return self._lockstep.setting.world_rank
+        return self._lockstep.context.world_rank
 
     @property
     def local_rank(self) -> int:
         """This worker's rank among the workers of its node."""
-        return self._lockstep.setting.local_rank
+        return self._lockstep.context.local_rank
 
     @property
     def use_gpu(self) -> bool:
@@ -342,21 +342,21 @@ class TrainingOperator:
 
     @property
     def use_tqdm(self) -> bool:
-        return self._lockstep.setting.options.use_tqdm
+        return self._lockstep.context.options.use_tqdm
 
     @property
     def scheduler_step_freq(self) -> str | None:
-        return self._lockstep.setting.options.scheduler_step_freq
+        return self._lockstep.context.options.scheduler_step_freq
 
     @classmethod
-    def _brings(cls, method: str) -> bool:
+    def _overrides(cls, method: str) -> bool:
         """Whether the user's class has its own `method` instead of the one above."""
         return getattr(cls, method) is not getattr(TrainingOperator, method)
 
     @classmethod
-    def _brings_own_loop(cls) -> bool:
+    def _overrides_loop(cls) -> bool:
         """Whether something else than the default loop decides when a step begins and ends."""
-        return cls._brings("train_batch") or cls._brings("train_epoch")
+        return cls._overrides("train_batch") or cls._overrides("train_epoch")
 
     @classmethod
     def _check(cls, options: Options) -> None:
@@ -376,10 +376,10 @@ class TrainingOperator:
         scheduler_creator: Callable[[Any, Any], Any] | None = None,
         serialize_data_creation: bool = True,
     ) -> type[TrainingOperator]:
-        """An operator class from functions; see `lockstep.operator.creators.from_creators`."""
-        from lockstep.operator import creators
+        """An operator class from functions; see `operator_factories.from_creators`."""
+        from lockstep.operator import operator_factories
 
-        return creators.from_creators(
+        return operator_factories.from_creators(
             cls,
             model_creator,
             optimizer_creator,
@@ -410,10 +410,10 @@ class TrainingOperator:
         validation_loader: Any = None,
     ) -> type[TrainingOperator]:
         """An operator class around your own objects, which hold the trained state afterwards;
-        see `lockstep.operator.creators.from_model`."""
-        from lockstep.operator import creators
+        see `operator_factories.from_model`."""
+        from lockstep.operator import operator_factories
 
-        return creators.from_model(
+        return operator_factories.from_model(
             cls, model, optimizer, criterion, train_loader, validation_loader
         )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot, Sums
-    from lockstep.sync.shard_order import ShardOrder
+    from lockstep.sync.shard_tree_sum import ShardOrder
 
 
 @dataclass(frozen=True)

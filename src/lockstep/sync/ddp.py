@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.errors import (
     PeerLostError,
     WrongUseError,
@@ -191,7 +191,7 @@ class DDPSync(WindowedSync):
     def part(self) -> bool:
         """Leave a group that has broken. The wrappers, which loops hold, stay."""
         if self._group is not None:
-            reduction.deliver(None)
+            reduction_context.deliver(None)
             self._reset(broken=True)
             self._group = None
         return bool(self._hooks)
@@ -221,7 +221,7 @@ class DDPSync(WindowedSync):
         """Take all hooks off and forget the group; the wrappers become their modules."""
         if not self._hooks:
             return
-        reduction.deliver(None)
+        reduction_context.deliver(None)
         self._unhook_parameters()
         self._late.release()
         for model in self._reduced:
@@ -306,7 +306,7 @@ class DDPSync(WindowedSync):
         if not self._is_paused:
             self._show_marked()
         try:
-            with reduction.backward_of(self.attached(), weight, self._window.aside_by_id):
+            with reduction_context.backward_of(self.attached(), weight, self._window.aside_by_id):
                 run()
             self._put_back_kept()
         except RuntimeError as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep._torch_compat import call_at_end_of_task
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync.ddp_header import Header, exchange, make_header
@@ -151,7 +151,7 @@ class Round:
     def _send(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
-        if reduction.crossing_ahead(self._host.attached()):
+        if reduction_context.crossing_ahead(self._host.attached()):
             return  # `_land` sends them: what crosses ranks goes first, on every rank
         self._send_all(model, turn, is_last)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep._torch_compat import version_of
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, round_checks
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot, Sums
-    from lockstep.sync.shard_order import ShardOrder
+    from lockstep.sync.shard_tree_sum import ShardOrder
 
 
 class GradientSync(WindowedSync):
@@ -191,7 +191,7 @@ class GradientSync(WindowedSync):
         """
         if self._group is None:
             return
-        reduction.deliver(None)
+        reduction_context.deliver(None)
         self._unhook_parameters()
         self._late.release()
         self._reducer.close()
@@ -257,7 +257,7 @@ class GradientSync(WindowedSync):
                 self._arrive = None
             elif not self._is_paused:
                 self._begin_round()
-            with reduction.backward_of(self.attached(), weight, self._window.aside_by_id):
+            with reduction_context.backward_of(self.attached(), weight, self._window.aside_by_id):
                 run()
         except BaseException:
             if muted:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Reducer:
                 return
             bucket.missing.discard(slot.number)
             assert self._group is not None
-            if not bucket.missing and not reduction.crossing_ahead(self._group):
+            if not bucket.missing and not reduction_context.crossing_ahead(self._group):
                 self._launch_complete()
 
     def _launch_complete(self) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import STEPS_ARE_SCALED, WAS_STEPPED, is_step_wrapper, with_step_hooks
 from lockstep.errors import LockstepError
-from lockstep.sync.served_optimizer import evaluates_again
+from lockstep.sync.parameter_server.remote_optimizer import needs_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ def steps_whole(optimizer: Optimizer) -> bool:
     One that evaluates the loss within a step may compute with what was there before it. Of
     Adafactor's state, a row and a column, nothing is to be saved, and DTensor lacks an operation.
     """
-    return isinstance(optimizer, Adafactor) or evaluates_again(optimizer)
+    return isinstance(optimizer, Adafactor) or needs_closure(optimizer)
 
 
 class ShardedOptimizer:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import _torch_compat, reduction
+from lockstep import _torch_compat, reduction_context
 from lockstep.errors import WeightError
 from lockstep.sync import round_checks
 from lockstep.sync.buckets import Slot, set_aside
@@ -122,7 +122,9 @@ class WindowedSync:
         """
         is_number = weight is not None and not isinstance(weight, WeightError)
         self._delivered = checked_weight(weight, self.place) if is_number else weight
-        reduction.deliver(None if isinstance(self._delivered, WeightError) else self._delivered)
+        reduction_context.deliver(
+            None if isinstance(self._delivered, WeightError) else self._delivered
+        )
 
     def delivered_weight(self) -> float | None:
         """What `set_delivered_weight` was given last; raised, if it was an error."""
@@ -187,8 +189,6 @@ class WindowedSync:
         """See `Synchroniser`; here optimizers step where they are."""
         return False
 
-    # ------------------------------------------------------------------ hooks
-
     def _hook_parameters(self, *, arrivals: bool = True) -> None:
         """Take the parameters' hooks; `arrivals`: `_arrive` has to hear of each gradient."""
         self._hooks = {slot: self._hook(slot, arrivals=arrivals) for slot in self._slots}
@@ -247,7 +247,7 @@ class WindowedSync:
             return True
 
     def _refuse_weight_of_another(self, slot: Slot) -> None:
-        driving, group = reduction.active(), self._group
+        driving, group = reduction_context.active(), self._group
         # Other ranks may be threads of this process.
         if driving and driving.at_root and group and driving.group.rank == group.rank:
             raise round_checks.refused("driven", [slot.name], self.place)

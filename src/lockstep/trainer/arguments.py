@@ -312,7 +312,7 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
     `lockstep.operator.optimizer_hooks`. Shards come one by one only to a loop without any override.
     """
     for method in ("train_batch", "train_epoch"):
-        if not operator_cls._brings(method):
+        if not operator_cls._overrides(method):
             continue
         is_apart = not _may_call_default(getattr(operator_cls, method))
         refused = ["reproducible"] if options.reproducible else []

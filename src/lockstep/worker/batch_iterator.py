@@ -10,21 +10,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep import reduction
-from lockstep.operator.loss_scope import refuse_borrowed
+from lockstep.operator.interface import place
 from lockstep.operator.optimizer_hooks import refuse_left_out
-from lockstep.operator.read_ahead import ReadAhead
-from lockstep.operator.shard_batch import BatchOrigin, ShardBatch, WindowPosition, WorkerBatch
+from lockstep.operator.prefetched_batches import PrefetchedBatches
+from lockstep.operator.shard_batch import BatchOrigin, ShardBatch
+from lockstep.operator.step_context import StepContext
+from lockstep.operator.sync_batch_norm import refuse_borrowed
 from lockstep.operator.weight_averages import update_averages
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from lockstep import data
-    from lockstep.data import Step
+    from lockstep.data import LoadedPart, Step
     from lockstep.errors import WeightError
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.interface import Operator
+    from lockstep.reduction_context import ReductionContext
     from lockstep.sync import Synchroniser
-    from lockstep.worker.cursor import Cursor, Tally
+    from lockstep.worker.data_cursor import Cursor, Tally
     from lockstep.worker.rollback import Rollback
 
 
@@ -32,6 +33,7 @@ class BatchIterator:
     """The iterator that `train_epoch` and `validate` receive; ends with the epoch.
 
     Args:
+        reduction: over which ranks the batches' losses become one.
         limit: global batches to deliver at most; None for the rest of the epoch.
         purpose: "train" or "validation", part of every seed.
         rollback: remembers what a step changes until it is committed; None for validation.
@@ -40,9 +42,10 @@ class BatchIterator:
 
     def __init__(
         self,
-        operator: TrainingOperator,
+        operator: Operator,
         cursor: Cursor,
         tally: Tally,
+        reduction: ReductionContext,
         *,
         limit: int | None,
         purpose: str,
@@ -50,16 +53,18 @@ class BatchIterator:
         first_index: int,
     ) -> None:
         self._operator = operator
-        self._stage = operator._lockstep
+        self._state = operator._lockstep
         self._cursor = cursor
         self._tally = tally
+        self._reduction = reduction
         self._limit = limit
         self._purpose = purpose
         self._rollback = rollback
         self.first_index = first_index
         self._open: int | None = None
-        own_loop = purpose == "train" and operator._brings("train_epoch")
-        self._stage.read_ahead = ReadAhead() if own_loop and cursor.source.joint else None
+        own_loop = purpose == "train" and operator._overrides("train_epoch")
+        self._prefetched = PrefetchedBatches() if own_loop and cursor.source.joint else None
+        self._state.step = StepContext(reduction, purpose, prefetched=self._prefetched)
         self.delivered = 0
         self.epoch_over = False
 
@@ -105,40 +110,42 @@ class BatchIterator:
         Raises:
             PeerLostError: nobody knows whether it has, for the group was given up meanwhile.
         """
-        self._stage.setting.group.confirm()
-        if self._purpose == "train":
-            # A loop may step once more after its last batch.
-            update_averages(self._stage)
+        state, step = self._state, self._state.step
+        state.context.group.confirm()
+        training = self._purpose == "train"
+        if training and state.registered is not None:
+            # Without an open batch as well: a loop may step once more after its last one.
+            stepped, step.stepped = step.stepped, []
+            update_averages(state.registered, stepped)
         if self._open is None:
             return
-        if self._purpose == "train":
+        if training:
             refuse_left_out(self._operator)
-            self._stage.num_computed, self._stage.has_scheduled = 0, False
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:
             self._tally.samples += self._open
         else:
-            self._stage.forget_counts()  # an earlier call has counted them
+            state.forget_counts()
         self._open = None
-        self._stage.delivered = None
-        if self._purpose == "train":
-            self._stage.committed += 1
-            self._operator.global_step = self._stage.committed
-            self._note_window()
+        state.step = step.between_batches()
+        if training:
+            state.committed += 1
+            self._operator.global_step = state.committed
+            self._note_window(step)
             if self._rollback is not None:
                 self._rollback.settle(self._cursor)
-            if self._stage.step_log is not None:
+            if state.step_log is not None:
                 is_settled = self._rollback is None or self._rollback.is_settled
                 epoch = self._cursor.epochs_entered
-                self._stage.step_log.commit(self._stage.committed, epoch, is_settled=is_settled)
+                state.step_log.commit(state.committed, epoch, is_settled=is_settled)
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()
 
-    def _note_window(self) -> None:
-        every = self._stage.setting.options.accumulate
-        if self._stage.place.closes or self._cursor.step % every == 0:
+    def _note_window(self, step: StepContext) -> None:
+        every = self._state.context.options.accumulate
+        if step.closes_window or self._cursor.step % every == 0:
             self._cursor.window_start = self._cursor.step
 
     def _look_for_the_end(self) -> None:
@@ -146,58 +153,67 @@ class BatchIterator:
         if self._cursor.step == self._cursor.source.steps_per_epoch:
             self.epoch_over = True
 
-    def _place(self, step: Step) -> WindowPosition:
-        """Windows begin with the epoch; its last one is short if it does not come out even."""
-        every = self._stage.setting.options.accumulate
-        if every == 1:
-            return WindowPosition(opens=True, closes=True)
-        full = (step.index + 1) % every == 0
-        closes = full or self._cursor.is_last(step.index)
-        return WindowPosition(opens=step.index == self._cursor.window_start, closes=closes)
+    def _deliver(self, read: Step) -> Any:
+        """Make the context of a batch that was read, tell the synchronisation, and hand it out.
 
-    def _deliver(self, step: Step) -> Any:
-        if self._purpose == "train":
-            self._stage.place = self._place(step)
+        Returns:
+            The context, for the default loops; the plain batch, for a loop of the user's own.
+        """
+        state, sync, training = self._state, self._state.sync, self._purpose == "train"
+        shards = tuple(self._shard(read, part) for part in read.parts)
+        is_joint = self._cursor.source.joint
+        step = StepContext(
+            self._reduction, self._purpose, shards, is_joint, prefetched=self._prefetched
+        )
+        if training:
+            step.opens_window, step.closes_window = self._place_in_window(read)
             if self._rollback is not None:
                 self._rollback.keep(self._cursor, self._tally)
-        parts = tuple(self._with_seed(step, part) for part in step.parts)
-        sync = self._stage.sync
-        if sync is not None and self._purpose == "train":
-            sync.begin_step(self._stage.committed)
-        # Each shard's is set when its turn comes.
-        weight = parts[0].num_samples if self._cursor.source.joint else None
-        current = reduction.active()
-        if current is not None:
-            current.weight = weight
-        if not self._cursor.source.joint:
-            self._stage.delivered = None
-            return WorkerBatch(parts)
-        part = parts[0]
-        if part.borrowed and self._purpose == "train":
+            if sync is not None:
+                sync.begin_step(state.committed)
+        state.step = step
+        # That of each shard of its own is set when the shard is computed.
+        self._reduction.weight = shards[0].num_samples if is_joint else None
+        if not is_joint:
+            return step
+        if training and step.is_borrowed:
             refuse_borrowed(self._operator)
-        self._stage.delivered = part
         if sync is not None:
-            sync.set_delivered_weight(self._weight(sync, part.num_samples))
-        part.seed_randomness()
-        return part.batch
+            step.weight = self._weight(sync, shards[0].num_samples)
+            sync.set_delivered_weight(step.weight)
+        shards[0].seed_randomness()
+        return shards[0].batch
 
-    def _with_seed(self, step: Step, part: data.LoadedPart) -> ShardBatch:
+    def _place_in_window(self, read: Step) -> tuple[bool, bool]:
+        """Whether a batch opens and closes a window: the global batches of one optimizer step.
+
+        Windows begin with the epoch; its last one is short if the epoch does not come out even.
+        """
+        every = self._state.context.options.accumulate
+        if every == 1:
+            return True, True
+        is_full = (read.index + 1) % every == 0
+        closes = is_full or self._cursor.is_last(read.index)
+        return read.index == self._cursor.window_start, closes
+
+    def _shard(self, read: Step, part: LoadedPart) -> ShardBatch:
         shard = part.shards[0] if part.shards else -1
-        run = self._stage.setting.placement.seed
-        seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)
-        origin = BatchOrigin(self._cursor.epoch, step.index, part.indices)
+        run_seed = self._state.context.placement.seed
+        seed = derive_seed(run_seed, self._purpose, self._cursor.epoch, read.index, shard)
+        origin = BatchOrigin(self._cursor.epoch, read.index, part.indices)
         return ShardBatch(part.batch, part.num_samples, seed, shard, origin)
 
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
-        """What a backward counts for whose batch is not told: this one's, if it is certain."""
-        ahead = self._stage.read_ahead
+        """What a plain backward counts for: this batch's samples, if the backward is certain to
+        be of this batch."""
+        ahead = self._prefetched
         if ahead is None:
             return samples
         ahead.note_read(samples, sync.rounds)
-        where = f"rank {self._operator.world_rank}, step {self._operator.global_step}"
-        return samples if ahead.is_certain or not sync.needs_guard else ahead.unknown_weight(where)
+        if ahead.is_certain or not sync.needs_guard:
+            return samples
+        return ahead.unknown_weight(place(self._operator))
 
     def _note_the_end(self) -> None:
-        ahead, sync = self._stage.read_ahead, self._stage.sync
-        if ahead is not None and sync is not None:
-            ahead.note_the_end(sync.rounds)
+        if self._prefetched is not None and self._state.sync is not None:
+            self._prefetched.note_the_end(self._state.sync.rounds)

@@ -12,17 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
-from lockstep.sync import is_block, is_expanded
 from lockstep.worker import state_broadcast
+from lockstep.worker.batch_sources import open_source
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.saved_gradients import SavedGradients
-from lockstep.worker.step_sources import open_source
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.process_group import Rendezvous
@@ -99,9 +98,9 @@ def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
     if survivor.point is None:
         return survivor
     stage = worker.operator._lockstep
-    stage.setting = replace(stage.setting, group=Group(None, stage.setting.device))
+    stage.context = replace(stage.context, group=Group(None, stage.context.device))
     worker.snapshots.forget()
-    rejoin(worker.run, stage.setting, stage.committed)
+    rejoin(worker.run, stage.context, stage.committed)
     worker.expect_usual_weight()
     worker.watch_from(stage.committed)
     return survivor
@@ -157,11 +156,11 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
         ReplicasDifferError: the ranks do not hold the same state; on every rank.
     """
     _take_place(worker, rank, formation)
-    operator, group = worker.operator, worker.operator._lockstep.setting.group
+    operator, group = worker.operator, worker.operator._lockstep.context.group
     if formation.stale:
         _hand_over(worker, group, rank, formation)
     worker.snapshots.forget()
-    rejoin(worker.run, operator._lockstep.setting, operator._lockstep.committed)
+    rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     state_broadcast.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
@@ -172,12 +171,12 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
 def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
     operator = worker.operator
     worker.take_rank(rank, formation.size)
-    before = operator._lockstep.setting
+    before = operator._lockstep.context
     if worker.before_meeting is not None:
         worker.before_meeting()
     group = worker.meet(formation.rendezvous, before.device)
     placement = worker.placement_for(before.placement)
-    operator._lockstep.setting = replace(
+    operator._lockstep.context = replace(
         before,
         world_rank=rank,
         world_size=formation.size,
@@ -213,7 +212,7 @@ def _everything(worker: Worker) -> dict[str, Any]:
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": [(buffer, _strides(buffer)) for buffer in _buffers(run)],
+        "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
@@ -226,12 +225,8 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     run: TrainingParts = worker.run
     for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    for mine, (theirs, strides) in zip(_buffers(run), given["buffers"], strict=True):
-        value = theirs.to(mine.device)
-        if strides is not None:
-            # Ranks agree on layouts, and what travels is contiguous.
-            value = torch.empty_strided(value.shape, strides, **_kind(value)).copy_(value)
-        mine.data = value
+    for mine, theirs in zip(_buffers(run), given["buffers"], strict=True):
+        mine.data = theirs.to(mine.device, copy=True)
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
     if given["carried"] is not None:
         worker.carried = SavedGradients(given["carried"])
@@ -240,14 +235,6 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
 
 
 def _buffers(run: TrainingParts) -> list[torch.Tensor]:
-    """Those of a state, and those that no state holds."""
+    """All buffers: a state leaves out those that are not persistent."""
     modules = [*run.modules(), *run.averages]
     return [buffer for module in modules for buffer in module.buffers()]
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if is_block(tensor) and not is_expanded(tensor) else None
-
-
-def _kind(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}

@@ -17,14 +17,14 @@ from lockstep.keys import (
     SCHEDULER_STEP_EPOCH,
     USE_FP16,
 )
-from lockstep.operator.loops import checked_metrics, follow_batch, registered
-from lockstep.operator.loss_scope import reduction_of
-from lockstep.operator.non_finite_report import explained
+from lockstep.operator.default_loss import registered
+from lockstep.operator.loops import checked_metrics, follow_batch
+from lockstep.operator.nan_origin import explained
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
-from lockstep.reduction import activate
+from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
-from lockstep.worker.cursor import Tally
+from lockstep.worker.data_cursor import Tally
 from lockstep.worker.report import Counted, Report
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.cursor import Cursor
+    from lockstep.operator.operator_state import OperatorState
+    from lockstep.worker.data_cursor import Cursor
     from lockstep.worker.rollback import Rollback
 
 _COUNT_EVERY_S: Final = 0.25
@@ -107,6 +108,7 @@ class LoopRun:
         progress: LoopProgress | None,
     ) -> None:
         self._operator = operator
+        self._state: OperatorState = operator._lockstep
         self.cursor = cursor
         self.request = request
         self._info = {
@@ -120,7 +122,7 @@ class LoopRun:
         self.tally = Tally(steps=-owed, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
-        self._shards = operator._lockstep.setting.placement.shards
+        self._shards = self._state.context.placement.shards
         self._pass_began = 0
         self._deliveries: BatchIterator | None = None
         self._counted_at = time.monotonic()
@@ -132,7 +134,7 @@ class LoopRun:
         self._metrics: list[dict[str, Any]] = []
         self._summaries: list[dict[str, Any] | None] = []
         self._samples_by_pass: list[int] = []
-        operator._lockstep.begin_call(request.purpose)
+        self._state.begin_call(request.purpose)
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
 
@@ -154,7 +156,7 @@ class LoopRun:
         # Those that it carried then: with fewer workers they have been dealt out anew since.
         samples = self.cursor.source.samples_of(self._shards, first, missed) or 0
         self.tally.samples += samples
-        self._operator._lockstep.meters.n += samples
+        self._state.meters.n += samples
         self._take_over(progress)
 
     def _take_over(self, progress: LoopProgress) -> None:
@@ -165,7 +167,7 @@ class LoopRun:
     def finish_step(self) -> None:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
         assert self._deliveries is not None
-        if not self._operator._lockstep.has_scheduled:
+        if not self._state.step.has_scheduled:
             follow_batch(self._operator, self._info)
         self._deliveries.commit()
 
@@ -175,7 +177,7 @@ class LoopRun:
         if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
             return  # reading a number would make the host wait for the device
         self._counted_at = now
-        sums = self._operator._lockstep.meters.state()
+        sums = self._state.meters.state()
         self.counted = Counted(self.tally.samples, sums)
 
     def rewind(self) -> None:
@@ -188,21 +190,23 @@ class LoopRun:
         Collective:
             What the operator's loop communicates, and one exchange at the start of an epoch.
         """
-        self._shards = self._operator._lockstep.setting.placement.shards
-        with preserved(), self._arithmetic(), activate(reduction_of(self._operator, None)):
+        self._shards = self._state.context.placement.shards
+        averages = self._operator.loss_reduction == "mean"
+        reduction = ReductionContext(self._state.context.group, averages=averages)
+        with preserved(), self._arithmetic(), activate(reduction):
             while not self.is_over:
-                self.is_over = self._pass()
+                self.is_over = self._pass(reduction)
         return self.report()
 
-    def _pass(self) -> bool:
+    def _pass(self, reduction: ReductionContext) -> bool:
         """One pass over (the rest of) an epoch; whether it was the last one."""
         operator, cursor, tally = self._operator, self.cursor, self.tally
         purpose, num_steps = self.request.purpose, self.request.num_steps
         if not cursor.at_epoch_start and cursor.is_exhausted():
             self._end_epoch()
         if cursor.at_epoch_start:
-            cursor.source.agree(operator._lockstep.setting.group, cursor.epoch)
-        operator._lockstep.summary = None
+            cursor.source.agree(self._state.context.group, cursor.epoch)
+        self._state.summary = None
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
         left = None if num_steps is None else num_steps - tally.steps
@@ -210,6 +214,7 @@ class LoopRun:
             operator,
             cursor,
             tally,
+            reduction,
             limit=left,
             purpose=purpose,
             rollback=self._rollback,
@@ -219,7 +224,7 @@ class LoopRun:
         metrics = self._loop(deliveries)
         deliveries.commit()
         self._metrics.append(metrics)
-        self._summaries.append(operator._lockstep.summary)
+        self._summaries.append(self._state.summary)
         self._pass_began = tally.steps
         self._samples_by_pass.append(tally.samples - sum(self._samples_by_pass))
         if deliveries.epoch_over:
@@ -243,24 +248,24 @@ class LoopRun:
         training = self.request.purpose == "train"
         wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # A loop of the user's own steps them itself, unless it ran ours.
-        if wanted and (operator._lockstep.ran_our_epoch or not operator._brings("train_epoch")):
+        if wanted and (self._state.ran_default_epoch or not operator._overrides("train_epoch")):
             step_schedulers(registered(operator).schedulers)
-        operator._lockstep.ran_our_epoch = False
+        self._state.ran_default_epoch = False
         self.cursor.finish_epoch()
 
     def report(self) -> Report:
         operator, training = self._operator, self.request.purpose == "train"
-        log = operator._lockstep.step_log
+        log = self._state.step_log
         return Report(
             metrics=self._metrics,
             summaries=self._summaries,
-            sums=operator._lockstep.meters.state(),
+            sums=self._state.meters.state(),
             samples_by_pass=self._samples_by_pass,
             samples=self.tally.samples,
             steps=self.tally.steps,
             epoch=self.cursor.epochs_entered if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
-            weighed_by=operator._lockstep.weighed_by.get(self.request.purpose),
-            measured=operator._lockstep.measures.collected(self.request.purpose),
+            weighed_by=self._state.weighed_by.get(self.request.purpose),
+            measured=self._state.registered_metrics.collected(self.request.purpose),
             rows=log.newer_than(0) if training and log is not None else [],
         )

@@ -92,7 +92,7 @@ class OptimizerRecorder:
         self._current.gradients.append(
             {name: None if p.grad is None else copied(p.grad) for name, p in held}
         )
-        delivered = self._operator._lockstep.delivered
+        delivered = self._operator._lockstep.step.delivered
         if delivered is not None:
             self._current.drew |= _has_drawn_since(delivered.seed)
 

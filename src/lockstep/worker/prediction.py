@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data import ShardedLoader
-from lockstep.data.batch_structure import map_leaves
-from lockstep.operator.loss_scope import computing
-from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
+from lockstep.operator.shard_batch import ShardBatch
+from lockstep.operator.step_context import StepContext
 from lockstep.randomness import derive_seed, preserved
+from lockstep.reduction_context import ReductionContext
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +54,7 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
         None.
     """
     operator, run = worker.operator, worker.run
-    options, placement = worker.spec.options, operator._lockstep.setting.placement
+    options, placement = worker.spec.options, operator._lockstep.context.placement
     whole = options.sync == "data_parallel"
     source = ShardedLoader(
         loader, placement, joint=whole, borrow=False, keeps_last=True, keeps_generators=False
@@ -79,17 +80,16 @@ def _staged(seed: int, step: int, part: Any) -> ShardBatch:
 def _predicted(
     operator: TrainingOperator, step: int, shard: int, indices: tuple[Any, ...], part: ShardBatch
 ) -> Predicted:
-    part.seed_randomness()
-    with (
-        operator._lockstep.precision.autocast(),
-        computing(operator, WorkerBatch((part,)), part.num_samples),
-    ):
+    state = operator._lockstep
+    per_shard = state.context.placement.num_shards > 1
+    context = StepContext(ReductionContext(state.context.group), "predict", (part,))
+    with state.precision.autocast(), context.computing(part, per_shard=per_shard):
         batch = operator.to_device(part.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
-    return Predicted(step, shard, indices, part.num_samples, map_leaves(output, _to_travel))
+    return Predicted(step, shard, indices, part.num_samples, tree_map(_to_travel, output))
 
 
-def _to_travel(leaf: Any, place: str) -> Any:
+def _to_travel(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     moved = leaf.detach().to(_CPU)

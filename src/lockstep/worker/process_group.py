@@ -23,7 +23,7 @@ from lockstep.worker.network_interface import interface_towards
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.sync import OwnerAddress
+    from lockstep.sync import ServerAddress
 
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
@@ -50,7 +50,7 @@ class Rendezvous:
     one_node: bool
     timeout_s: float
     as_default: bool = True
-    owner: OwnerAddress | None = None
+    owner: ServerAddress | None = None
 
 
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:

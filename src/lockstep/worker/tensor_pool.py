@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-from lockstep.operator.model_copies import tensors_in
-from lockstep.sync import is_block
+from lockstep.tensor_copies import is_block
+from lockstep.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's loader is kept: every field, the subclass, the sampler's own stream.
 
-`lockstep.data.layout` reads the loader, `lockstep.data.isolation` its sampler's random numbers, and
-`lockstep.data.delivery` makes a loader like it.
+`lockstep.data.global_batches` reads the loader, `lockstep.data.isolated_randomness` keeps the
+random numbers of its sampler, and `lockstep.data.loader_copy` makes a loader like it.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data import ShardedLoader, ShardPlacement
-from lockstep.data.isolation import Isolation, held_generators
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
 from lockstep.errors import NotShardableError
 from sharing import by_shard, plain, samples, share_out
 
@@ -66,8 +66,8 @@ def test_every_field_is_kept() -> None:
     )
     before = dict(vars(loader))
     sharded = ShardedLoader(loader, ALONE, joint=False, borrow=False)
-    copy = vars(sharded._delivery._loader)
-    assert type(sharded._delivery._loader) is _SubLoader
+    copy = vars(sharded._copy._loader)
+    assert type(sharded._copy._loader) is _SubLoader
     assert copy.keys() == before.keys()
     for name in before.keys() - REPLACED - {"worker_init_fn"}:
         assert copy[name] is before[name], name
@@ -193,7 +193,7 @@ def test_the_users_generator_counts_and_is_left_as_it_was() -> None:
 
 
 def test_an_error_in_a_sampler_leaves_the_generators_as_they_were() -> None:
-    isolation = Isolation(1, held_generators(random.Random(1)))
+    isolation = IsolatedRandomness(1, held_generators(random.Random(1)))
     state = torch.get_rng_state()
 
     def broken() -> object:

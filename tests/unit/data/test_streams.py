@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Iterable data: each keeps its part of one stream, or it is refused with the reason.
 
-`lockstep.data.layout` reads or refuses the stream, `lockstep.data.plan_checks` compares the ranks.
+`lockstep.data.global_batches` reads or refuses the stream, `lockstep.data.data_order_check`
+compares the ranks.
 """
 
 import random

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loss that is a sum over its batch: added over shards, reported per sample.
 
-`lockstep.operator.loss_weights` with ``loss_reduction="sum"``.
+`lockstep.operator.shard_results` with ``loss_reduction="sum"``.
 """
 
 import pytest

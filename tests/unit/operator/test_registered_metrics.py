@@ -12,7 +12,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.metrics.states import computed
+from lockstep.metrics.torchmetrics_merge import computed
 from lockstep.operator.registered_metrics import RegisteredMetrics
 
 CLASSES, SAMPLES = 3, 37

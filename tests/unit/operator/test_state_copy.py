@@ -25,7 +25,7 @@ def test_an_optimizer_goes_back_in_its_own_groups():
     kept, group = StateCopy(layer.parameters(), [optimizer, scheduler]), optimizer.param_groups[0]
     expected = [step(), step()]
     group["added"] = 1
-    kept.put_back()
+    kept.restore()
     assert optimizer.param_groups[0] is group
     assert "added" not in group
     assert group["params"] == list(layer.parameters())

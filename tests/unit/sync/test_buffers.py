@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from kinds import KINDS, NESTED
-from lockstep.sync import buffer_places, copy_over, overwrite, put_buffer
-from lockstep.sync.buffers import same_bits, write_into
-from lockstep.sync.wire import pack, unpack
-from lockstep.worker.state_broadcast import joined, taken_apart
+from lockstep.serialization import join, pack, split, unpack
+from lockstep.sync import buffer_places, put_buffer
+from lockstep.sync.buffers import same_bits
+from lockstep.tensor_copies import TensorCopies, write_into
 from lockstep.worker.tensor_pool import TensorPool
 
 # Torch says so once in a process, whoever makes such a tensor first.
@@ -47,19 +47,19 @@ def test_other_numbers_of_parts_are_other_bits():
 
 @ALL
 def test_what_was_kept_comes_back_in_the_object_that_was_there(make):
-    held, plain, kept = make(2.0), torch.zeros(3), []
+    held, plain, kept = make(2.0), torch.zeros(3), TensorCopies()
     for value in (3.0, 2.0):  # the second time into memory of the first
         write_into(held, make(value))
-        copy_over([held, plain, torch.ones(2)], kept)
-    memory = kept[1].data_ptr()
+        kept.take([held, plain, torch.ones(2)])
+    memory = kept.values[1].data_ptr()
     write_into(held, make(4.0))
     plain.add_(1)
-    overwrite([held, plain, torch.zeros(2)], kept)
+    kept.restore()
     assert same_bits(held, make(2.0))
     assert plain.tolist() == [0, 0, 0]
-    copy_over([held, plain, torch.ones(2)], kept)
-    assert kept[1].data_ptr() == memory
-    assert same_bits(kept[0], held)
+    kept.take([held, plain, torch.ones(2)])
+    assert kept.values[1].data_ptr() == memory
+    assert same_bits(kept.values[0], held)
 
 
 @ALL
@@ -89,17 +89,17 @@ def test_one_in_the_place_of_a_saved_buffer_lies_in_memory_alike():
 
 @ALL
 def test_a_state_is_handed_over(make):
-    tensors = []
-    structure = taken_apart({"a": make(2.0), "b": [torch.ones(3)]}, tensors)
-    found = joined(structure, unpack(*pack(tensors)))
+    structure, buffers = split({"a": make(2.0), "b": [torch.ones(3)]})
+    sizes = [buffer.numel() for buffer in buffers]
+    found = join(structure, unpack(pack(buffers), sizes))
     assert same_bits(found["a"], make(2.0))
     assert found["b"][0].tolist() == [1, 1, 1]
 
 
 @ALL
 def test_copies_of_a_state_use_memory_again(make):
-    shelf = TensorPool()
+    pool = TensorPool()
     for value in (2.0, 3.0):
-        copied = shelf.copy_of(make(value))
+        copied = pool.copy_of(make(value))
         assert same_bits(copied, make(value))
-        shelf.put_back([copied])
+        pool.put_back([copied])

@@ -9,7 +9,7 @@ from tests.ray.surviving import Classifier, OwnEpoch, TwoPlayers, Windows, diges
 from torch import nn
 
 from lockstep.errors import NonFiniteError, TrainerClosedError
-from lockstep.operator.model_copies import tensors_in
+from lockstep.tensor_tree import tensors_in
 from lockstep.testing import Strike
 from unit.trainer.programs import (
     STEPS_PER_EPOCH,

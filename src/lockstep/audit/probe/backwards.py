@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch._C._functorch import maybe_current_level
 
-from lockstep import reduction
+from lockstep import reduction_context
 from lockstep.audit.ledger import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
 from lockstep.audit.probe.arguments import targets_of
@@ -79,7 +79,7 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
 
 def _fingerprint_before(probe: Probe) -> dict[str, Fingerprint]:
     """With gradients that lockstep keeps out of a backward which it runs itself."""
-    current = reduction.active()
+    current = reduction_context.active()
     earlier = {} if current is None else current.earlier
     return fingerprint_gradients(probe, earlier)
 

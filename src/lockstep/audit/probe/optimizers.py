@@ -32,7 +32,7 @@ from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import is_piece
 from lockstep.audit.probe.unheld import note_told_within, note_unheld
-from lockstep.lazy_compiler import outside_graphs
+from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

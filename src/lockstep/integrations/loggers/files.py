@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
-from lockstep.integrations.loggers.row import Logger, Row
+from lockstep.integrations.loggers.base import Logger, Row
 
 if TYPE_CHECKING:
     import os

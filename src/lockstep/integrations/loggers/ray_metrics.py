@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
-from lockstep.integrations.loggers.row import Logger, Row
-from lockstep.integrations.packages import required
+from lockstep.integrations.loggers.base import Logger, Row
+from lockstep.integrations.optional_packages import required
 from lockstep.keys import NUM_SAMPLES
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from lockstep.integrations.loggers.row import Logger, Row, flattened
-from lockstep.integrations.packages import required
+from lockstep.integrations.loggers.base import Logger, Row, flattened
+from lockstep.integrations.optional_packages import required
 from lockstep.keys import BATCH_COUNT
 
 if TYPE_CHECKING:

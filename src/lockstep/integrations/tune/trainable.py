@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from lockstep.engine.placement_group import warn_of_no_room
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.integrations.packages import required
-from lockstep.integrations.tune import checkpoints
+from lockstep.integrations.optional_packages import required
+from lockstep.integrations.tune import trial_checkpoint
 from lockstep.trainer.arguments import checked_config, checked_operator, is_positive_int, pick_gpu
 from lockstep.trainer.arguments import require as holds
 
@@ -59,7 +59,7 @@ class TorchTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.trainer = self._opened(config)
-        self._made_with = checkpoints.hyperparameters(self.trainer)
+        self._made_with = trial_checkpoint.hyperparameters(self.trainer)
 
     def _opened(self, config: Mapping[str, Any]) -> TorchTrainer:
         arguments = dict(self.arguments)
@@ -82,10 +82,10 @@ class TorchTrainable(Trainable):
         return result
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        checkpoints.write(self.trainer, checkpoint_dir, self._made_with)
+        trial_checkpoint.write(self.trainer, checkpoint_dir, self._made_with)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        checkpoints.read(self.trainer, checkpoint, self._made_with)
+        trial_checkpoint.read(self.trainer, checkpoint, self._made_with)
 
     def cleanup(self) -> None:
         self.trainer.shutdown()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loggers, each read back with the real package.
 
-The rows of `lockstep.integrations.loggers.row` in `lockstep.integrations.loggers.files`,
+The rows of `lockstep.integrations.loggers.base` in `lockstep.integrations.loggers.files`,
 `lockstep.integrations.loggers.tensorboard` and `lockstep.integrations.loggers.mlflow`.
 """
 

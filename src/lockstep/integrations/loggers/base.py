@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row for each call of `train` and `validate`: what every logger writes down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lockstep.metrics.metric_values import as_number, read_numbers
+from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.callbacks import Callback, steps_done
+
+if TYPE_CHECKING:
+    from lockstep.trainer import TorchTrainer
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one call returned, or what some steps of it came to.
+
+    Attributes:
+        phase: "train", "validation", or "step" for the metrics of single steps.
+        step: optimizer steps (global batches) since the run began, earlier programs included.
+        epoch: passes over the training data begun; None if this program has not trained yet.
+        values: numbers and strings by name; nested ones as ``profile/mean_fwd_s``.
+        time: seconds since 1970.
+    """
+
+    phase: str
+    step: int
+    epoch: int | None
+    values: Mapping[str, float | str]
+    time: float = field(default_factory=time.time)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {name: each for name, each in self.values.items() if not isinstance(each, str)}
+
+
+class Logger(Callback):
+    """A callback that turns results into rows; a logger of your own overrides `write`.
+
+    Rows come after the workers have been reduced: every sample counts once.
+
+    Args:
+        every: also a row, with the phase "step", for each so many optimizer steps (global
+            batches): the means over all their samples, while a call runs.
+
+    Raises:
+        ConfigurationError: `every` is no positive number of steps.
+    """
+
+    def __init__(self, every: int | None = None) -> None:
+        require(every is None or is_positive_int(every), "every", every, "an int, 1 or more")
+        self.every = every
+        self._epoch: int | None = None
+
+    def write(self, trainer: TorchTrainer, row: Row) -> None:
+        """Write one row down, for good: the program may be killed after it."""
+        raise NotImplementedError
+
+    def on_step(self, trainer: TorchTrainer, step: int, metrics: dict[str, Any]) -> None:
+        self._epoch = metrics["epoch"]
+        values = {name: each for name, each in flattened(metrics).items() if name != "epoch"}
+        self.write(trainer, Row("step", step, self._epoch, values))
+
+    def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        self._epoch = result.get("epoch", self._epoch)
+        self._log(trainer, "train", result)
+
+    def on_validate_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        self._log(trainer, "validation", result)
+
+    def _log(self, trainer: TorchTrainer, phase: str, result: Mapping[str, Any]) -> None:
+        values = {name: each for name, each in flattened(result).items() if name != "epoch"}
+        self.write(trainer, Row(phase, steps_done(trainer), self._epoch, values))
+
+
+def flattened(mapping: Mapping[str, Any], before: str = "") -> dict[str, float | str]:
+    """The numbers and strings in a nested mapping; anything else has no place in a table."""
+    flat: dict[str, float | str] = {}
+    for key, value in mapping.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping):
+            flat.update(flattened(value, f"{name}/"))
+        elif isinstance(value, str):
+            flat[name] = value
+        elif (number := as_number(value)) is not None:
+            flat[name] = read_numbers([number])[0]
+    return flat
