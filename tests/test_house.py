@@ -65,7 +65,6 @@ KNOWN_CIRCLES = [
         "lockstep.worker.group_formation",
         "lockstep.worker.parity_trial",
         "lockstep.worker.prediction",
-        "lockstep.worker.snapshot",
         "lockstep.worker.worker",
     },
 ]
