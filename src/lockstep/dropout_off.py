@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep._torch_compat import BatchNorm, Dropout, TorchDispatchMode, arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +33,7 @@ def pin(model: nn.Module) -> list[str]:
     notes: list[str] = []
     for name, module in model.named_modules():
         place = f"layer `{name}`" if name else "the model"
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, Dropout):
             _stay_in_evaluation(module)
             notes.append(f"dropout is off in {place}")
         elif normalises_by_batch(module) and module.running_mean is not None:
@@ -49,7 +48,7 @@ def pin(model: nn.Module) -> list[str]:
 
 def normalises_by_batch(module: nn.Module) -> bool:
     """Whether a layer takes its statistics from the rows of this rank alone."""
-    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _stay_in_evaluation(module: nn.Module) -> None:
@@ -107,5 +106,5 @@ def _neutral_argument(func: Any) -> tuple[int, str, float] | None:
         wanted, neutral = "scale", 1.0
     else:
         wanted, neutral = "p" if func is _aten.native_dropout.default else "dropout_p", 0.0
-    names = [argument.name for argument in func._schema.arguments]
+    names = arguments_of(func)
     return (names.index(wanted), wanted, neutral) if wanted in names else None

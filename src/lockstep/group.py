@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from lockstep._torch_compat import ALL_GATHER_ONE, REDUCE_SCATTER_ONE
 from lockstep.backends import abort_nccl, metadata_device, timeout_s
 from lockstep.collective_keepalive import CollectiveKeepalive
 from lockstep.errors import PeerLostError
@@ -161,7 +162,7 @@ class Group:
             return _DONE
         if op is SUM and is_quicker_gathered(tensor, self.size):
             parts = tensor.new_empty(self.size * tensor.numel())
-            pending = self._start("all_reduce", "_allgather_base", parts, tensor)
+            pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
             return pending.then(partial(GatheredSum, parts=parts, total=tensor))
         options = dist.AllreduceOptions()
         options.reduceOp = op
@@ -223,7 +224,7 @@ class Group:
         if self._is_silent("all_gather"):
             gathered.copy_(tensor)
             return
-        self._start("all_gather", "_allgather_base", gathered, tensor).wait()
+        self._start("all_gather", ALL_GATHER_ONE, gathered, tensor).wait()
 
     def reduce(self, tensor: torch.Tensor, destination: int) -> Pending:
         """Start to sum `tensor` over all ranks on one of them, in place.
@@ -269,7 +270,7 @@ class Group:
             return
         options: Any = dist.ReduceScatterOptions()
         options.reduceOp = SUM
-        self._start("reduce_scatter", "_reduce_scatter_base", received, sent, options).wait()
+        self._start("reduce_scatter", REDUCE_SCATTER_ONE, received, sent, options).wait()
 
     def all_to_all(
         self,

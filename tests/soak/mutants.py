@@ -34,8 +34,8 @@ MUTANTS = {
     ),
     "a_gradient_of_the_users_is_replaced": Mutant(
         "sync/tensor_references.py",
-        "        return not (\n            any(map(_is_view, grads))",
-        "        return None not in grads or not (\n            any(map(_is_view, grads))",
+        "        return not (\n            any(map(is_view, grads))",
+        "        return None not in grads or not (\n            any(map(is_view, grads))",
     ),
     "hooks_are_run_by_autograd": Mutant(
         "sync/gradient_hooks.py",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from lockstep import reduction_context
+from lockstep._torch_compat import current_graph_task
 from lockstep.errors import (
     CrossedWeightsError,
     LossesDifferError,
@@ -240,11 +241,11 @@ _of_this_thread = threading.local()
 
 def note_global_mean() -> None:
     """In the backward that runs, losses of rows were weighed by their number over all ranks."""
-    _of_this_thread.task = torch._C._current_graph_task_id()
+    _of_this_thread.task = current_graph_task()
 
 
 def _global_mean_has_run() -> bool:
-    return getattr(_of_this_thread, "task", None) == torch._C._current_graph_task_id()
+    return getattr(_of_this_thread, "task", None) == current_graph_task()
 
 
 def _averages() -> bool:

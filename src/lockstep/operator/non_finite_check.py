@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import parts_of_sparse
 from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
@@ -150,7 +151,7 @@ def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    dense = [each._values() if each.is_sparse else each for each in tensors]
+    dense = [parts_of_sparse(each)[1] if each.is_sparse else each for each in tensors]
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
 
 
@@ -158,5 +159,5 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     if math.isfinite(_norm([each.detach() for each in tensors])):
         return True
     # The squares of large numbers may overflow where the numbers do not.
-    dense = [each._values() if each.is_sparse else each for each in tensors]
+    dense = [parts_of_sparse(each)[1] if each.is_sparse else each for each in tensors]
     return all(bool(each.isfinite().all()) for each in dense)

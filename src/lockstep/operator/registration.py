@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.sync_setup import attach
@@ -290,7 +291,7 @@ def _with_parts(schedulers: Sequence[Any]) -> set[int]:
     """The identities of schedulers, and of those that a chain of them steps."""
     found = set(map(id, schedulers))
     for scheduler in schedulers:
-        found |= _with_parts(getattr(scheduler, "_schedulers", ()))
+        found |= _with_parts(schedulers_within(scheduler))
     return found
 
 
@@ -304,7 +305,7 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_buffers(module: nn.Module) -> None:
     """Refuse, before the run, buffers with which no checkpoint could be written or loaded."""
     for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
+        for key, buffer in buffers_of(part).items():
             if buffer is None:
                 continue
             where = f"buffer `{path}.{key}`".replace("`.", "`")
@@ -314,7 +315,7 @@ def _refuse_buffers(module: nn.Module) -> None:
                     where=where,
                     fix="keep it as `.to_dense()`, and convert it in forward",
                 )
-            if buffer.is_nested and key not in part._non_persistent_buffers_set:
+            if buffer.is_nested and is_persistent(part, key):
                 raise ConfigurationError(
                     "a buffer is a nested tensor, which no checkpoint can hold",
                     where=where,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lockstep._torch_compat import compiled_from
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import ReplicatedModel, is_local
 
@@ -130,7 +131,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
             inner: nn.Module = model.module
         else:
-            inner = getattr(model, "_orig_mod", model)
+            inner = compiled_from(model)
         if inner is model:
             return model
         model = inner

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from lockstep._torch_compat import buffers_of
 from lockstep.errors import NotAvailableError
 from lockstep.sync.tensor_bits import same_bits
 from lockstep.sync.tensor_broadcast import block_for, parts_of, unpacked
@@ -42,14 +43,14 @@ class BufferPlace:
     key: str
 
     def tensor(self) -> torch.Tensor | None:
-        return self.owner._buffers.get(self.key)
+        return buffers_of(self.owner).get(self.key)
 
     def put(self, value: torch.Tensor) -> None:
         """Let the buffer be `value`: in place, unless a graph has saved the tensor there."""
         tensor = self.tensor()
         if tensor is None or not fits(value, tensor):
             if tensor is None or not same_bits(tensor, value):
-                self.owner._buffers[self.key] = value.clone()
+                buffers_of(self.owner)[self.key] = value.clone()
             return
         is_saved = is_in_graph(tensor)
         # A graph may have saved a view of it: a buffer that is equal already is not written.
@@ -58,7 +59,7 @@ class BufferPlace:
         if is_saved:
             fresh = torch.empty_like(tensor)  # laid out alike, as ranks agree when a group forms
             write_into(fresh, value)
-            self.owner._buffers[self.key] = fresh
+            buffers_of(self.owner)[self.key] = fresh
         else:
             write_into(tensor, value)
 
@@ -68,7 +69,7 @@ def buffer_places(modules: Iterable[torch.nn.Module]) -> list[BufferPlace]:
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     found: dict[int, BufferPlace] = {}
     for part in parts:
-        for key, tensor in part._buffers.items():
+        for key, tensor in buffers_of(part).items():
             if tensor is not None:
                 found.setdefault(id(tensor), BufferPlace(part, key))
     return list(found.values())
@@ -119,7 +120,7 @@ class BufferBroadcast:
                 if shape == _FILE:
                     _broadcast_file(group, place)
                 elif shape is None and place.tensor() is not None:
-                    place.owner._buffers[place.key] = None
+                    buffers_of(place.owner)[place.key] = None
 
     def _send_blocks(self, group: Group, cap_bytes: int, *, is_reshaped: bool) -> bool:
         """Whether rank 0 has other shapes than were sent; nothing has been written then."""
@@ -192,7 +193,7 @@ def _broadcast_file(group: Group, place: BufferPlace) -> None:
     theirs = _broadcast_bytes(group, mine)
     if theirs != mine:
         device = group.device if tensor is None else tensor.device
-        place.owner._buffers[place.key] = torch.load(io.BytesIO(theirs), map_location=device)
+        buffers_of(place.owner)[place.key] = torch.load(io.BytesIO(theirs), map_location=device)
 
 
 def _broadcast_bytes(group: Group, mine: bytes) -> bytes:

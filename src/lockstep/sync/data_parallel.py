@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep._torch_compat import MODULE_TABLES, Norm, buffers_of
 from lockstep.data.batch_structure import concatenate
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
 from lockstep.sync.tensor_bits import same_bits
@@ -27,8 +27,6 @@ from lockstep.tensor_tree import KeyPath, keystr, tensors_in, tree_map_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 _JOINED: Final = (torch.strided, torch.sparse_coo)
 
@@ -196,7 +194,7 @@ def _left_behind(module: nn.Module) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name in _TABLES:
+            if name in MODULE_TABLES:
                 continue
             items: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
             if isinstance(value, dict):
@@ -213,8 +211,8 @@ def _running_statistics(module: nn.Module) -> set[str]:
     return {
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
-        if isinstance(part, _NormBase)
-        for name in part._buffers
+        if isinstance(part, Norm)
+        for name in buffers_of(part)
     }
 
 

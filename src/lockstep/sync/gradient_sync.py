@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import reduction_context
+from lockstep._torch_compat import version_of
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, round_checks
 from lockstep.sync.bucket_assignment import BucketAssignment, ReducerFactory
@@ -342,7 +343,7 @@ class GradientSync(WindowedSync):
 
     def _accept_changes(self) -> None:
         for bucket in self._reducer.layout.buckets:
-            bucket.delivered_version = bucket.flat._version
+            bucket.delivered_version = version_of(bucket.flat)
             for slot in bucket.kept:
                 slot.accept_changes()
         for slot in self._accumulated:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep._torch_compat import forget_groups, storage_key, version_of
 from lockstep.errors import NotAvailableError
 from lockstep.sync.local_parameters import is_local, local
 
@@ -99,7 +100,7 @@ class ParameterShards:
         self._numbers.clear()
         self._shards.clear()
         # The optimizers' states keep the mesh, and a mesh keeps its groups by name.
-        getattr(self._mesh, "_pg_registry", {}).clear()
+        forget_groups(self._mesh)
 
 
 class ParameterShard:
@@ -125,7 +126,7 @@ class ParameterShard:
         self.param = torch.nn.Parameter(
             as_shard(rows, self.whole, self._mesh), requires_grad=self.whole.requires_grad
         )
-        self._storage = self.param.untyped_storage()._cdata
+        self._storage = storage_key(self.param)
 
     def _place_now(self) -> tuple[Any, ...]:
         whole = self.whole
@@ -153,7 +154,7 @@ class ParameterShard:
 
     def _version(self) -> int:
         grad = self.param.grad
-        return self.param._version + (0 if grad is None else grad._version)
+        return version_of(self.param) + (0 if grad is None else version_of(grad))
 
     def end_step(self) -> list[torch.Tensor]:
         """Copy the changes that the optimizer made to the shard's gradient to the whole one.
@@ -184,7 +185,7 @@ class ParameterShard:
             NotAvailableError: the optimizer assigned to ``.data``, of which a DTensor takes no
                 notice.
         """
-        if self.param.untyped_storage()._cdata != self._storage:
+        if storage_key(self.param) != self._storage:
             self._build()
             raise NotAvailableError(
                 'this optimizer cannot step under sync="fsdp"',

@@ -15,17 +15,17 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.optim import Optimizer
+
+from lockstep._torch_compat import STEPS_ARE_SCALED, WAS_STEPPED, with_step_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FUSED_SCALING: Final = "_step_supports_amp_scaling"
-"""Set where an optimizer's own kernel unscales gradients: a replaced step never runs it."""
+    from torch.optim import Optimizer
 
 _ABOUT_STEPPING: Final = frozenset(
-    {"step", "state_dict", "load_state_dict", _FUSED_SCALING}
-    | {"_opt_called", "grad_scale", "found_inf"}
+    {"step", "state_dict", "load_state_dict", STEPS_ARE_SCALED}
+    | {WAS_STEPPED, "grad_scale", "found_inf"}
 )
 
 
@@ -45,17 +45,16 @@ class ReplacedStep:
     ) -> None:
         def replaced(this: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # Schedulers look at it, to warn of steps that were never taken.
-            vars(this)["_opt_called"] = True
+            vars(this)[WAS_STEPPED] = True
             return step(*args, **kwargs)
 
         self._attributes = vars(optimizer)
-        self._names = ("step", _FUSED_SCALING, *others)
+        self._names = ("step", STEPS_ARE_SCALED, *others)
         self._shadowed = {name: own for name, own in vars(optimizer).items() if name in self._names}
-        hooked: Any = Optimizer.profile_hook_step(replaced)
-        hooked._wrapped_by_lr_sched = True
-        self._attributes.update(others, step=MethodType(hooked, optimizer))
-        if _FUSED_SCALING in self._attributes:
-            self._attributes[_FUSED_SCALING] = False
+        self._attributes.update(others, step=MethodType(with_step_hooks(replaced), optimizer))
+        if STEPS_ARE_SCALED in self._attributes:
+            # A scaler would leave the unscaling to a kernel that the replaced step never runs.
+            self._attributes[STEPS_ARE_SCALED] = False
 
     def restore(self) -> None:
         """Give the optimizer its own methods back."""
@@ -64,7 +63,7 @@ class ReplacedStep:
         self._attributes.update(self._shadowed)
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters in all groups of `optimizer`, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Adafactor, Optimizer
 
+from lockstep._torch_compat import is_step_wrapper
 from lockstep.errors import LockstepError
-from lockstep.sync.replaced_step import ReplacedStep, needs_closure, parameters_of
+from lockstep.sync.replaced_step import ReplacedStep, needs_closure, optimizer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.sync.parameter_shards import ParameterShard, ParameterShards
-
-_BETWEEN_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
-_SCHEDULERS: Final = "torch.optim.lr_scheduler"
 
 
 def steps_whole(optimizer: Optimizer) -> bool:
@@ -163,7 +161,7 @@ class ShardedOptimizer:
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Bring only this rank's rows of a whole state to the device."""
-        held = parameters_of(optimizer)
+        held = optimizer_parameters(optimizer)
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         params = dict(zip(numbers, held, strict=False))
         kept = {
@@ -174,22 +172,13 @@ class ShardedOptimizer:
 
 
 def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's own `step`, without torch's hooks around it and without schedulers' wrappers.
-
-    Those wrappers are told from the user's by where they were made, and not by the marks on them,
-    which a wrapper of the user's own takes over (`functools.wraps`).
-    """
+    """The optimizer's own `step`, without torch's hooks and schedulers' wrappers around it."""
     own = vars(optimizer).get("step")
     step: Any = type(optimizer).step if own is None else own
     step = getattr(step, "__func__", step)
-    while _is_torchs_wrapper(step):
+    while is_step_wrapper(step):
         own, step = None, step.__wrapped__
     if own is None or isinstance(own, MethodType):
         found: Callable[..., Any] = step
         return found
     return lambda _, *args, **kwargs: step(*args, **kwargs)
-
-
-def _is_torchs_wrapper(step: Any) -> bool:
-    is_schedulers = getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS
-    return is_schedulers or getattr(step, "__code__", None) is _BETWEEN_HOOKS

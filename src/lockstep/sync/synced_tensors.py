@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.sync.buffer_broadcast import BufferPlace
 from lockstep.sync.local_parameters import is_local
@@ -136,7 +137,7 @@ def refuse_shared(modules: Sequence[torch.nn.Module], fix: str) -> None:
 
 
 def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: set[int]) -> None:
-    for key, param in owner._parameters.items():
+    for key, param in parameters_of(owner).items():
         if param is None or id(param) in seen or is_local(param):
             continue
         seen.add(id(param))
@@ -145,7 +146,7 @@ def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: se
             found.refused.append(refusal)
         else:
             found.parameters[prefix + key] = param
-    for key, buffer in owner._buffers.items():
+    for key, buffer in buffers_of(owner).items():
         if buffer is None or id(buffer) in seen or is_local(buffer):
             continue
         seen.add(id(buffer))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from lockstep._torch_compat import set_backend_timeout
 from lockstep.backends import abort_nccl
 from lockstep.errors import PeerLostError, WrongUseError
 from lockstep.worker.network_interface import interface_towards
@@ -118,7 +119,7 @@ def _raw_group(rendezvous: Rendezvous, store: Any, rank: int, world_size: int) -
     timeout = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        set_backend_timeout(options, timeout)
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
     return dist.ProcessGroupGloo(store, rank, world_size, timeout)
 

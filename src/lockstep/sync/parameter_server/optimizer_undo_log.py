@@ -16,7 +16,7 @@ import copy
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync.replaced_step import own_attributes, parameters_of, state_tensors
+from lockstep.sync.replaced_step import optimizer_parameters, own_attributes, state_tensors
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _OptimizerCopy:
 
     def __init__(self, optimizer: Optimizer, memory: TensorCopies) -> None:
         self.optimizer = optimizer
-        self._held = parameters_of(optimizer)
+        self._held = optimizer_parameters(optimizer)
         tensors = {id(tensor): tensor for tensor in (*self._held, *state_tensors(optimizer))}
         memory.take([tensor.detach() for tensor in tensors.values()])
         self._tensors = memory.values

@@ -23,7 +23,7 @@ from lockstep.errors import (
 from lockstep.serialization import dumps_exception
 from lockstep.sync.parameter_server.messages import Message, checked
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
-from lockstep.sync.replaced_step import parameters_of
+from lockstep.sync.replaced_step import optimizer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,7 +144,7 @@ class ParameterStore:
         request: OptimizerRequest = asked[0].body
         self._log_for_undo(request)
         optimizer = self._updated(request, asked[0].tensors)
-        held = parameters_of(optimizer)
+        held = optimizer_parameters(optimizer)
         for param in held:
             param.grad = None
         gradients = asked[0].tensors[len(request.weights) :]

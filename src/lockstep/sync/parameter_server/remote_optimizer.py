@@ -20,8 +20,8 @@ from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
 from lockstep.sync.replaced_step import (
     ReplacedStep,
     needs_closure,
+    optimizer_parameters,
     own_attributes,
-    parameters_of,
     state_tensors,
 )
 from lockstep.tensor_tree import tree_map
@@ -87,7 +87,7 @@ class RemoteOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        held = parameters_of(self.optimizer)
+        held = optimizer_parameters(self.optimizer)
         graded = [param for param in held if param.grad is not None]
         request = self._request("step")
         request.body.with_gradient = [self._number_of[id(param)] for param in graded]
@@ -117,7 +117,7 @@ class RemoteOptimizer:
 
     def _request(self, kind: str, state: Any = None) -> Message:
         """A request with the settings and, from rank 0, the weights that the server lacks."""
-        weights = [p for p in parameters_of(self.optimizer) if self._was_written_to(p)]
+        weights = [p for p in optimizer_parameters(self.optimizer) if self._was_written_to(p)]
         request = OptimizerRequest(
             self._number,
             self._groups(),  # first: it refuses parameters that have no number
@@ -186,7 +186,7 @@ def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """
     found: list[Optimizer] = []
     for number, optimizer in enumerate(optimizers):
-        params = parameters_of(optimizer)
+        params = optimizer_parameters(optimizer)
         local = [param for param in params if is_local(param)]
         if len(local) == len(params):
             continue
@@ -220,7 +220,7 @@ def pickled_optimizers(
     copies: dict[int, torch.nn.Parameter] = {}
     memo: dict[int, Any] = {}
     for optimizer in optimizers:
-        for param in parameters_of(optimizer):
+        for param in optimizer_parameters(optimizer):
             if id(param) not in memo:
                 copied = torch.nn.Parameter(param.detach().to("cpu", copy=True))
                 memo[id(param)] = copies[number_of[id(param)]] = copied
