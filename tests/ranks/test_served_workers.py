@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as threads, without Ray: one is lost, the others regroup around the same owner."""
+"""Workers as threads, without Ray: one is lost, the others regroup around the same store."""
 
 import threading
 from datetime import timedelta

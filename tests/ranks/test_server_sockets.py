@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server around the owner: who may speak to it, and when it ends."""
+"""The sockets of a parameter server: which ranks may connect, and when the server ends."""
 
 import gc
 import socket
@@ -107,7 +107,7 @@ def test_a_second_connection_of_each_rank_is_a_session_of_its_own():
 
 
 def test_what_is_due_to_the_others_comes_although_one_has_gone():
-    # More than fits on the way: what was sent is being read, in this order, and the owner finds
+    # More than fits on the way: what was sent is being read, in this order, and the server finds
     # the line broken when it answers.
     much = torch.ones(8 << 20)
     with server(2) as address:
