@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all workers read by the same plan? What they compare before the first step.
+"""Checks, before the first step, that all ranks read the data by the same plan.
 
-Each worker builds its own loader in its own process. A dataset that lists its files in
-another order, a sampler seeded from the clock, a batch size that depends on the rank, or a
-stream that already reads only this rank's part: with any of them samples would be lost or
-read twice, and no gradient would show it.
+Each rank builds its own loader in its own process. A dataset that lists its files in another order,
+a sampler that is seeded from the clock, a batch size that depends on the rank, or a stream that
+already reads only this rank's part: with any of them samples would be lost or read twice, and no
+gradient would show it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a model returns for a batch to what belongs to each sample of it.
+"""Splits the predictions for a batch into one for each sample.
 
-Containers of a batch are read here as everywhere (see `structure`), but for lists: a list
-holds one entry for each sample, as detection models return them. To guess by length whether it
-holds samples or columns would be right for one batch and wrong for the next.
+A list holds one entry for each sample, as detection models return them; `batch_structure` reads
+all other containers. To guess by its length whether a list holds samples or columns would be right
+for one batch and wrong for the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.tensor_tree import Key, children_of, rebuilt
 
 
 def split_predictions(output: Any, count: int, place: str = "the output") -> list[Any]:
-    """One item for each of `count` samples, each of the structure that `output` has.
+    """One prediction for each of `count` samples, each of the structure that `output` has.
 
     Args:
         output: tensors or arrays of shape (count, ...), lists of `count` entries, or tuples,
@@ -26,7 +26,7 @@ def split_predictions(output: Any, count: int, place: str = "the output") -> lis
         place: what to call it in an error.
 
     Raises:
-        ConfigurationError: something in it has not one row for each sample; names where.
+        ConfigurationError: something in `output` has not one row for each sample; names its place.
     """
     if isinstance(output, (torch.Tensor, np.ndarray)):
         if output.ndim == 0 or output.shape[0] != count:

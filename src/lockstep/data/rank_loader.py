@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's exact part of a loader, for programs that run under torchrun.
+"""`shard_loader`: one rank's exact part of a loader, for programs that run under torchrun.
 
-One shard per rank. The position in the data can be saved in the middle of an epoch and
-taken up again, also by another number of ranks: the global batch keeps its size, and is shared
-out over those that are there.
+Every rank carries one shard. The position in the data can be saved in the middle of an epoch and
+loaded again, also by another number of ranks: the global batch keeps its size, and is shared out
+over the ranks that load it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.data.batch_structure import rows_of
 from lockstep.data.shard_placement import ShardPlacement
-from lockstep.data.sharded_loader import ShardedLoader
+from lockstep.data.sharded_loader import BatchParts, ShardedLoader
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
     Args:
         loader: a ``DataLoader`` over the whole data, built alike on every rank (no
             ``DistributedSampler``), or a re-iterable of ready batches.
-        group: whose ranks share the data: a process group, or anything with ``rank`` and
+        group: the ranks that share the data: a process group, or an object with ``rank`` and
             ``size`` (methods or properties). None: the world group, or this process alone.
         seed: of the order and of augmentations; the same on every rank.
 
@@ -69,7 +69,7 @@ class RankLoader:
     """
 
     is_shared_out = True
-    """Marks it for the trainer, which would share it out a second time."""
+    """Lets the trainer refuse this loader, which it would share out a second time."""
 
     def __init__(self, loader: Any, *, rank: int, size: int, seed: int) -> None:
         self.loader = loader
@@ -78,7 +78,7 @@ class RankLoader:
         self._epoch = 0  # of the position below: the epoch being read, or read next
         self._step = 0
         self._offset = 0  # the first item that has not been handed out
-        self._reader: object = None  # the iteration that moves the position; None before one
+        self._reader: object = None  # the newest iteration, which moves the position; None: none
 
     @property
     def dataset(self) -> Any:
@@ -96,7 +96,7 @@ class RankLoader:
             self._move_to(epoch)
 
     def __len__(self) -> int:
-        """Batches of the epoch, on every rank; one that was resumed counts from its start."""
+        """Batches of the epoch, on every rank; those before a loaded position count as well."""
         rest = self._sharded.steps_from(self._offset)
         if rest is None:
             raise TypeError(f"the {type(self.loader).__name__} has no length")
@@ -109,7 +109,7 @@ class RankLoader:
         return self._read(reader, self._epoch, self._step, self._offset)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What all ranks must agree on, as plain JSON."""
+        """The plan by which this rank reads the epoch, as plain JSON; equal on all ranks."""
         return self._sharded.fingerprint(self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,12 +124,12 @@ class RankLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a position; the next iteration reads the rest of its epoch.
+        """Load a position; the next iteration reads the rest of its epoch.
 
-        The global batch size and the seed are the saved ones, whatever the number of ranks.
+        The global batch size and the seed are those of `state`, whatever the number of ranks.
 
         Raises:
-            CheckpointError: it is not such a state, or of a later version.
+            CheckpointError: `state` is of another kind, or of a later version.
         """
         missing = {"version", "epoch", "step", "offset", "global_batch_size", "seed"} - set(state)
         if missing or state["version"] != _STATE_VERSION:
@@ -152,8 +152,7 @@ class RankLoader:
         return ShardedLoader(
             self.loader,
             self._placement,
-            joint=True,
-            borrow=True,
+            parts=BatchParts.JOINT_OR_BORROWED,
             global_batch_size=global_batch_size,
         )
 
@@ -166,7 +165,7 @@ class RankLoader:
         for step in self._sharded.batches(epoch, start_step, offset=offset):
             (part,) = step.parts
             batch = part.batch if part.num_samples else rows_of(part.batch, slice(0))
-            if self._reader is reader:  # an earlier iteration may still be alive
+            if self._reader is reader:  # else a newer iteration moves the position
                 self._step = step.index + 1
                 self._offset = offset + (self._step - start_step) * per_step
             yield batch

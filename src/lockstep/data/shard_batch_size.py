@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shard's share of the global batch size, which remembers the whole.
+"""A shard's share of the global batch size: an ``int`` that remembers the global batch size.
 
-``config[BATCH_SIZE]`` is the global batch. A user's ``setup`` wants an ``int`` to build a
-loader with, but the share alone cannot be multiplied back: 21 over 2 shards is 11 and 10.
-So the share carries the whole, torch's ``DataLoader`` keeps the object it was given, and the
-sharded loader reads the whole from there. Nothing is rounded, nothing is written back.
+``config[BATCH_SIZE]`` is the global batch. A user's ``setup`` wants an ``int`` to build a loader
+with, but a share alone cannot be multiplied back: 21 over 2 shards is 11 and 10. So the share
+carries the whole, torch's ``DataLoader`` keeps the object that it was given, and `ShardedLoader`
+reads the whole from there. Nothing is rounded, nothing is written back.
 """
 
 from __future__ import annotations

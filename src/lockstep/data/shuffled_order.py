@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shuffled order that can be entered anywhere and is never held in memory.
+"""A shuffled order of samples that can be entered anywhere and is never held in memory.
 
 ``torch.randperm`` of 10^8 samples takes seconds and 800 MB on every worker, again at every
 epoch and at every resume. Above `TABLE_LIMIT` the order is instead computed where it is
 read: a Feistel network with alternating halves is a bijection on ``[0, 2**bits)`` whatever
-its round function; values that fall outside ``[0, n)`` are sent through again until they fall
-inside ("cycle walking"), which keeps it a bijection on ``[0, n)``. ``2**bits < 2 n``, so less
+its round function; values that fall outside ``[0, n)`` go through the network again until they
+fall inside ("cycle walking"), which leaves a bijection on ``[0, n)``. ``2**bits < 2 n``, so less
 than two passes are expected.
 
 Below the limit a Feistel network has too few inner states to shuffle well (it cannot reach
-most permutations of ten elements), so the samples are sorted by a 64-bit hash each. Neither
+most permutations of ten elements), so the samples are sorted by a 64-bit hash each. Neither way
 uses a library's generator: the order of a run does not change with a release of numpy.
 
 Sources: J. Black, P. Rogaway, "Ciphers with arbitrary finite domains" (2002) for the walk;
@@ -46,7 +46,7 @@ def _mix(words: Words) -> Words:
 
 
 class Permutation:
-    """The order of `size` elements that `seed` stands for.
+    """The permutation of `size` elements that `seed` stands for.
 
     Args:
         size: number of elements, at least 1.
@@ -88,7 +88,7 @@ class Permutation:
 
 
 class ShuffledOrder:
-    """`length` draws from `population` elements, without replacement within each lap.
+    """`length` draws from `population` elements, none of which is drawn twice in one lap.
 
     Args:
         population: number of elements.

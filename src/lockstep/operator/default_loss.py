@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator computes on a batch by default: its loss, its metrics, its prediction."""
+"""The default `compute_loss`, `predict_batch` and class accuracy of an operator."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ import torch
 from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 
 def registered(operator: Operator) -> TrainingParts:
-    if operator._lockstep.registered is None:
+    """The models, optimizers and schedulers that `operator` registered in its `setup`.
+
+    Raises:
+        ConfigurationError: `setup` did not call `register`.
+    """
+    run = operator._lockstep.registered
+    if run is None:
         raise ConfigurationError(
             f"{type(operator).__name__} has no model to train",
             fix="call self.register(models=..., optimizers=...) inside setup",
         )
-    return operator._lockstep.registered
+    return run
 
 
 def the_only(operator: Operator, attribute: str, items: list[Any]) -> Any:
@@ -88,6 +94,11 @@ def default_prediction(operator: Operator, batch: Any) -> Any:
 def loss_and_metrics(
     operator: Operator, batch: Any, batch_info: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss of a batch on the device, and the metrics that `compute_loss` returned beside it.
+
+    Raises:
+        ConfigurationError: `compute_loss` returned no real scalar tensor.
+    """
     result = operator.compute_loss(batch, batch_info)
     pair = result if isinstance(result, tuple) else (result, {})
     loss, metrics = pair if len(pair) == 2 else (result, {})

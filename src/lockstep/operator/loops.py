@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of an operator that brings none of its own.
+"""The default training and validation loops: those that an operator does not override.
 
-One optimizer step consumes one global batch. A worker computes its shards one after the
-other, each from the committed buffers and from its own random numbers, weighs each shard's
-loss by its samples, and lets the last backward (or, without samples, an empty turn) run the
-reduction: so the step depends on the shards alone.
+One optimizer step consumes one global batch, or `accumulate` of them. A worker computes its shards
+one after the other. Each shard's forward starts from the committed buffers and from the shard's own
+random numbers, and its loss is weighed by its samples. The backward of the last shard runs the
+reduction; a worker without shards takes part in it with nothing. So the step depends on the shards
+alone, and not on which worker computes them.
+
+The way of a batch: `BatchIterator.__next__` makes its `StepContext`; `train_epoch` passes it to the
+operator's `train_batch`, which computes each shard (`_train_shard`): `compute_loss`, then
+`backward`, which gives the loss and its weight to the gradients' synchronisation.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from lockstep.operator.default_loss import (
     registered,
     the_only,
 )
-from lockstep.operator.interface import place
+from lockstep.operator.operator_protocol import rank_and_step
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
@@ -34,9 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.operator_state import OperatorState
-    from lockstep.operator.shard_batch import ShardBatch
+    from lockstep.operator.step_context import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
 
 
@@ -45,7 +50,7 @@ class _Recorder:
 
     A mean of means is wrong on uneven shards, so workers send sums. A call may touch several
     epochs, and the user's own `train_epoch` around ours gets each pass's summary, as a plain
-    dict to extend; what it leaves as it is the driver takes from the sums.
+    dict to extend; for entries that it does not change, the driver computes the mean from the sums.
     """
 
     def __init__(self, state: OperatorState) -> None:
@@ -90,7 +95,7 @@ def train_epoch(
             _note_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)
-            follow_batch(operator, info)
+            follow_batch(state, info)
             recorder.add(metrics)
             if state.step.closes_window:
                 state.window.batches.clear()
@@ -106,16 +111,20 @@ def _note_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]
         noted.extend((shard, batch_info) for shard in step.shards_in(batch))
 
 
-def follow_batch(operator: Operator, info: Mapping[str, Any]) -> None:
+def follow_batch(state: OperatorState, info: Mapping[str, Any]) -> None:
     """Let schedulers step that step with each batch."""
-    step = operator._lockstep.step
-    if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and step.closes_window:
-        step_schedulers(registered(operator).schedulers)
+    step, run = state.step, state.registered
+    if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and step.closes_window and run is not None:
+        step_schedulers(run.schedulers)
     step.has_scheduled = True
 
 
 def checked_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:
-    """What a user's method returned, if it is a dict of metrics."""
+    """The metrics that a user's method returned.
+
+    Raises:
+        WrongTypeError: `result` is no dict.
+    """
     if isinstance(result, dict):
         return result
     loss = "train_loss" if method.startswith("train") else "val_loss"
@@ -129,6 +138,14 @@ def checked_metrics(operator: Operator, method: str, result: Any) -> dict[str, A
 
 
 def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+    """Compute this worker's shards of a global batch, reduce, and step where a window closes.
+
+    Args:
+        batch: the `StepContext`; or a plain batch, from an override that calls this method.
+
+    Collective:
+        Every rank: the gradients' reduction and the broadcast of buffers.
+    """
     run, state = registered(operator), operator._lockstep
     optimizer, step = the_only(operator, "optimizer", run.optimizers), state.step
     shards, sync = step.shards_in(batch), run.sync
@@ -143,7 +160,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         buffers.begin_shard(position)
         reduces = step.closes_window and position == len(shards) - 1
         with step.computing(shard, per_shard=per_shard):
-            metrics, weight = _train_shard(operator, shard, batch_info, results, reduces)
+            metrics, weight = _train_shard(operator, state, shard, batch_info, results, reduces)
         results.add(shard, metrics, weight)
         buffers.end_shard(position, counts=weight > 0)
         if in_order and sync is not None and not reduces:
@@ -184,12 +201,13 @@ def _open_window(
 
 def _train_shard(
     operator: Operator,
+    state: OperatorState,
     shard: ShardBatch,
     batch_info: dict[str, Any],
     results: ShardResults,
     reduces: bool,
 ) -> tuple[dict[str, Any], float]:
-    state = operator._lockstep
+    """Forward and backward of one shard; returns its metrics and the weight of its loss."""
     with operator.timers.record("fwd"), state.precision.autocast():
         loss, metrics = loss_and_metrics(operator, operator.to_device(shard.batch), batch_info)
     weight = results.weight_of(shard, metrics)
@@ -205,13 +223,14 @@ def loss_again(
 ) -> torch.Tensor:
     """The loss of a shard once more, with the same random numbers, on this rank alone."""
     state = operator._lockstep
-    # As of one shard: what the other ranks do not compute again cannot be gathered.
+    # The other ranks do not compute this shard again, so a gather in its forward would hang.
     with state.step.computing(shard, per_shard=True), state.precision.autocast():
         return loss_and_metrics(operator, operator.to_device(shard.batch), batch_info)[0]
 
 
 def _turn(state: OperatorState, shard: ShardBatch, reduces: bool) -> AbstractContextManager[None]:
-    """Around a shard's backward: whether it reduces, and as which of the shards in order."""
+    """Enter around a shard's backward: the backward reduces, or leaves its gradients for the last
+    shard's reduction."""
     if state.sync is None:
         return nullcontext()
     if not reduces:
@@ -230,7 +249,9 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
     """Backpropagate a loss of the batch in hand, and reduce; see `TrainingOperator.backward`."""
     state = operator._lockstep
     if state.sync is not None:
-        state.sync.backward(loss, weight=state.step.weight_of_backward(weight, place(operator)))
+        state.sync.backward(
+            loss, weight=state.step.weight_of_backward(weight, rank_and_step(operator))
+        )
         return
     delivered = state.step.delivered
     has_peers = state.context.world_size > 1 and state.registered is not None
@@ -259,7 +280,8 @@ def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) 
 
 
 def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-    state, step = operator._lockstep, operator._lockstep.step
+    state = operator._lockstep
+    step = state.step
     own_loss = operator._overrides("compute_loss")
     per_shard = goes_shard_by_shard(operator, batch)
     results = ShardResults(operator, "validation")

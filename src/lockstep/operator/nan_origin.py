@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What led to a step that was refused: the samples, and the first layer that was not finite.
+"""Which samples, and which layer first, gave the NaN or infinity for which a step was refused.
 
-Found by computing the losses of the step's batches once more, for which those of a window stay
-at hand until it closes. Nothing is said of what could not be computed again.
+The default loop keeps the shards of an accumulation window until the window closes. When a step is
+refused, the losses of these shards are computed once more, with a hook on every layer. A shard
+whose loss cannot be computed again is named without a suspicion.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from lockstep.operator.non_finite_check import FIX, SKIP_CHECK
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from lockstep.operator.interface import Operator
-    from lockstep.operator.shard_batch import ShardBatch
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.step_context import ShardBatch
 
 
-class _Look(NamedTuple):
-    """One part, computed again.
+class _Recomputed(NamedTuple):
+    """A shard whose loss was computed again.
 
     Attributes:
-        place: its shard, samples and rank, in words.
-        suspicion: what of it is not finite; None if nothing is.
-        is_sure: its loss was computed again, and as the loop had computed it.
+        place: the shard, its samples and its rank, in words.
+        suspicion: the loss or layer that is not finite; None if all are finite.
+        is_sure: the loss was computed again, and in the way of the loop.
     """
 
     place: str
@@ -40,7 +41,7 @@ class _Look(NamedTuple):
 
 @contextmanager
 def explained(operator: Operator) -> Iterator[None]:
-    """Around a pass over the data: which samples, and which module, led to a refusal?
+    """Enter around a pass over the data: a refusal names the samples and layers that led to it.
 
     Collective:
         Only where a step is refused: every rank, for each finds the same gradients. One exchange.
@@ -52,12 +53,12 @@ def explained(operator: Operator) -> Iterator[None]:
         state = operator._lockstep
         has_peers = state.sync is not None and error.is_alike
         everyone = state.context.group.exchange(looks) if has_peers else [looks]
-        told = _with(error, [_Look(*look) for looks in everyone for look in looks])
+        told = _with(error, [_Recomputed(*look) for looks in everyone for look in looks])
         # The user's line that let the optimizer step is in the traceback of the refusal.
         raise told.with_traceback(error.__traceback__) from None
 
 
-def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:
+def _with(error: NonFiniteError, looks: list[_Recomputed]) -> NonFiniteError:
     said = [f"{look.place}, {look.suspicion}" for look in looks if look.suspicion is not None]
     cause, fix = error.details["cause"], FIX
     if said:
@@ -79,14 +80,15 @@ def _with(error: NonFiniteError, looks: list[_Look]) -> NonFiniteError:
 
 
 def _shards_of_window(operator: Operator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
-    """The parts that the gradients came from; of a loop of the user's own, the batch in hand."""
-    noted, delivered = operator._lockstep.window.batches, operator._lockstep.step.delivered
+    """The shards that the gradients came from; in a loop of the user's own, the batch in hand."""
+    state = operator._lockstep
+    noted, delivered = state.window.batches, state.step.delivered
     if noted or delivered is None:
         return noted
     return [(delivered, {"batch_idx": 0, "global_step": operator.global_step})]
 
 
-def _look(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Look:
+def _look(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Recomputed:
     origin = "" if part.origin is None else f" ({part.origin})"
     place = (
         f"in shard {part.shard}, {part.num_samples} samples on rank {operator.world_rank}{origin}"
@@ -96,18 +98,18 @@ def _look(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Loo
         loss = _computed_again(operator, part, info, first)
     # A loop of the user's own may have another loss, and a forward that cannot be had again.
     except Exception:
-        return _Look(place, None, is_sure=False)
+        return _Recomputed(place, None, is_sure=False)
     is_sure = not operator._overrides_loop()
     if not first and bool(loss.isfinite().all()):
-        return _Look(place, None, is_sure)
+        return _Recomputed(place, None, is_sure)
     layer = f", first in the output of {first[0]}" if first else ""
-    return _Look(place, f"the loss is {loss.item():.4g}{layer}", is_sure)
+    return _Recomputed(place, f"the loss is {loss.item():.4g}{layer}", is_sure)
 
 
 def _computed_again(
     operator: Operator, part: ShardBatch, info: Mapping[str, Any], first: list[str]
 ) -> torch.Tensor:
-    """The loss of a part; its forward leaves the buffers as they are."""
+    """The loss of a shard; the buffers that its forward changes are put back."""
     run = registered(operator)
     handles = [
         layer.register_forward_hook(_noting(name, first))

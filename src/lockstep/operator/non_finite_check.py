@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 SKIP_CHECK: Final = "TorchTrainer(check_finite=False) steps all the same"
@@ -116,7 +116,7 @@ class _StepCheck:
     def _error(self, what: str, got: str, cause: str, found: _Held) -> NonFiniteError:
         operator = self._operator
         is_alike = any(not is_local(p) for p in found)
-        # Gradients that all ranks share do not tell whose samples they come from.
+        # Reduced gradients are equal on all ranks: the error names a rank only for local ones.
         rank = "" if is_alike else f"rank {operator.world_rank}, "
         where = f"{rank}step {operator.global_step}"
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
@@ -142,7 +142,7 @@ def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
-    """Whether a square, or a product, of what the step is made of leaves the numbers' range."""
+    """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
     # Of gradients: what an optimizer holds besides (weights in four bits) need be no numbers.
     dtypes = {p.grad.dtype for p in _held(optimizer) if p.grad is not None}
     rate = max(_rates(optimizer), default=1.0)

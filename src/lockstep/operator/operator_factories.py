@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators made from functions, and operators around objects that already exist."""
+"""`from_creators` and `from_model`: operator classes made from functions, or around objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.operator.host_file_lock import host_lock
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
 
 
 _Operator = TypeVar("_Operator", bound="Operator")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lockstep keeps in an operator, under one name that a user's attributes cannot hit."""
+"""`OperatorState`: all that lockstep keeps in an operator, under a name no user attribute hits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _no_copies() -> None:
 
 
 class OperatorState:
-    """What the worker and the default loops know of an operator.
+    """The state that the worker and the default loops share through an operator.
 
     Attributes:
         config: the trainer's, as this worker sees it. Set by `TrainingOperator.__init__`.
@@ -40,8 +40,8 @@ class OperatorState:
             integration's `setup`.
         step: the global batch in hand. Set by `BatchIterator` at each delivery and commit; reset by
             `begin_call` and `forget_step`.
-        window: what the accumulation window that is open has seen. Filled and cleared by the
-            default loop.
+        window: the batches and buffers of the accumulation window that is open. Filled and cleared
+            by the default loop.
         committed: global batches that have happened since the run began. Set by
             `BatchIterator.commit`, by `Rollback` and by `state.apply`.
         weighed_by: what the default loops' losses count for, by purpose, once one was computed.
@@ -52,7 +52,7 @@ class OperatorState:
         summary: what the default loop returned for this pass; None if it did not run. Reset by
             `LoopRun` before each pass.
         latest: the metrics of the latest batch, for the progress bar. Reset by `begin_call`.
-        step_log: metrics of single steps; None where nobody wants them. Set by the worker.
+        step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
         sync_norms: names of the layers that share batch statistics between workers. Looked up once
             a call; None: not yet.
         steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by

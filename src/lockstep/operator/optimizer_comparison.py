@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks turn one gradient into one step.
+"""The comparison of optimizers and schedulers across ranks.
 
 Equal gradients keep replicas equal only if every rank's optimizer does the same with them. A
 learning rate that depends on the rank lets the replicas drift apart without any error.

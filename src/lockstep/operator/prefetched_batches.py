@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that read batches before they train on the ones they have.
+"""Batches that a user's `train_epoch` has read and not yet trained on.
 
-Which of its batches such a loop runs a backward for cannot be seen. That matters where they
-count differently: the last ones of an epoch, or a batch that is borrowed, which counts for
-another worker.
+A loop may read a batch before it trains on the one before. Which of the batches that it has read a
+backward belongs to cannot be seen. That matters where batches count differently: the last ones of
+an epoch, or a batch that is borrowed, which counts for another worker.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrefetchedBatches:
         self._has_run = True
 
     def counted(self, weight: float, where: str) -> float:
-        """What a backward counts for that the user weighs.
+        """The weight of a backward to which the user gave a weight.
 
         Args:
             weight: the user's.
@@ -77,7 +77,7 @@ class PrefetchedBatches:
         return weight
 
     def unknown_weight(self, where: str) -> WeightError:
-        """For a backward whose batch is one of several that count differently."""
+        """The error of a backward whose batch is one of several that count differently."""
         return WeightError(
             "the weight of this backward is not known",
             where=where,

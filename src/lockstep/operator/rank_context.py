@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an operator finds itself: its rank, its device, and how it was asked to train."""
+"""`RankContext`: an operator's rank, device, group, shards and the trainer's `Options`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Options:
         add_dist_sampler: False lets every worker read its own loader as it is.
         bucket_cap_mb: how large a bucket of gradients grows before it is sent, in MiB.
         reproducible: add gradients up in the order of the shards, so that the weights are the
-            same bits whoever carries which shard.
+            same bits at any number of workers.
         accumulate: global batches that one optimizer step of the default loop consumes.
         clip_grad_norm: largest norm of the whole gradient that the default loop lets through.
         check_finite: refuse a step whose gradients are not finite.

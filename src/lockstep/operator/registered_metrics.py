@@ -81,7 +81,7 @@ class RegisteredMetrics:
         }
 
     def mark(self) -> Mark:
-        """What has been counted so far, for a step that may have to be taken back.
+        """The counts so far, for a step that may have to be taken back.
 
         Costs nothing without metrics; rows that a metric keeps are not copied.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator registered: checked, moved to its device, and tied to its peers."""
+"""`register`: models, optimizers and schedulers are checked, moved to the device, synchronised."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.sync_setup import tie
+from lockstep.operator.sync_setup import attach
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.training_parts import Wanted
+    from lockstep.operator.training_parts import SyncOptions
 
 
 class _UnsaidReduction(str):
@@ -34,7 +34,7 @@ UNSAID_MEAN: Final = _UnsaidReduction("mean")
 
 
 def refuse_further(arguments: Mapping[str, Any]) -> None:
-    """An argument of RaySGD's `register` that is gone, or of nobody."""
+    """Refuse arguments that `register` does not take; for RaySGD's, say what to write instead."""
     for name, value in arguments.items():
         if name == "apex_args":
             raise ConfigurationError(
@@ -100,7 +100,7 @@ def in_shape(given: Any, items: list[Any]) -> Any:
 def given_back(
     registered: TrainingParts, models: Any, optimizers: Any, schedulers: Any
 ) -> tuple[Any, ...]:
-    """What `register` returns: each in the shape given, and what was not given left out."""
+    """The tuple that `register` returns: each argument in the shape given; None is left out."""
     parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
     parts += [registered.criterion] if registered.criterion is not None else []
     parts += [schedulers] if schedulers is not None else []
@@ -115,7 +115,7 @@ def assemble(
     optimizers: Any,
     criterion: Any,
     schedulers: Any,
-    wanted: Wanted,
+    sync_options: SyncOptions,
     ema: Any = None,
 ) -> TrainingParts:
     """Check, move to the device, and attach gradient synchronisation.
@@ -132,7 +132,7 @@ def assemble(
         criterion=_checked_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
-        wanted=wanted,
+        sync_options=sync_options,
     )
     _refuse_one_twice(registered.optimizers)
     _refuse_schedulers_of_others(registered)
@@ -146,11 +146,10 @@ def assemble(
     registered.averages = averages_of(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
         _refuse_strangers(registered)
-        if not context.is_spare:
-            tie(registered, context)
-        elif context.options.sync == "ddp":
-            # Its peers come later; but what is wrapped the user's code holds from now on.
-            tie(registered, context)
+        # A spare has no peers yet; but the user's code holds DDP's wrapper from now on.
+        if not context.is_spare or context.options.sync == "ddp":
+            attach(registered, context)
+        if context.is_spare:
             registered.part()
     return registered
 
@@ -222,7 +221,7 @@ def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
 
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
-    """Refuse or take over what `setup` left elsewhere than in `register` and `register_data`."""
+    """Refuse a value that `setup` returned, and take over a scheduler that it left in `self`."""
     if returned is not None:
         raise WrongTypeError(
             "setup returned something, which nobody reads",
@@ -237,7 +236,7 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
 def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
     """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
 
-    A loop of the user's own may step schedulers of any name. Nobody else would.
+    A scheduler of another name is refused, unless a loop of the user's own may step it.
 
     Raises:
         ConfigurationError: nothing says when it steps, or the default loop was left a scheduler
@@ -303,7 +302,7 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_buffers(module: nn.Module) -> None:
-    """What no state could be saved with, or loaded, is not found out in the middle of a run."""
+    """Refuse, before the run, buffers with which no checkpoint could be written or loaded."""
     for path, part in module.named_modules():
         for key, buffer in part._buffers.items():
             if buffer is None:

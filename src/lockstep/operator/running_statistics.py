@@ -3,8 +3,8 @@
 
 Every shard of a step starts from the buffers that the last step committed, and shard 0's
 are the ones that stay, as DDP keeps rank 0's. Otherwise a worker with two shards would chain
-their statistics, and the result would depend on who carried what. A shard that counts for
-nothing (it has no tokens) leaves them as they were.
+their statistics, and the result would depend on which worker had which shard. A shard that counts
+for nothing (it has no tokens) leaves the buffers as they were.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RunningStatistics:
 
 
 class BufferSnapshot:
-    """What the buffers of `modules` held before an accumulation window.
+    """The values that the buffers of `modules` had before an accumulation window.
 
     A state that is saved within the window goes on from its start, and the forwards that are
     done again then change the buffers again.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shards of a global batch reported, what each counts for, and the batch's metrics.
+"""`ShardResults`: the metrics and weights of a batch's shards, and the batch's metrics from them.
 
 A shard's loss counts for its samples, or for what `compute_loss` says (tokens). A mean over tokens
 has to be weighed by tokens: the number goes to the root of backward, where a batch's samples would,
@@ -26,8 +26,8 @@ from lockstep.keys import NUM_SAMPLES, WEIGHT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lockstep.operator.interface import Operator
-    from lockstep.operator.shard_batch import ShardBatch
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.step_context import ShardBatch
 
 BY_SAMPLES: Final = "samples"
 BY_OWN: Final = f"metrics[{WEIGHT!r}]"
@@ -37,7 +37,7 @@ class ShardResults:
     """The results of one global batch's shards on this worker.
 
     Args:
-        operator: whose loop computes the batch.
+        operator: its loop computes the batch.
         purpose: "train" or "validation"; each has its own kind of weight.
     """
 
@@ -48,14 +48,14 @@ class ShardResults:
         self._num_samples = 0
 
     def weight_of(self, shard: ShardBatch, metrics: dict[str, Any]) -> float:
-        """What the loss of `shard` counts for; takes the weight out of its metrics.
+        """The weight of the loss of `shard`, which is taken out of its metrics.
 
         Raises:
             WeightError: it is not a number, negative, NaN or infinite.
             MixedWeightsError: other shards had a weight and this one has none, or the reverse.
             ConfigurationError: the loss is a sum, which has no weight; or the metrics say how many
                 samples there are, which the loader does.
-            NotAvailableError: the gradients are synchronised by somebody else.
+            NotAvailableError: the user's own wrapper synchronises the gradients.
         """
         operator = self._operator
         if NUM_SAMPLES in metrics:
@@ -70,11 +70,11 @@ class ShardResults:
         given = metrics.pop(WEIGHT, None)
         weight = _checked(operator, given) if is_own else shard.num_samples
         _refuse_mixing(operator, self._purpose, BY_OWN if is_own else BY_SAMPLES)
-        # A borrowed batch is another shard's: whatever it holds is counted there.
+        # The samples of a borrowed batch are counted by the worker that owns them.
         return 0 if shard.is_borrowed else weight
 
     def add(self, shard: ShardBatch, metrics: dict[str, Any], weight: float) -> None:
-        """Note what `shard` reported."""
+        """Note the metrics of `shard`, and the weight of its loss."""
         self._results.append((metrics, weight))
         self._num_samples += shard.num_samples
 
@@ -111,8 +111,8 @@ def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict
 def partial_weights(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, float]:
     """The weights of the metrics that some shards of a step reported and others did not.
 
-    Without them such a metric would count for all of its worker's shards, and its mean over
-    the steps would depend on who carried what.
+    Without these weights such a metric would count for all shards of its worker, and its mean over
+    the steps would depend on which worker had which shard.
     """
     counting = [pair for pair in results if pair[1] > 0]
     if len(counting) < 2:

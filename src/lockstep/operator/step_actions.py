@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the default loop does to models and optimizers, as actions that an integration replaces."""
+"""`StepActions`: the default loop's calls on models and optimizers, for integrations to replace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StepActions:
-    """Each is called once per optimizer step, but for `around_backward`: once per shard.
+    """Called by the default loop once per optimizer step; `around_backward` once per shard.
 
     An integration replaces the actions to call its framework's hooks at the moments at which its
     own loop calls them; what a step computes stays the loop's.
@@ -27,7 +27,7 @@ class StepActions:
         optimizer.zero_grad()
 
     def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[Any]:
-        """Around the backward of one shard's (scaled) loss."""
+        """Entered around the backward of one shard's (scaled) loss."""
         return nullcontext()
 
     def step(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lockstep.errors import PerShardLossError
-from lockstep.operator.interface import place
+from lockstep.operator.operator_protocol import rank_and_step
 
 if TYPE_CHECKING:
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
 
 
 def goes_shard_by_shard(operator: Operator, batch: Any) -> bool:
@@ -23,10 +23,10 @@ def goes_shard_by_shard(operator: Operator, batch: Any) -> bool:
     Raises:
         PerShardLossError: a module would share statistics between some of the shards.
     """
-    step = operator._lockstep.step
-    if batch is not step or operator._lockstep.context.placement.num_shards == 1:
+    state = operator._lockstep
+    if batch is not state.step or state.context.placement.num_shards == 1:
         return False
-    if step.shards:
+    if state.step.shards:
         _refuse_norms(
             operator,
             "sees one shard here, and means the whole global batch",
@@ -64,7 +64,7 @@ def _refuse_norms(operator: Operator, what: str, fix: str) -> None:
     if state.sync_norms:
         raise PerShardLossError(
             f"SyncBatchNorm {what}",
-            where=f"{type(operator).__name__}, {place(operator)}",
+            where=f"{type(operator).__name__}, {rank_and_step(operator)}",
             got=", ".join(f"`{name}`" for name in state.sync_norms[:5]),
             fix=fix,
         )

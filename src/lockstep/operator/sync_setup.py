@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to synchronise that `TorchTrainer(sync=...)` names, put to work among the peers."""
+"""Attaching the synchronisation of gradients that `TorchTrainer(sync=...)` names to a model."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.training_parts import TrainingParts, Wanted
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
 
 
-def tie(registered: TrainingParts, context: RankContext) -> None:
-    """Attach `registered` to the peers, and compare what the ranks registered.
+def attach(registered: TrainingParts, context: RankContext) -> None:
+    """Synchronise the gradients of `registered`, and compare the ranks' optimizers.
+
+    The synchronisation may put other objects (a wrapper, a remapped optimizer) into `registered`:
+    they are what `register` returns.
 
     Collective:
-        Every rank; see `attach`.
+        Every rank: compares structure, broadcasts rank 0's weights, compares optimizers.
     """
     if not any(True for _ in registered.parameters()):
         return
-    registered.sync = attach(registered, context, registered.wanted)
+    registered.sync = _synchroniser(registered, context)
     if context.group.size == 1:
         return
     registered.attached = tuple(registered.parameters())
     try:
         agree_on_steps(context.group, registered)
     except BaseException:
-        # Nobody gets hold of it, and its hooks would keep it on the parameters.
+        # `register` fails and returns nothing; the hooks would stay on the user's parameters.
         registered.sync.detach()
         raise
 
@@ -63,47 +66,39 @@ def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> N
         registered.attached = tuple(registered.parameters())
         agree_on_steps(context.group, registered)
         return
-    registered.wanted = replace(registered.wanted, goes_on_at=committed)
-    tie(registered, context)
+    registered.sync_options = replace(registered.sync_options, goes_on_at=committed)
+    attach(registered, context)
 
 
-def attach(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
-    """Tie `registered` to its peers in the way that ``context.options.sync`` names.
-
-    A way may put other objects (a wrapper, a remapped optimizer) into `registered`: they are
-    what `register` returns.
-
-    Collective:
-        Every rank: compares structure, broadcasts rank 0's weights.
-    """
-    sync = context.options.sync
-    if wanted.ddp_args and sync not in ("ddp", ONE_PROCESS, ONE_PROCESS_BY_SHARD):
+def _synchroniser(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    sync, ddp_args = context.options.sync, registered.sync_options.ddp_args
+    if ddp_args and sync not in ("ddp", ONE_PROCESS, ONE_PROCESS_BY_SHARD):
         raise ConfigurationError(
             "ddp_args were given, but the gradients are not synchronised by torch's DDP",
-            got=f"ddp_args={dict(wanted.ddp_args)!r}",
+            got=f"ddp_args={dict(ddp_args)!r}",
             fix='leave them out, or write TorchTrainer(..., sync="ddp")',
         )
-    return _WAYS[sync](registered, context, wanted)
+    return _BY_NAME[sync](registered, context)
 
 
-def _replicate(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
+def _replicate(registered: TrainingParts, context: RankContext) -> Synchroniser:
     return GradientSync(
         registered.modules(),
         context.group,
         bucket_cap_mb=context.options.bucket_cap_mb,
-        broadcast=wanted.goes_on_at is None,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
+        broadcast=registered.sync_options.goes_on_at is None,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
         order=shard_order(context),
     )
 
 
-def _alone(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
-    return SingleProcess(registered.modules(), averages=wanted.averages)
+def _alone(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    return SingleProcess(registered.modules(), averages=registered.sync_options.averages)
 
 
-def _ddp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
-    # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
+def _ddp(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    # Imported only for sync="ddp": torch's DDP brings the compiler.
     with gc_paused():
         import_module("torch._dynamo")
     from lockstep.sync.ddp import DDPSync
@@ -111,19 +106,19 @@ def _ddp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Syn
     sync = DDPSync(
         registered.modules(),
         context.group,
-        ddp_args=wanted.ddp_args,
+        ddp_args=registered.sync_options.ddp_args,
         bucket_cap_mb=context.options.bucket_cap_mb,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
     )
     registered.replace_modules(sync.models)
     return sync
 
 
-def _fsdp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
+def _fsdp(registered: TrainingParts, context: RankContext) -> Synchroniser:
     if context.group.is_alone:
-        return _replicate(registered, context, wanted)  # its rows are all rows
-    # Imported only by who asks for it: it brings torch's DTensor.
+        return _replicate(registered, context)  # its rows are all rows
+    # Imported only for sync="fsdp": the module brings torch's DTensor.
     from lockstep.sync.fsdp import FSDPSync
 
     return FSDPSync(
@@ -131,38 +126,36 @@ def _fsdp(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Sy
         context.group,
         registered.optimizers,
         bucket_cap_mb=context.options.bucket_cap_mb,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
     )
 
 
-def _parameter_server(
-    registered: TrainingParts, context: RankContext, wanted: Wanted
-) -> Synchroniser:
+def _parameter_server(registered: TrainingParts, context: RankContext) -> Synchroniser:
     return ParameterServerSync(
         registered.modules(),
         registered.optimizers,
         context.group,
         context.owner,
-        goes_on_at=wanted.goes_on_at,
+        goes_on_at=registered.sync_options.goes_on_at,
         bucket_cap_mb=context.options.bucket_cap_mb,
-        broadcast=wanted.goes_on_at is None,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
+        broadcast=registered.sync_options.goes_on_at is None,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
     )
 
 
-def _data_parallel(registered: TrainingParts, context: RankContext, wanted: Wanted) -> Synchroniser:
+def _data_parallel(registered: TrainingParts, context: RankContext) -> Synchroniser:
     devices = replica_devices(context.device, context.options.replicas)
     replicated = [ReplicatedModel(model, devices) for model in registered.models]
-    # Weights and windows are those of one worker, which has the whole batch. Attached last:
-    # of models that were refused nobody would let go.
-    sync = _replicate(registered, context, wanted)
+    # Weights and windows are those of one worker, which has the whole batch. Attached last: a
+    # refusal of the models above would leave the hooks on.
+    sync = _replicate(registered, context)
     registered.replace_modules(replicated)
     return sync
 
 
-_WAYS: dict[str, Callable[[TrainingParts, RankContext, Wanted], Synchroniser]] = {
+_BY_NAME: dict[str, Callable[[TrainingParts, RankContext], Synchroniser]] = {
     "replicate": _replicate,
     ONE_PROCESS: _alone,
     ONE_PROCESS_BY_SHARD: _alone,

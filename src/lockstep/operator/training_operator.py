@@ -6,6 +6,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
 from lockstep.operator import default_loss, loops
@@ -19,13 +21,12 @@ from lockstep.operator.registration import (
     given_back,
     refuse_further,
 )
-from lockstep.operator.shard_batch import to_device
-from lockstep.operator.training_parts import Wanted
+from lockstep.operator.training_parts import SyncOptions
+from lockstep.tensor_tree import children_of, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    import torch
     from torch import nn
 
     from lockstep.operator.rank_context import Options
@@ -229,7 +230,7 @@ class TrainingOperator:
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            wanted=Wanted(
+            sync_options=SyncOptions(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
                 buffers="after_backward" if self._overrides_loop() else "manual",
@@ -256,7 +257,7 @@ class TrainingOperator:
         The default `compute_loss` and `validate_batch` call ``metric.update(output, target)``;
         methods of your own call it themselves. Each call of `train` or `validate` starts from
         nothing, so the same object may be given twice. At its end the workers' states are
-        merged: every sample counts once, whoever saw it.
+        merged: every sample counts once, on whichever worker it was.
 
         Args:
             train: a metric, a ``MetricCollection``, or a dict from names to such.
@@ -306,7 +307,7 @@ class TrainingOperator:
 
     def to_device(self, batch: Any) -> Any:
         """The same batch, of any nesting, with its tensors on this worker's device."""
-        return to_device(batch, self.device)
+        return _moved(batch, self.device)
 
     # -------------------------------------------------------------------------- where it is
 
@@ -350,12 +351,12 @@ class TrainingOperator:
 
     @classmethod
     def _overrides(cls, method: str) -> bool:
-        """Whether the user's class has its own `method` instead of the one above."""
+        """Whether the user's class overrides `method`."""
         return getattr(cls, method) is not getattr(TrainingOperator, method)
 
     @classmethod
     def _overrides_loop(cls) -> bool:
-        """Whether something else than the default loop decides when a step begins and ends."""
+        """Whether the user's `train_batch` or `train_epoch` decides when a step begins and ends."""
         return cls._overrides("train_batch") or cls._overrides("train_epoch")
 
     @classmethod
@@ -423,3 +424,23 @@ def _no_setup(operator_cls: type[TrainingOperator]) -> NotOverriddenError:
         f"{operator_cls.__name__} must override setup(self, config)",
         fix="call self.register(models=..., optimizers=...) in it",
     )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The same structure with every tensor on `device`.
+
+    Follows mappings, lists, tuples and dataclasses; anything else that has a `.to` (a
+    `BatchEncoding`, a `PackedSequence`, a graph batch) is asked itself; the rest (strings,
+    numbers, None) is returned as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if type(batch) in (list, tuple):  # the common case, before slower questions
+        return type(batch)(_moved(child, device) for child in batch)
+    # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    children = children_of(batch)
+    if children is None:
+        return batch
+    return rebuilt(batch, [_moved(child, device) for _, child in children])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages of models' weights: what ``register(ema=...)`` asks for, and when it is updated."""
+"""Averages of models' weights, for ``register(ema=...)``."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _places(model: nn.Module) -> list[torch.device]:
 
 
 def update_averages(run: TrainingParts, stepped: Sequence[torch.optim.Optimizer]) -> None:
-    """A global batch is over: average the models whose optimizers have stepped in it, once each."""
+    """After a global batch: update the average of each model that an optimizer has changed."""
     if not stepped or not run.averages:
         return
     for model, average in zip(run.plain_models(), run.averages, strict=True):

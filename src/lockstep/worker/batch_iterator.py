@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.operator.interface import place
-from lockstep.operator.optimizer_hooks import refuse_left_out
+from lockstep.operator.default_loop_options import refuse_left_out
+from lockstep.operator.operator_protocol import rank_and_step
 from lockstep.operator.prefetched_batches import PrefetchedBatches
-from lockstep.operator.shard_batch import BatchOrigin, ShardBatch
-from lockstep.operator.step_context import StepContext
+from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.operator.sync_batch_norm import refuse_borrowed
 from lockstep.operator.weight_averages import update_averages
-from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from lockstep.data import LoadedPart, Step
+    from lockstep.data import Step
     from lockstep.errors import WeightError
-    from lockstep.operator.interface import Operator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.reduction_context import ReductionContext
     from lockstep.sync import Synchroniser
     from lockstep.worker.data_cursor import Cursor, Tally
@@ -84,20 +82,19 @@ class BatchIterator:
             self.commit()
             if self._tally.at_boundary is not None:
                 self._tally.at_boundary()
-            if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
+            at_limit = self._limit is not None and self.delivered >= self._limit
+            read = None if self.epoch_over or at_limit else self._cursor.take()
+            if read is None:
+                self.epoch_over = self.epoch_over or not at_limit
                 self._look_for_the_end()
                 self._note_the_end()
                 raise StopIteration
-            step = self._cursor.take()
-            if step is None:
-                self.epoch_over = True
-                self._note_the_end()
-                raise StopIteration
-            self._open = sum(part.num_samples for part in step.parts)
+            self._open = sum(part.num_samples for part in read.parts)
             self.delivered += 1
-            # Without parts nothing of this step is ours, and nobody waits for us (see `borrow`).
-            if step.parts or not self._cursor.source.joint:
-                return self._deliver(step)
+            # Without parts no sample of the batch is this worker's, and no peer waits for it (see
+            # `borrow`): a loop that takes plain batches does not hear of it.
+            if read.parts or not self._cursor.source.joint:
+                return self._deliver(read)
 
     @property
     def step_in_epoch(self) -> int:
@@ -105,10 +102,11 @@ class BatchIterator:
         return self._cursor.step
 
     def commit(self) -> None:
-        """The step in hand has happened.
+        """Count the step in hand as happened; without one, only follow optimizers that stepped.
 
         Raises:
-            PeerLostError: nobody knows whether it has, for the group was given up meanwhile.
+            PeerLostError: the group was given up meanwhile; whether the step has happened on all
+                ranks is unknown.
         """
         state, step = self._state, self._state.step
         state.context.group.confirm()
@@ -160,7 +158,10 @@ class BatchIterator:
             The context, for the default loops; the plain batch, for a loop of the user's own.
         """
         state, sync, training = self._state, self._state.sync, self._purpose == "train"
-        shards = tuple(self._shard(read, part) for part in read.parts)
+        run_seed, epoch = state.context.placement.seed, self._cursor.epoch
+        shards = tuple(
+            ShardBatch.of(part, run_seed, self._purpose, epoch, read.index) for part in read.parts
+        )
         is_joint = self._cursor.source.joint
         step = StepContext(
             self._reduction, self._purpose, shards, is_joint, prefetched=self._prefetched
@@ -172,7 +173,7 @@ class BatchIterator:
             if sync is not None:
                 sync.begin_step(state.committed)
         state.step = step
-        # That of each shard of its own is set when the shard is computed.
+        # In the default loops each shard has its weight, which `StepContext.computing` sets.
         self._reduction.weight = shards[0].num_samples if is_joint else None
         if not is_joint:
             return step
@@ -193,26 +194,19 @@ class BatchIterator:
         if every == 1:
             return True, True
         is_full = (read.index + 1) % every == 0
-        closes = is_full or self._cursor.is_last(read.index)
+        closes = is_full or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
 
-    def _shard(self, read: Step, part: LoadedPart) -> ShardBatch:
-        shard = part.shards[0] if part.shards else -1
-        run_seed = self._state.context.placement.seed
-        seed = derive_seed(run_seed, self._purpose, self._cursor.epoch, read.index, shard)
-        origin = BatchOrigin(self._cursor.epoch, read.index, part.indices)
-        return ShardBatch(part.batch, part.num_samples, seed, shard, origin)
-
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
-        """What a plain backward counts for: this batch's samples, if the backward is certain to
-        be of this batch."""
+        """The weight of a plain backward: this batch's samples, or an error if the loop has read
+        batches ahead that count differently."""
         ahead = self._prefetched
         if ahead is None:
             return samples
         ahead.note_read(samples, sync.rounds)
         if ahead.is_certain or not sync.needs_guard:
             return samples
-        return ahead.unknown_weight(place(self._operator))
+        return ahead.unknown_weight(rank_and_step(self._operator))
 
     def _note_the_end(self) -> None:
         if self._prefetched is not None and self._state.sync is not None:

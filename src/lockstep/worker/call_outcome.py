@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call on a worker ended, in a form that travels.
+"""`Outcome`: the value or error of a call on a worker, in a form that can be sent.
 
 Errors are values: an exception that leaves an actor is wrapped by Ray in a type of its own,
 loses its traceback, and keeps alive, through its frames, the process group that it failed in.
@@ -22,7 +22,7 @@ _OWN_CODE: Final = f"{os.sep}lockstep{os.sep}"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one worker answers.
+    """The result of a call on one worker.
 
     Attributes:
         value: the result, if `error` is None.

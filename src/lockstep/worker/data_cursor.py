@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A position in a worker's data, and what one call has counted from there."""
+"""`Cursor`, a position in a worker's data, and `Tally`, the steps and samples of a call."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class StepSource(Protocol):
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
         """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
 
-        None where nobody can tell.
+        None where the source cannot tell.
         """
 
     def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
-        """The items that `shards` hold in a step; an empty list where nobody can tell."""
+        """The items that `shards` hold in a step; empty where the source cannot tell."""
 
     def close(self) -> None: ...
 
@@ -70,8 +70,8 @@ class Cursor:
     def move_to(self, epoch: int, step: int) -> None:
         self._abandon()
         self.epoch, self.step = epoch, step
-        # Wherever it is moved to, also into what was the middle of a window with another
-        # `accumulate`: what came before is not in anybody's gradients.
+        # Gradients of the batches before `step` are gone, also if `step` lies in what was the
+        # middle of a window, with another `accumulate`.
         self.window_start = step
 
     def use(self, source: StepSource) -> None:
@@ -100,20 +100,14 @@ class Cursor:
             self._steps = self.source.batches(self.epoch, self.step)
         return next(self._steps, None)
 
-    def is_exhausted(self) -> bool:
-        """Nothing is left of the epoch; reads one step ahead if the data has no length."""
-        total = self.source.steps_per_epoch
-        if total is not None:
-            return self.step >= total
-        if self._ahead is None:
-            self._ahead = self.take()
-        return self._ahead is None
+    def ends_before(self, index: int) -> bool:
+        """Whether the epoch has no step `index`, which is the next one to be taken.
 
-    def is_last(self, index: int) -> bool:
-        """Whether the epoch ends with step `index`, which was taken; may read one ahead."""
+        Data without a length is read one step ahead.
+        """
         total = self.source.steps_per_epoch
         if total is not None:
-            return index + 1 >= total
+            return index >= total
         if self._ahead is None:
             self._ahead = self.take()
         return self._ahead is None
@@ -123,7 +117,7 @@ class Cursor:
 
     @property
     def has_open_window(self) -> bool:
-        """Of the window of ``accumulate`` batches that the position is in, some are committed."""
+        """Of the accumulation window at the position some batches are committed, and not all."""
         return self.window_start != self.step
 
     @property
@@ -146,13 +140,14 @@ class Cursor:
 
 @dataclass
 class Tally:
-    """What a worker has delivered during one call.
+    """Steps and samples that a worker has committed during one call.
 
     Attributes:
         steps: negative while the first batches of a window are computed again, which an earlier
             call has counted.
-        on_commit: told of every step.
-        at_boundary: called before every batch; what it raises ends the call between two steps.
+        on_commit: called after every step.
+        at_boundary: called before every batch; an error that it raises ends the call between two
+            steps.
     """
 
     steps: int = 0

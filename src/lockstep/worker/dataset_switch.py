@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's training data changes hands: from its own loader to a dataset, and back."""
+"""Training on a Ray dataset in the place of the operator's own loader, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DatasetSwitch:
-    """What stands aside while a dataset feeds the training.
+    """The operator's own loader, kept while a dataset feeds the training.
 
     Attributes:
         loader: the position in the operator's own loader; None if it has none.
@@ -40,15 +40,11 @@ class DatasetSwitch:
         Raises:
             ConfigurationError: no row of a global batch would be this worker's.
         """
-        before = cursors.get("train")
-        source = RayDatasetShard(
-            rows,
-            batches,
-            operator._lockstep.context.placement,
-            operator._lockstep.context.group,
-            joint=wants_joint(operator, "train"),
+        before, context = cursors.get("train"), operator._lockstep.context
+        joint = wants_joint(operator, "train")
+        cursor = Cursor(
+            RayDatasetShard(rows, batches, context.placement, context.group, joint=joint)
         )
-        cursor = Cursor(source)
         if self.is_open and before is not None:
             cursor.move_to(before.epochs_entered, 0)
             before.close()
@@ -72,5 +68,6 @@ class DatasetSwitch:
 
 
 def _expect(operator: TrainingOperator, weight: int | None) -> None:
-    if operator._lockstep.sync is not None:
-        operator._lockstep.sync.expect_weight(weight)
+    sync = operator._lockstep.sync
+    if sync is not None:
+        sync.expect_weight(weight)

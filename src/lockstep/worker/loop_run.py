@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of `train` or `validate` while it runs: passes over the data, and what they gave.
+"""`LoopRun`: a worker's side of one `train` or `validate`, over one or more epochs.
 
-It outlives a failure of the group: what was committed before stays counted, and the call goes
-on from there with the peers that are left.
+A `LoopRun` outlives a failure of the group: the steps committed before stay counted, and the call
+goes on from there with the workers that are left.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COUNT_EVERY_S: Final = 0.25
 
 @dataclass(frozen=True)
 class LoopRequest:
-    """What was asked for.
+    """The arguments of one `train` or `validate`.
 
     Attributes:
         purpose: "train" or "validation".
@@ -58,7 +58,7 @@ class LoopRequest:
 
 @dataclass(frozen=True)
 class LoopProgress:
-    """How far all workers have come with a call that was interrupted.
+    """How far all workers have come with a call that a failure has interrupted.
 
     Attributes:
         epoch: the one in which the call began.
@@ -79,11 +79,11 @@ class LoopRun:
     """One worker's side of a call.
 
     Args:
-        operator: whose loops run.
+        operator: its loops run.
         cursor: the position in the data, which moves on.
         request: what was asked for.
         arithmetic: entered around the passes.
-        on_commit: told of every step.
+        on_commit: called after every step.
         rollback: remembers what a step changes before it is committed; None for validation.
         owed: batches before the call's own that are computed again, for a window that is open.
         progress: where the other workers stand, for a worker that joins in the middle.
@@ -92,7 +92,7 @@ class LoopRun:
         cursor: the position in the data.
         tally: what was delivered and committed so far.
         is_over: all that was asked for has happened.
-        counted: what was counted a moment ago.
+        counted: samples and sums of at most a moment ago, for other threads.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LoopRun:
         self._deliveries: BatchIterator | None = None
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
-        # A newcomer's steps before were those of somebody who is gone.
+        # A worker that joins in the middle has not computed the steps before.
         self._steps_of_others = 0 if progress is None else progress.steps
         if progress is not None:
             self._take_over(progress)
@@ -146,14 +146,14 @@ class LoopRun:
 
     @property
     def own_steps(self) -> int:
-        """Those that this process has computed itself."""
+        """The steps of the call that this process has computed itself."""
         return self.tally.steps - self._steps_of_others
 
     def catch_up(self, progress: LoopProgress) -> None:
-        """Count a step that the others have committed, and this worker has taken part in."""
+        """Count a step that the other workers have committed, and this one has taken part in."""
         counted = max(self.tally.steps, 0)
         first, missed = self.first_step + counted, max(progress.steps - counted, 0)
-        # Those that it carried then: with fewer workers they have been dealt out anew since.
+        # Of the shards at that time: since then fewer workers may have been dealt the shards anew.
         samples = self.cursor.source.samples_of(self._shards, first, missed) or 0
         self.tally.samples += samples
         self._state.meters.n += samples
@@ -168,11 +168,11 @@ class LoopRun:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
         assert self._deliveries is not None
         if not self._state.step.has_scheduled:
-            follow_batch(self._operator, self._info)
+            follow_batch(self._state, self._info)
         self._deliveries.commit()
 
     def note_counts(self) -> None:
-        """Now and then, for who asks from another thread; the meters are not to be read there."""
+        """Copy the counts now and then: another thread reads the copy, and must not read meters."""
         now = time.monotonic()
         if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
             return  # reading a number would make the host wait for the device
@@ -202,7 +202,7 @@ class LoopRun:
         """One pass over (the rest of) an epoch; whether it was the last one."""
         operator, cursor, tally = self._operator, self.cursor, self.tally
         purpose, num_steps = self.request.purpose, self.request.num_steps
-        if not cursor.at_epoch_start and cursor.is_exhausted():
+        if not cursor.at_epoch_start and cursor.ends_before(cursor.step):
             self._end_epoch()
         if cursor.at_epoch_start:
             cursor.source.agree(self._state.context.group, cursor.epoch)
@@ -243,11 +243,14 @@ class LoopRun:
         return checked_metrics(operator, "train_epoch", result)
 
     def _end_epoch(self) -> None:
-        """Also where an epoch of unknown length turns out to have ended with the last call."""
+        """Step the schedulers of an epoch, and move to the next one.
+
+        An epoch of unknown length may turn out to have ended with the call before.
+        """
         operator = self._operator
         training = self.request.purpose == "train"
         wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-        # A loop of the user's own steps them itself, unless it ran ours.
+        # A `train_epoch` of the user's own steps its schedulers, unless it called the default one.
         if wanted and (self._state.ran_default_epoch or not operator._overrides("train_epoch")):
             step_schedulers(registered(operator).schedulers)
         self._state.ran_default_epoch = False

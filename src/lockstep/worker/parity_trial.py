@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few steps on a copy of the run, with all workers and in one process.
+"""A worker's part of `verify()`: a few steps on a copy of the run, by all ranks and by one process.
 
 The copy is a whole worker beside the run's own: an operator whose `setup` runs again, loaders
 and a process group of its own. Nothing of the run is touched, whatever goes wrong; a rank that
@@ -25,7 +25,7 @@ from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lockstep.operator.training_parts import TrainingParts
+    from lockstep.group import Group
     from lockstep.worker.worker import Worker
 
 _DRAWS: Final = (
@@ -44,7 +44,7 @@ _DROPOUT: Final = "dropout is off in what calls it as a function, attention for 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank brings back.
+    """The steps of a trial on one rank.
 
     Attributes:
         steps: what its optimizers consumed; None where it is rank 0's, bit for bit.
@@ -69,13 +69,12 @@ def run(worker: Worker, num_steps: int) -> Trial:
 
     Raises:
         NotAvailableError: no optimizer stepped.
-        Whatever the operator raises; the run is as it was.
+        An error of the operator's own; the run is as it was.
     """
     with preserved(), ExitStack() as ends:
         workers = _Side(worker.copied(worker.spec, alone=False))
-        ends.callback(workers.end)
-        state = worker.state_dict()
-        workers.go_to(state)
+        ends.callback(workers.copy.stop)
+        workers.copy.go_to(worker.state_dict())
         # What the users' own classes hold is each rank's own; the one process is rank 0.
         process = _OneProcess(worker) if worker.rank == 0 else None
         if process is not None:
@@ -83,13 +82,13 @@ def run(worker: Worker, num_steps: int) -> Trial:
         steps: list[Recorded] = []
         truth: list[Recorded] = []
         for _ in range(num_steps):
-            state = workers.state()
+            state = workers.copy.state_dict()
             steps.append(workers.step())
             if process is not None:
                 truth.append(process.step(state))
         if not any(step.gradients for step in steps):
             raise _no_step(worker, num_steps)
-        digests = workers.exchange([step.digest() for step in steps])
+        digests = workers.group.exchange([step.digest() for step in steps])
         is_rank_0 = process is not None
         return Trial(
             steps=steps if is_rank_0 or digests[worker.rank] != digests[0] else None,
@@ -104,11 +103,11 @@ class _Side:
     """A copy of a worker, what may depend on the split turned off, and its recorder."""
 
     def __init__(self, copy: Worker) -> None:
-        self._copy = copy
+        self.copy = copy
         try:
             with copy.in_its_world():
                 copy.build_as_trial()
-            run = self._registered
+            run = copy.run
             self._pinned = [note for module in run.plain_modules() for note in pin(module)]
             self._dropout = DropoutOff()
             self._recorder = OptimizerRecorder(copy.operator, run)
@@ -117,12 +116,13 @@ class _Side:
             raise
 
     @property
-    def _registered(self) -> TrainingParts:
-        return self._copy.run
+    def group(self) -> Group:
+        """The group of the copies."""
+        return self.copy.operator._lockstep.context.group
 
     @property
     def notes(self) -> list[str]:
-        """What was turned off."""
+        """The layers and functions whose randomness was turned off."""
         return [*self._pinned, *[_DROPOUT] * self._dropout.was_needed]
 
     @property
@@ -130,35 +130,23 @@ class _Side:
         """A layer normalises by its batch and has nothing else to normalise by."""
         return any(
             normalises_by_batch(layer) and layer.running_mean is None
-            for module in self._registered.modules()
+            for module in self.copy.run.modules()
             for layer in module.modules()
         )
 
     @property
     def computes_shards_apart(self) -> bool:
         """The loop can take the global batch shard by shard, and mean the same."""
-        operator = self._copy.operator
+        operator = self.copy.operator
         return not operator._overrides_loop() and not operator.joint_loss
-
-    def state(self) -> dict[str, Any]:
-        return self._copy.state_dict()
-
-    def go_to(self, state: Mapping[str, Any]) -> None:
-        self._copy.go_to(state)
 
     def step(self) -> Recorded:
         """One window of global batches: one optimizer step of the default loop."""
-        with self._copy.in_its_world(), self._dropout:
+        with self.copy.in_its_world(), self._dropout:
             while True:
-                self._copy.train(1, False, {})
-                if not self._copy.cursors["train"].has_open_window:
+                self.copy.train(1, False, {})
+                if not self.copy.cursors["train"].has_open_window:
                     return self._recorder.take()
-
-    def exchange(self, value: Any) -> list[Any]:
-        return self._copy.operator._lockstep.context.group.exchange(value)
-
-    def end(self) -> None:
-        self._copy.stop()
 
 
 class _OneProcess:
@@ -187,7 +175,7 @@ class _OneProcess:
                 self.is_comparable = False
                 self.inconclusive = _RANKS_ONLY
                 return recorded
-            self._side.end()
+            self._side.copy.stop()
             self._side, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
             self.inconclusive = _BY_SHARD
             return self._taken(state)
@@ -196,11 +184,11 @@ class _OneProcess:
             raise
 
     def _taken(self, state: Mapping[str, Any]) -> Recorded:
-        self._side.go_to(state)
+        self._side.copy.go_to(state)
         return self._side.step()
 
     def end(self) -> None:
-        self._side.end()
+        self._side.copy.stop()
 
 
 def _no_step(worker: Worker, num_steps: int) -> NotAvailableError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loops ask of an operator: the part of `TrainingOperator` that stands below it.
+"""The `Operator` protocol: the members of `TrainingOperator` that the default loops call.
 
 `TrainingOperator` hands itself to functions of modules that it imports. Those name this protocol,
-so that no module imports what imports it.
+so that no module imports a module by which it is imported.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ class Operator(Protocol):
     def _overrides_loop(cls) -> bool: ...
 
 
-def place(operator: Operator) -> str:
+def rank_and_step(operator: Operator) -> str:
     """This rank and its step, for an error."""
     return f"rank {operator.world_rank}, step {operator.global_step}"
