@@ -30,8 +30,8 @@ class Recorded:
         gradients: for each time that an optimizer stepped, the gradient of every parameter
             that it holds, by name, as the optimizer found it; on the CPU.
         weights: the parameters after the step.
-        linear: names of those whose weights follow their gradients without magnifying what
-            rounding leaves of a zero (SGD does not, Adam does).
+        linear: names of the parameters whose optimizer does not magnify what rounding leaves of a
+            gradient of zero (SGD does not, Adam does).
         drew: random numbers were drawn between the delivery of the batch and the step.
     """
 
