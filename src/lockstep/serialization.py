@@ -2,8 +2,8 @@
 """What crosses processes as bytes: arguments and results, states with tensors, exceptions.
 
 Everything is a cloudpickle. A state is pickled in two parts: its tensors are taken out of the
-pickle as byte buffers, so that nothing large is copied into a pickle, and whoever sends them
-chooses how (in blocks over a process group, as arrays in Ray's object store, over a socket).
+pickle as byte buffers, so that nothing large is copied into a pickle, and each sender chooses how
+they travel (over a process group, as arrays in Ray's object store, in one block over a socket).
 
 The processes of a run trust each other and share their code; a checkpoint, which a stranger may
 have written, is no pickle (see `lockstep.checkpoint`).
@@ -99,7 +99,11 @@ def join(head: bytes, buffers: Sequence[Buffer]) -> Any:
 def pack(buffers: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
     """One block of bytes with the bytes of all `buffers`, each aligned for any dtype."""
     sizes = [buffer.numel() for buffer in buffers]
+<<<<<<< HEAD
     block = torch.empty(packed_size(sizes), dtype=torch.uint8, device=device)
+=======
+    block = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device="cpu")
+>>>>>>> wstate
     for buffer, place in zip(buffers, unpack(block, sizes), strict=True):
         place.copy_(buffer)
     return block
@@ -109,11 +113,6 @@ def unpack(block: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The buffers of these sizes in bytes that `pack` has put into `block`, as views into it."""
     padded = block.split([_padded(size) for size in sizes])
     return [buffer[:size] for buffer, size in zip(padded, sizes, strict=True)]
-
-
-def packed_size(sizes: Sequence[int]) -> int:
-    """Bytes of the block into which `pack` puts buffers of these sizes."""
-    return sum(map(_padded, sizes))
 
 
 def _padded(size: int) -> int:

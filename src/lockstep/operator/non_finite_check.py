@@ -67,7 +67,7 @@ class _StepCheck:
         self._before = None
         if getattr(optimizer, "found_inf", None) is not None:
             return  # fused: it is told of infinities, and leaves the step out by itself
-        if _is_given_closure(args, kwargs):
+        if is_given_closure(args, kwargs):
             self._before = StateCopy(_held(optimizer), [optimizer])
             return
         gradients = [p.grad for p in _held(optimizer) if p.grad is not None]
@@ -85,7 +85,7 @@ class _StepCheck:
         before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
-        has_closure = _is_given_closure(args, kwargs)
+        has_closure = is_given_closure(args, kwargs)
         raise self._error(
             "a step put NaN or infinity into the weights, which are as they were before it",
             f"{self._named(found)}; learning rate {rates or 'unknown'}",
@@ -135,7 +135,8 @@ def _rates(optimizer: Optimizer) -> list[float]:
     return [float(rate) for rate in given if rate is not None]
 
 
-def _is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """An optimizer's step, whose hook has these arguments, is to call a closure."""
     # The hooks of some versions of torch are given the optimizer among the arguments.
     given = [each for each in (*args, kwargs.get("closure")) if each is not None]
     return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)

@@ -76,7 +76,7 @@ class Formation:
 def stand_down(
     worker: Worker, interrupted: str | None, *, is_given_up: bool = False
 ) -> SurvivorState:
-    """Leave the group and undo what was not committed. Idempotent.
+    """Leave the group and undo the step that was not committed. Idempotent.
 
     Args:
         interrupted: the method that not all workers have completed.
@@ -93,7 +93,7 @@ def stand_down(
 
 
 def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
-    """Without peers, undo what was not committed, and be ready for the next call.
+    """Without peers, undo the step that was not committed, and be ready for the next call.
 
     Returns:
         Where it stands; `point` is None if what an optimizer has changed cannot be undone.

@@ -225,12 +225,12 @@ def _gloo_within_reach(rendezvous: Rendezvous) -> Iterator[None]:
 def leave_group(held: list[Any]) -> threading.Thread:
     """Close the sockets, so that ranks blocked in a collective with this one get an error.
 
-    Measured on gloo: `abort` and `shutdown` unblock nobody; only a closed socket does, and
+    Measured on gloo: `abort` and `shutdown` unblock no rank; only a closed socket does, and
     the sockets close when the last reference to the group is gone. That waits for gloo's thread,
-    which looks up every 10 ms: in a thread of its own, for nobody here need wait with it.
+    which wakes every 10 ms. So a thread of its own waits for that, and the caller does not.
 
     Args:
-        held: the group, to which nobody else holds a reference; emptied.
+        held: the group, and the only reference to it; emptied.
 
     Returns:
         The thread, after which they are closed.

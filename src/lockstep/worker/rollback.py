@@ -291,7 +291,7 @@ class Rollback:
         sync = self._sync
         if not self._has_own_loop or sync is None:
             return False
-        # An optimizer that steps without a round before uses what is there.
+        # An optimizer that steps before any reduction of this step uses gradients of earlier ones.
         stepped_on_old = sync.needs_guard and opened.stepped_at == opened.rounds
         return sync.has_added or stepped_on_old
 
@@ -366,7 +366,7 @@ class Rollback:
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
         """Go back; False if the weights have moved and there is no copy of them.
 
-        Between steps there is nothing to undo but what was read ahead.
+        Between two steps there is nothing to undo, but batches that were read ahead are dropped.
         """
         opened = self._open
         if opened is None:

@@ -103,7 +103,7 @@ def copied(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _cloned) 
 
 
 def moved(value: Any) -> Any:
-    """The same structure on the CPU; what is there already is not copied."""
+    """The same structure on the CPU; tensors that are there already are not copied."""
     return _converted(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
 
 
