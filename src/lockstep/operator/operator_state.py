@@ -45,7 +45,7 @@ class OperatorState:
         committed: global batches that have happened since the run began. Set by
             `BatchIterator.commit`, by `Rollback` and by `state.apply`.
         weighed_by: what the default loops' losses count for, by purpose, once one was computed.
-            Set by `ShardResults.weight_of`, never reset.
+            Set by `ShardResults.weight_of`; a worker that joins takes it over from its source.
         ran_default_epoch: the default `train_epoch` ran in this pass, maybe called by the user's.
             Set by that loop, reset by `LoopRun` at the end of an epoch.
         meters: the metrics of the whole call. Reset by `begin_call`; set back by `Rollback`.
