@@ -95,7 +95,7 @@ def train_epoch(
             _note_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)
-            follow_batch(state, info)
+            step_batch_schedulers(state, info)
             recorder.add(metrics)
             if state.step.closes_window:
                 state.window.batches.clear()
@@ -111,7 +111,7 @@ def _note_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]
         noted.extend((shard, batch_info) for shard in step.shards_in(batch))
 
 
-def follow_batch(state: OperatorState, info: Mapping[str, Any]) -> None:
+def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None:
     """Let schedulers step that step with each batch."""
     step, run = state.step, state.registered
     if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and step.closes_window and run is not None:

@@ -40,7 +40,7 @@ class _Recomputed(NamedTuple):
 
 
 @contextmanager
-def explained(operator: Operator) -> Iterator[None]:
+def naming_nan_origin(operator: Operator) -> Iterator[None]:
     """Enter around a pass over the data: a refusal names the samples and layers that led to it.
 
     Collective:

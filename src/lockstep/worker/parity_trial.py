@@ -72,7 +72,7 @@ def run(worker: Worker, num_steps: int) -> Trial:
         An error of the operator's own; the run is as it was.
     """
     with preserved(), ExitStack() as ends:
-        workers = _Side(worker.copied(worker.spec, alone=False))
+        workers = _TrialCopy(worker.copied(worker.spec, alone=False))
         ends.callback(workers.copy.stop)
         workers.copy.go_to(worker.state_dict())
         # What the users' own classes hold is each rank's own; the one process is rank 0.
@@ -99,7 +99,7 @@ def run(worker: Worker, num_steps: int) -> Trial:
         )
 
 
-class _Side:
+class _TrialCopy:
     """A copy of a worker, what may depend on the split turned off, and its recorder."""
 
     def __init__(self, copy: Worker) -> None:
@@ -156,27 +156,27 @@ class _OneProcess:
         self._worker = worker
         self.inconclusive = ""
         self.is_comparable = True
-        self._side = self._open(ONE_PROCESS)
+        self._trial = self._open(ONE_PROCESS)
         self._is_whole = True
 
-    def _open(self, way: str) -> _Side:
+    def _open(self, way: str) -> _TrialCopy:
         spec = self._worker.spec
         options = replace(spec.options, sync=way, reproducible=False)
         alone = replace(spec, num_workers=1, options=options)
-        return _Side(self._worker.copied(alone, alone=True))
+        return _TrialCopy(self._worker.copied(alone, alone=True))
 
     def step(self, state: Mapping[str, Any]) -> Recorded:
         try:
             recorded = self._taken(state)
-            depends = recorded.drew or self._side.depends_on_split
+            depends = recorded.drew or self._trial.depends_on_split
             if not depends or not self._is_whole or not self.is_comparable:
                 return recorded
-            if not self._side.computes_shards_apart:
+            if not self._trial.computes_shards_apart:
                 self.is_comparable = False
                 self.inconclusive = _RANKS_ONLY
                 return recorded
-            self._side.copy.stop()
-            self._side, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
+            self._trial.copy.stop()
+            self._trial, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
             self.inconclusive = _BY_SHARD
             return self._taken(state)
         except Exception as error:
@@ -184,11 +184,11 @@ class _OneProcess:
             raise
 
     def _taken(self, state: Mapping[str, Any]) -> Recorded:
-        self._side.copy.go_to(state)
-        return self._side.step()
+        self._trial.copy.go_to(state)
+        return self._trial.step()
 
     def end(self) -> None:
-        self._side.copy.stop()
+        self._trial.copy.stop()
 
 
 def _no_step(worker: Worker, num_steps: int) -> NotAvailableError:
