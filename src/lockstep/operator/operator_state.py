@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _no_copies() -> None:
-    """A worker that cannot go back to the beginning of a step keeps no copies of buffers."""
+    """Until a `Rollback` keeps copies of buffers, there are none to put back."""
 
 
 class OperatorState:
@@ -79,7 +79,7 @@ class OperatorState:
         self.begin_call("train")
 
     def begin_call(self, purpose: str) -> None:
-        """A new `train` or `validate`: its metrics start from nothing."""
+        """Begin a `train` or `validate`: its metrics start from nothing."""
         self.step = StepContext(ReductionContext(self.context.group), purpose)
         self.registered_metrics.reset()
         self.meters = AverageMeterCollection()
@@ -88,11 +88,11 @@ class OperatorState:
         self.sync_norms: list[str] | None = None
 
     def forget_step(self) -> None:
-        """Drop what was noted of a step that did not come to its end."""
+        """Drop the context of a step that did not come to its end."""
         self.step = StepContext(self.step.reduction, self.step.purpose)
 
     def forget_counts(self) -> None:
-        """Drop what the call has counted so far: an earlier call has counted it."""
+        """Drop the counts of the call so far: its batches were counted by an earlier call."""
         self.registered_metrics.reset()
         self.meters.reset()
 

@@ -181,14 +181,14 @@ class LoopRun:
         self.counted = Counted(self.tally.samples, sums)
 
     def rewind(self) -> None:
-        """Back to the position at which the call began."""
+        """Move back to the position at which the call began."""
         self.cursor.move_to(self.first_epoch, self.first_step)
 
     def run(self) -> Report:
         """One pass per epoch touched, until `num_steps` or the epoch's end.
 
         Collective:
-            What the operator's loop communicates, and one exchange at the start of an epoch.
+            The operator's loop, and one exchange at the start of an epoch.
         """
         self._shards = self._state.context.placement.shards
         averages = self._operator.loss_reduction == "mean"

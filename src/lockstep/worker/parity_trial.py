@@ -75,7 +75,7 @@ def run(worker: Worker, num_steps: int) -> Trial:
         workers = _TrialCopy(worker.copied(worker.spec, alone=False))
         ends.callback(workers.copy.stop)
         workers.copy.go_to(worker.state_dict())
-        # What the users' own classes hold is each rank's own; the one process is rank 0.
+        # The state of a user's own class may differ between ranks; the one process has rank 0's.
         process = _OneProcess(worker) if worker.rank == 0 else None
         if process is not None:
             ends.callback(process.end)
@@ -100,7 +100,7 @@ def run(worker: Worker, num_steps: int) -> Trial:
 
 
 class _TrialCopy:
-    """A copy of a worker, what may depend on the split turned off, and its recorder."""
+    """A copy of a worker without dropout, and the recorder of its optimizers' steps."""
 
     def __init__(self, copy: Worker) -> None:
         self.copy = copy
@@ -127,7 +127,7 @@ class _TrialCopy:
 
     @property
     def depends_on_split(self) -> bool:
-        """A layer normalises by its batch and has nothing else to normalise by."""
+        """A layer normalises by its batch, and has no running statistics instead."""
         return any(
             normalises_by_batch(layer) and layer.running_mean is None
             for module in self.copy.run.modules()
@@ -136,12 +136,12 @@ class _TrialCopy:
 
     @property
     def computes_shards_apart(self) -> bool:
-        """The loop can take the global batch shard by shard, and mean the same."""
+        """The loop computes the same if it takes the global batch shard by shard."""
         operator = self.copy.operator
         return not operator._overrides_loop() and not operator.joint_loss
 
     def step(self) -> Recorded:
-        """One window of global batches: one optimizer step of the default loop."""
+        """Train on one window of global batches: one optimizer step of the default loop."""
         with self.copy.in_its_world(), self._dropout:
             while True:
                 self.copy.train(1, False, {})
@@ -150,7 +150,7 @@ class _TrialCopy:
 
 
 class _OneProcess:
-    """The truth: the global batch at once, or where that cannot be, shard by shard."""
+    """The reference: one process takes the global batch at once, or if it must, by shards."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
