@@ -63,7 +63,6 @@ KNOWN_CIRCLES = [
         "lockstep.worker.group_formation",
         "lockstep.worker.parity_trial",
         "lockstep.worker.prediction",
-        "lockstep.worker.snapshot",
         "lockstep.worker.worker",
     },
 ]

@@ -270,18 +270,18 @@ def test_a_changed_hyperparameter_survives_the_state_of_another_trial(tmp_path):
 
     folder = str(tmp_path)
     with opened(lr=0.8) as donor:
-        made_with = trial_checkpoint.hyperparameters(donor)
+        trial_checkpoint.note_hyperparameters(donor)
         donor.train()
-        trial_checkpoint.write(donor, folder, made_with)
+        trial_checkpoint.write(donor, folder)
         donor.train()
         goes_on = donor.apply_all_operators(lr)[0]
     with opened(lr=0.8) as same:
-        trial_checkpoint.read(same, folder, trial_checkpoint.hyperparameters(same))
+        trial_checkpoint.read(same, folder)
         assert same.apply_all_operators(lr) == [0.4]
         same.train()
         assert same.apply_all_operators(lr) == [goes_on]
     with opened(lr=0.1, momentum=0.5) as explorer:
-        trial_checkpoint.read(explorer, folder, trial_checkpoint.hyperparameters(explorer))
+        trial_checkpoint.read(explorer, folder)
         operator = explorer.get_local_operator()
         group = operator.optimizer.param_groups[0]
         # The schedule has halved the donor's rate once; ours is halved as often.

@@ -250,10 +250,8 @@ def _damage_of(file: IO[bytes], mark: Mapping[str, Any], content_size: int) -> s
         return f"its directory cannot be read ({_first_line(error)})"
     if digest_around(file, records, content_size) != mark["sha256"]:
         return other
-    changed = changed_record(file, records)
-    if changed is not None:
-        return f"the checksum of {changed.name} does not match its content"
-    return None
+    changed = changed_record(file)
+    return None if changed is None else f"the checksum of {changed} does not match its content"
 
 
 def _damage(path: str, got: str) -> CheckpointError:

@@ -36,7 +36,7 @@ _FIX: Final = "\n  fix  "
 
 
 def shown(error: BaseException) -> str:
-    """An error's text; what it tells to type are options of ``lockstep train``."""
+    """An error's text, whose line "fix" names options of ``lockstep train`` and no Python."""
     said, fix, advice = str(error).partition(_FIX)
     for phrase, ours in _PHRASES.items():
         advice = advice.replace(phrase, ours)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's config, from a file and from the command line."""
+"""Reads the operator's config from a file and from ``--set KEY=VALUE``."""
 
 from __future__ import annotations
 

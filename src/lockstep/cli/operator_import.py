@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ``module:Operator`` to the class."""
+"""Imports the operator class that ``lockstep train`` is given as ``MODULE:OPERATOR``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def find_operator(name: str) -> type[TrainingOperator]:
-    """Import the class, from the current folder or from where the file is.
+    """Import the class, from the current folder or from the folder of its file.
 
     The folder is put on this process's path and on that of the workers it starts. On other
     machines of a cluster the code has to be there: ``ray job submit --working-dir .`` sends it.
@@ -54,7 +54,7 @@ def _imported(name: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        # A module that this one imports is the user's affair, with the traceback.
+        # Of a missing module that the user's own module imports, the traceback says more.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ConfigurationError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lockstep train``: an operator, its config, and a loop of epochs."""
+"""``lockstep train``: trains an operator for some epochs, or tries a step out (``--dry-run``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COUNTS: Final = ("epoch", "num_samples", "batch_count")
 
 
 def run(read: argparse.Namespace) -> int:
-    """Do what was asked for. Returns the exit code; the user's own exceptions pass."""
+    """Train, or try out. Returns the exit code; the user's own exceptions pass."""
     try:
         operator = find_operator(read.operator)
         config = config_of(read.config, read.settings, read.batch_size)
@@ -52,10 +52,10 @@ def run(read: argparse.Namespace) -> int:
 
 
 def _check_target(path: Path, *, in_directory: bool) -> None:
-    """What --save names is written when all is trained, which is late to hear of a wrong path.
+    """Refuse a path for --save that cannot be written: before training, and not after it.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: the path cannot be written.
     """
     try:
         problem = _problem_with(path, in_directory=in_directory)
@@ -124,7 +124,7 @@ def _train(
 
 
 def _epochs_done(trainer: TorchTrainer) -> int:
-    """Whole passes over the training data before this program; a begun one is finished by it."""
+    """Whole epochs that earlier programs trained; this program finishes one that they began."""
     place = trainer.state_dict()["position"].get("train", {"epoch": 0})
     done: int = place["epoch"]
     return done
@@ -152,7 +152,7 @@ def _try_out(
     config: dict[str, Any],
     callbacks: list[Callback],
 ) -> int:
-    """Everything but training: what would run where, and whether its gradients are right."""
+    """Print what would run where, and compare the gradients of one step with one process's."""
     given = _given(read)
     arguments = {name: value for name, value in given.items() if name not in SAVING}
     with _opened(operator, config, arguments) as trainer:

@@ -6,10 +6,11 @@ from lockstep.data.rank_loader import RankLoader, shard_loader
 from lockstep.data.ray_dataset import RayBatches, RayDatasetShard
 from lockstep.data.shard_batch_size import ShardBatchSize, split_batch_size
 from lockstep.data.shard_placement import ShardPlacement, shards_of
-from lockstep.data.sharded_loader import LoadedPart, ShardedLoader, Step
+from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader, Step
 from lockstep.data.user_sharded_loader import UserShardedLoader
 
 __all__ = [
+    "BatchParts",
     "LoadedPart",
     "RankLoader",
     "RayBatches",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a batch whose structure is the user's: how many, joined, or none.
+"""The rows of a batch, whose structure is the user's: counted, joined, sliced.
 
-A batch is a tensor or an array, a sequence of rows (strings, numbers), or tuples, lists,
-dictionaries and dataclasses of batches. A list or tuple is a sequence of rows when it holds
-nothing but plain values, else it is structure; that is what torch's ``default_collate``
-makes. What is neither is refused by its place in the batch, never guessed at.
+A batch is a tensor or an array, a sequence of rows (strings, numbers), or a tree of batches (see
+`tensor_tree`). A list or tuple is a sequence of rows when it holds nothing but plain values, else a
+container; torch's ``default_collate`` makes batches like that. Anything else is refused by its
+place in the batch, never guessed at.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ import numpy as np
 import torch
 
 from lockstep.errors import NotShardableError
-from lockstep.tensor_tree import PLAIN_TYPES, Key, KeyPath, children_of, is_rows, keystr, rebuilt
+from lockstep.tensor_tree import (
+    PLAIN_TYPES,
+    Key,
+    KeyPath,
+    children_of,
+    is_rows,
+    keystr,
+    rebuilt,
+    tree_map_with_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,23 +113,20 @@ def rows_of(batch: Any, rows: slice) -> Any:
     Raises:
         NotShardableError: a place in the batch cannot be sliced; the message names it.
     """
-    return _sliced(batch, rows, ())
 
+    def sliced(path: KeyPath, leaf: Any) -> Any:
+        if isinstance(leaf, (torch.Tensor, np.ndarray)):
+            try:
+                return leaf[rows]
+            except (RuntimeError, IndexError, NotImplementedError) as error:
+                raise _unsliceable(path, f"{type(leaf).__name__}: {error}") from error
+        if is_rows(leaf):
+            return leaf[rows]
+        if isinstance(leaf, PLAIN_TYPES):
+            return leaf
+        raise _unsliceable(path, f"a {type(leaf).__name__}")
 
-def _sliced(batch: Any, rows: slice, path: KeyPath) -> Any:
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
-        try:
-            return batch[rows]
-        except (RuntimeError, IndexError, NotImplementedError) as error:
-            raise _unsliceable(path, f"{type(batch).__name__}: {error}") from error
-    children = children_of(batch)
-    if children is not None:
-        return rebuilt(batch, [_sliced(child, rows, (*path, key)) for key, child in children])
-    if is_rows(batch):
-        return batch[rows]
-    if isinstance(batch, PLAIN_TYPES):
-        return batch
-    raise _unsliceable(path, f"a {type(batch).__name__}")
+    return tree_map_with_path(sliced, batch)
 
 
 def content_digest(value: Any) -> str:

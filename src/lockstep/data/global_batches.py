@@ -183,7 +183,7 @@ def _reader(drawn: list[Any]) -> Read:
 
 
 def known_length(sized: Any) -> int | None:
-    """Its length, or None: what has ``__len__`` may still not know."""
+    """The length of `sized`, or None: an object with ``__len__`` may still not know its length."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -201,7 +201,7 @@ def announce_epoch(epoch: int, holders: Iterable[Any]) -> None:
 def global_batches_of(
     loader: Any, num_shards: int, global_batch_size: int | None = None
 ) -> GlobalBatches:
-    """How `loader` is shared out over `num_shards` shards.
+    """The global batches of `loader`, to be shared out over `num_shards` shards.
 
     Args:
         loader: a ``DataLoader``, or an iterable of ready batches that can be iterated again.
@@ -209,8 +209,8 @@ def global_batches_of(
         global_batch_size: in samples; overrides what the loader says.
 
     Raises:
-        NotShardableError: it cannot be shared out so that every sample is seen exactly once.
-        WrongTypeError: it is no loader at all.
+        NotShardableError: `loader` cannot be shared out so that every sample is seen exactly once.
+        WrongTypeError: `loader` is no loader at all.
     """
     if not isinstance(loader, DataLoader):
         check_reiterable(loader)
@@ -248,8 +248,8 @@ def global_batches_of(
 def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
     """Whether `value` is of torch's class `kind`, no subclass, or of torchdata's double of it.
 
-    torchdata's loader replaces torch's samplers by classes of its own, which order alike and
-    can say where they are; that is not needed here, and not a reason to read them differently.
+    torchdata's loader replaces torch's samplers by classes of its own, which give the same order
+    and can save their position. lockstep needs no saved position, and reads both alike.
     """
     own = type(value)
     double = own.__module__ == "torchdata.stateful_dataloader.sampler"
@@ -278,7 +278,7 @@ def _of_stream(
 
 
 def _whole(batch_size: int, num_shards: int) -> int:
-    """Samples of a global batch: a loader's batch size is per shard unless it knows better."""
+    """Samples of a global batch: a loader's batch size is per shard, unless it remembers it."""
     if isinstance(batch_size, ShardBatchSize):
         return batch_size.whole
     return int(batch_size) * num_shards
@@ -298,7 +298,7 @@ def _refuse_distributed(sampler: Any) -> None:
 
 
 def _refuse_split(dataset: Any) -> None:
-    """A stream of Hugging Face's that `split_dataset_by_node` has cut already."""
+    """Refuse a stream of Hugging Face's that `split_dataset_by_node` has cut already."""
     split = getattr(dataset, "_distributed", None)
     ranks = getattr(split, "world_size", 1)
     if isinstance(ranks, int) and ranks > 1:
@@ -311,10 +311,11 @@ def _refuse_split(dataset: Any) -> None:
 
 
 def check_reiterable(loader: Any, *, allow_shared_out: bool = False) -> None:
-    """Refuse what is no loader, what is shared out already, and what can be read only once.
+    """Refuse a `loader` that cannot be read again at every epoch, or not by these shards.
 
     Raises:
-        NotShardableError, WrongTypeError: as said.
+        NotShardableError: `loader` is an iterator, or one rank's part already.
+        WrongTypeError: `loader` is no loader.
     """
     if getattr(loader, "is_shared_out", False) and not allow_shared_out:
         raise NotShardableError(

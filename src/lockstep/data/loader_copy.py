@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of the user's loader that returns the batches it is asked for.
+"""A copy of the user's loader, which returns the batches of one rank's shards.
 
 The loader is copied object for object and three of its fields are replaced: the dataset (by one
 that reads requests), the batch sampler (by one that hands out requests) and the collate function

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.data.batch_structure import rows_of
 from lockstep.data.shard_placement import ShardPlacement
-from lockstep.data.sharded_loader import ShardedLoader
+from lockstep.data.sharded_loader import BatchParts, ShardedLoader
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
     Args:
         loader: a ``DataLoader`` over the whole data, built alike on every rank (no
             ``DistributedSampler``), or a re-iterable of ready batches.
-        group: whose ranks share the data: a process group, or anything with ``rank`` and
+        group: the ranks that share the data: a process group, or an object with ``rank`` and
             ``size`` (methods or properties). None: the world group, or this process alone.
         seed: of the order and of augmentations; the same on every rank.
 
@@ -152,8 +152,7 @@ class RankLoader:
         return ShardedLoader(
             self.loader,
             self._placement,
-            joint=True,
-            borrow=True,
+            parts=BatchParts.JOINT_OR_BORROWED,
             global_batch_size=global_batch_size,
         )
 

@@ -103,7 +103,7 @@ class SeededDataset(Dataset[Any]):
         self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
 
     def __getitems__(self, request: Request) -> Any:
-        # A loader worker's generators are nobody else's: nothing to put back.
+        # In a loader's worker process no other code draws from the generators.
         if not (self._may_draw and self._keeps_generators) or get_worker_info() is not None:
             return self._batch(request)
         with preserved():

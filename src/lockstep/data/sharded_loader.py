@@ -14,6 +14,7 @@ and in there (maybe in a process of the loader) a `SeededDataset` reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -38,8 +39,8 @@ class LoadedPart:
 
     Args:
         batch: as the user's loader makes it.
-        num_samples: real samples; 0 if the batch is borrowed.
-        shards: whose samples these are; of a borrowed batch, all that the worker carries.
+        num_samples: samples that count here; 0 if the batch is borrowed.
+        shards: the shards that the samples belong to; for a borrowed batch, those of the worker.
         indices: what the loader's sampler gave for them, one for each sample (or for the whole
             batch, if the dataset holds ready batches); empty where there is no sampler.
     """
@@ -65,18 +66,25 @@ class Step:
     num_samples: int | None
 
 
+class BatchParts(Enum):
+    """The batches that hold a worker's samples of one step."""
+
+    BY_SHARD = "one batch for each shard that has samples"
+    JOINT = "one batch with all samples of the worker; none where it has no samples"
+    JOINT_OR_BORROWED = "as JOINT; a worker without samples gets shard 0's, counted as 0 samples"
+    """Borrowing keeps a worker in step with the collectives that its peers compute on a batch."""
+
+
 class ShardedLoader:
     """The user's loader, cut to the shards of one worker.
 
     Attributes:
-        joint: one part per step with all the worker's samples, instead of one per shard.
+        joint: all the worker's samples of a step are one batch.
 
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
         placement: the worker's shards.
-        joint: as above.
-        borrow: with `joint`, a worker without samples in a step gets shard 0's, to be counted
-            as 0 samples, so that the worker takes part in what its peers compute.
+        parts: which batches the worker's samples of a step become.
         global_batch_size: in samples; overrides what the loader says.
         keeps_last: also an incomplete last batch that the loader would leave out.
         keeps_generators: reading leaves the global random generators as they were. A caller that
@@ -92,15 +100,14 @@ class ShardedLoader:
         loader: Any,
         placement: ShardPlacement,
         *,
-        joint: bool,
-        borrow: bool,
+        parts: BatchParts,
         global_batch_size: int | None = None,
         keeps_last: bool = False,
         keeps_generators: bool = True,
     ) -> None:
         self.placement = placement
-        self.joint = joint
-        self._borrow = borrow
+        self.joint = parts is not BatchParts.BY_SHARD
+        self._borrows = parts is BatchParts.JOINT_OR_BORROWED
         batches = global_batches_of(loader, placement.num_shards, global_batch_size)
         self._batches = replace(batches, drop_last=False) if keeps_last else batches
         self._copy: LoaderCopy | None = None  # None: the items are the batches already
@@ -234,7 +241,7 @@ class ShardedLoader:
         if carried:
             return [carried]
         # The first shards are the larger ones, so shard 0 has samples in every step.
-        return [(self._segment(batch, 0),)] if self._borrow else []
+        return [(self._segment(batch, 0),)] if self._borrows else []
 
     def _segment(self, batch: GlobalBatch, shard: int) -> Segment:
         start, stop = share_bounds(len(batch), self.placement.num_shards, shard)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that need not be installed, and what to type where one is missing."""
+"""Imports packages that need not be installed, and says what to type where one is missing."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class AverageMeterCollection:
         return self._batch_count == 0
 
     def copy(self) -> AverageMeterCollection:
-        """What was counted so far, to go on from twice."""
+        """A copy that counts on by itself from what was counted so far."""
         other = copy.copy(self)
         other._means = defaultdict(WeightedMean)
         other._means.update({key: copy.copy(mean) for key, mean in self._means.items()})

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects of torchmetrics on several workers as one: their states are merged, and computed once.
 
-A worker sends the objects themselves, and nothing is exchanged while it trains. What a metric
-says of merging its states (its ``dist_reduce_fx``) is done here, on the driver, as torchmetrics
-does it between ranks, but for two things: ranks are merged that saw samples, so that a rank
-without any neither waits nor counts; and lists of rows may have any lengths.
+A worker sends its metric objects, and exchanges nothing while it trains. The driver merges their
+states by each metric's own ``dist_reduce_fx``, as torchmetrics does it between ranks, but for two
+things: only ranks that saw samples are merged, so that a rank without any neither waits nor counts;
+and lists of rows may have any lengths.
 
-torchmetrics itself is not imported: whoever has such an object has imported it.
+torchmetrics itself is not imported here: a program that has such an object has imported it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def computed(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         by_rank: each worker's metrics by name, on the CPU. Never changed.
 
     Returns:
-        By name what `compute` returns: numbers as Python's, tensors as they are; a dict (of a
-        value for each class, say) key by key. Metrics that nobody updated are left out.
+        The result of `compute` by the metric's name: numbers as Python's, tensors as they are; a
+        dict (of a value for each class, say) key by key. Metrics without an update are left out.
     """
     values: dict[str, Any] = {}
     for name in dict.fromkeys(name for own in by_rank for name in own):
@@ -70,7 +70,7 @@ def _merge_states(own: Any, parts: Sequence[Any]) -> None:
     for name, reduce in own._reductions.items():
         states = [getattr(part, name) for part in parts]
         if isinstance(states[0], list):
-            # Rows: whatever computes from them concatenates them itself.
+            # Lists of rows: the metric's own `compute` concatenates them.
             setattr(own, name, [rows for state in states for rows in state])
         else:
             stacked = torch.stack(states)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For our tests and for your own: parity with one process, and failures on purpose.
+"""For our tests and for your own: parity with one process, and fault injection.
 
 Needs torch only, never Ray.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures on purpose: does your operator survive them?
+"""Fault injection: a worker fails at a chosen step and phase. Does your operator survive it?
 
 ::
 
@@ -19,6 +19,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
@@ -52,11 +53,11 @@ class Strike:
     Attributes:
         action: "kill" (SIGKILL), "stop" (SIGSTOP), "hang" (an endless loop), "delay", "raise" (a
             RuntimeError), "interrupt" (SIGINT: Ctrl-C).
-        rank: who is hit.
-        step: after how many global batches of the run.
-        phase: in the middle of what: "data" (a sample is read), "forward", "backward" (the first
-            gradient comes), "buckets" (the last one comes, others have left), "optimizer"
-            (before it steps), "applied" (after it has), "validation" (a forward of it), "save"
+        rank: the rank that is hit.
+        step: global batches of the run before the one that is hit.
+        phase: the work that is hit: "data" (a sample is read), "forward", "backward" (the first
+            gradient is computed), "buckets" (the last one is, others have been sent), "optimizer"
+            (before its step), "applied" (after its step), "validation" (a forward of it), "save"
             (the model's state is read).
         seconds: of a delay.
 
@@ -79,7 +80,7 @@ class Strike:
             )
 
     def hit(self) -> None:
-        """Do it, to this process."""
+        """Let this process fail."""
         if self.action == "delay":
             time.sleep(self.seconds)
         elif self.action == "hang":
@@ -92,14 +93,14 @@ class Strike:
 
 
 def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[TrainingOperator]:
-    """The same operator, whose workers meet `strikes`: each of them once, in one process.
+    """The same operator, whose workers meet `strikes`: each strike once, in one process.
 
-    The step that was struck is computed again by somebody, who must not be struck again: what
-    has happened is noted in a directory for temporary files, so all workers that may be struck
-    have to run on one machine.
+    Another worker computes the step again in which a strike hit, and must not be hit again: a
+    strike that has happened is noted in a directory for temporary files, so that all workers that
+    may be struck have to run on one machine.
     """
     directory = tempfile.mkdtemp(prefix="lockstep-strikes-")
-    # Not with the class: a trainer sends it to later workers, too, which look there.
+    # The directory outlives the class: a trainer sends the class to later workers as well.
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
     class Struck(operator_cls):  # type: ignore[valid-type,misc]
@@ -110,10 +111,10 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
             )
 
         def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-            self._read: Callable[..., None] = _Nothing()
+            self._read: Callable[..., None] = _do_nothing
             if hasattr(train_loader, "dataset"):
                 # Past the loader's own refusal: nothing has been read yet.
-                watched = _Watched(train_loader.dataset, lambda: self._read())
+                watched = _WatchedDataset(train_loader.dataset, lambda: self._read())
                 object.__setattr__(train_loader, "dataset", watched)
             super().register_data(train_loader=train_loader, validation_loader=validation_loader)
 
@@ -123,6 +124,8 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
 
 @dataclass
 class _Armed:
+    """A strike, and the file that says that it has happened."""
+
     strike: Strike
     done: Path
 
@@ -135,57 +138,54 @@ class _Armed:
 
 
 class _Trigger:
-    """Called where a phase is reached. In a copy of the model, which travels, it does nothing."""
+    """A hook that runs where `phase` is reached; a forward in evaluation mode is "validation".
 
-    def __init__(self, operator: Any, armed: Sequence[_Armed], phase: str) -> None:
+    A copy of the model, which may be sent to another process, gets `_do_nothing` instead.
+    """
+
+    def __init__(self, operator: Any, armed: Sequence[_Armed], phase: Phase) -> None:
         self._operator = operator
-        self._strikes = [each for each in armed if each.strike.phase == phase]
+        self._armed = armed
+        self._phase = phase
 
-    def __call__(self, *_: Any) -> None:
-        for each in self._strikes:
-            at_step = each.strike.step == self._operator._lockstep.committed
-            if at_step and each.strike.rank == self._operator.world_rank:
+    def __call__(self, module: Any = None, *_: Any) -> None:
+        is_validation = self._phase == "forward" and not module.training
+        phase = "validation" if is_validation else self._phase
+        here = (phase, self._operator._lockstep.committed, self._operator.world_rank)
+        for each in self._armed:
+            if (each.strike.phase, each.strike.step, each.strike.rank) == here:
                 each.fire()
 
     def __reduce__(self) -> Any:
-        return _Nothing, ()
+        return partial, (_do_nothing,)
 
 
-class _Nothing:
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-class _ByMode:
-    """What reaches the model's forward: a step, or a validation."""
-
-    def __init__(self, training: Any, validating: Any) -> None:
-        self._triggers = {True: training, False: validating}
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        self._triggers[module.training]()
+def _do_nothing(*_: Any) -> None:
+    return None
 
 
 def _arm(operator: Any, armed: Sequence[_Armed]) -> None:
-    def reach(phase: str) -> Any:
+    def trigger(phase: Phase) -> _Trigger:
         return _Trigger(operator, armed, phase)
 
     run = operator._lockstep.registered
     model = run.models[0]
-    model.register_forward_pre_hook(_ByMode(reach("forward"), reach("validation")))
-    _untyped(model).register_state_dict_pre_hook(reach("save"))
+    model.register_forward_pre_hook(trigger("forward"))
+    model.register_state_dict_pre_hook(trigger("save"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    operator._reached = [_in_backward(trained[-1], reach("backward"))]
-    operator._reached += [_in_backward(trained[0], reach("buckets"))]
-    run.optimizers[0].register_step_pre_hook(reach("optimizer"))
-    run.optimizers[0].register_step_post_hook(reach("applied"))
-    operator._read = reach("data")
+    operator._reached = [
+        _in_backward(trained[-1], trigger("backward")),
+        _in_backward(trained[0], trigger("buckets")),
+    ]
+    run.optimizers[0].register_step_pre_hook(trigger("optimizer"))
+    run.optimizers[0].register_step_post_hook(trigger("applied"))
+    operator._read = trigger("data")
 
 
 def _in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
-    """Call when backward reaches `parameter`, for as long as what is returned lives.
+    """Call when backward reaches `parameter`, for as long as the returned node lives.
 
-    A hook on the parameter itself would be run when its gradient has been reduced.
+    A hook on the parameter itself would run only when its gradient has been reduced.
     """
     view = parameter.view_as(parameter).grad_fn
     assert view is not None
@@ -195,13 +195,8 @@ def _in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
     return node
 
 
-def _untyped(module: nn.Module) -> Any:
-    """For what torch has no annotation for."""
-    return module
-
-
-class _Watched:
-    """A dataset that tells when a sample is read."""
+class _WatchedDataset:
+    """A dataset that calls `read` before each sample."""
 
     def __init__(self, dataset: Any, read: Callable[[], None]) -> None:
         self._dataset = dataset

@@ -5,67 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardedLoader, UserShardedLoader
-from lockstep.errors import DataOrderError, NotShardableError
+from lockstep.data import BatchParts, ShardedLoader, UserShardedLoader
 from lockstep.operator.rank_context import ONE_PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from lockstep.data import Step
-    from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.worker.data_cursor import StepSource
-
-
-class UnshardedSource:
-    """Every worker reads its own loader; the longest decides how many steps there are.
-
-    A worker whose loader runs out borrows its last batch, with no weight, so that its peers do
-    not wait for it in a reduction.
-    """
-
-    joint = True
-    global_batch_size: int | None = None
-
-    def __init__(self, loader: UserShardedLoader) -> None:
-        self._loader = loader
-        self._steps: int | None = None
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return self._loader.steps_per_epoch if self._steps is None else self._steps
-
-    def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
-        return self._loader.batches(epoch, start_step, num_steps=self._steps)
-
-    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
-        return None
-
-    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
-        return []  # only the user's own loader knows
-
-    def close(self) -> None:
-        self._loader.close()
-
-    def agree(self, group: Group, epoch: int) -> None:
-        """Collective: every rank of `group`; one small exchange."""
-        lengths = group.exchange(self._loader.steps_per_epoch)
-        if None in lengths:
-            raise NotShardableError(
-                "with add_dist_sampler=False the workers must know how many batches they have",
-                where=f"rank {lengths.index(None)}",
-                got="a loader without a length",
-                fix="give the loader (or its dataset) a __len__",
-            )
-        if 0 in lengths and any(lengths):
-            raise DataOrderError(
-                "a worker's own loader is empty, so that it has no batch to keep step with",
-                where=f"rank {lengths.index(0)}",
-                got=f"batches by rank: {lengths}",
-                fix="give every worker at least one batch, or leave add_dist_sampler at True",
-            )
-        self._steps = max(lengths)
 
 
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
@@ -73,14 +18,16 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     context = operator._lockstep.context
     placement = context.placement
     if not context.options.add_dist_sampler:
-        return UnshardedSource(UserShardedLoader(loader, placement))
-    joint = wants_joint(operator, purpose)
+        return UserShardedLoader(loader, placement)
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
-    borrow = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
+    borrows = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
+    parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
+    if not wants_joint(operator, purpose):
+        parts = BatchParts.BY_SHARD
     # Every shard is seeded before its computation, so the generators' states after loading are
     # not needed.
-    return ShardedLoader(loader, placement, joint=joint, borrow=borrow, keeps_generators=False)
+    return ShardedLoader(loader, placement, parts=parts, keeps_generators=False)
 
 
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data import ShardedLoader
+from lockstep.data import BatchParts, ShardedLoader
 from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.randomness import preserved
 from lockstep.reduction_context import ReductionContext
@@ -55,10 +55,9 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
     """
     operator, run = worker.operator, worker.run
     options, placement = worker.spec.options, operator._lockstep.context.placement
-    whole = options.sync == "data_parallel"
-    source = ShardedLoader(
-        loader, placement, joint=whole, borrow=False, keeps_last=True, keeps_generators=False
-    )
+    in_one_batch = options.sync == "data_parallel"
+    parts = BatchParts.JOINT if in_one_batch else BatchParts.BY_SHARD
+    source = ShardedLoader(loader, placement, parts=parts, keeps_last=True, keeps_generators=False)
     try:
         with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
             return [

@@ -22,7 +22,7 @@ from lockstep.worker.tensor_pool import TensorPool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.worker.worker import Worker
+    from lockstep.worker.state_access import StateAccess
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SnapshotTaker:
         give: called with each snapshot in the worker's own process, instead of holding it.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: StateAccess) -> None:
         self.give: Callable[[Snapshot], None] | None = None
         self._worker = worker
         self._seen: int | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run, out of a worker and into it."""
+"""A worker's state of the run: what the operator registered, and the place in the data."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class StateAccess(Queries):
     spec: WorkerSpec
     rank: int
     owed: int
+    before_call: dict[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _feed: DatasetSwitch
     _rollback: Rollback | None
@@ -68,7 +69,7 @@ class StateAccess(Queries):
         self.cursors.clear()
 
     def state_to_write(self) -> dict[str, Any]:
-        """`state_dict` for who is done with it before training goes on: not all is copied."""
+        """`state_dict` for a caller that is done with it before training goes on: copies less."""
         return self.state_dict(states.moved)
 
     def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.data import ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
 from lockstep.errors import NotShardableError
 from sharing import by_shard, share_out
 
@@ -128,12 +128,12 @@ def test_what_is_shared_out_or_entered_already_is_refused():
     placement = ShardPlacement(2, range(2), 0)
     half = DataLoader(split_dataset_by_node(stream(), rank=0, world_size=2), batch_size=4)
     with pytest.raises(NotShardableError, match="split_dataset_by_node"):
-        ShardedLoader(half, placement, joint=False, borrow=False)
+        ShardedLoader(half, placement, parts=BatchParts.BY_SHARD)
     loader = StatefulDataLoader(table(), batch_size=4)
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(NotShardableError, match="load_state_dict"):
-        ShardedLoader(loader, placement, joint=False, borrow=False)
+        ShardedLoader(loader, placement, parts=BatchParts.BY_SHARD)
 
 
 class Regression(TrainingOperator):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.data import ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
 from lockstep.errors import ConfigurationError
 from sharing import plain
 
@@ -35,7 +35,7 @@ def _no_process_stays_behind() -> object:
 
 def _sharded(**kwargs: object) -> ShardedLoader:
     loader = DataLoader(range(40), batch_size=2, num_workers=1, shuffle=True, **kwargs)
-    return ShardedLoader(loader, PLACEMENT, joint=True, borrow=True)
+    return ShardedLoader(loader, PLACEMENT, parts=BatchParts.JOINT_OR_BORROWED)
 
 
 def _rows(steps: object) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_a_broken_dataset_ends_its_workers_and_says_what_broke() -> None:
 
     for num_workers in (0, 1):
         loader = DataLoader(Broken(), batch_size=2, num_workers=num_workers)
-        sharded = ShardedLoader(loader, PLACEMENT, joint=True, borrow=True)
+        sharded = ShardedLoader(loader, PLACEMENT, parts=BatchParts.JOINT_OR_BORROWED)
         state = torch.get_rng_state()
         with pytest.raises(ValueError, match="sample 5 is broken"):
             list(sharded.batches(0))
@@ -108,7 +108,7 @@ def test_the_users_own_iteration_goes_on_beside_ours() -> None:
     loader = DataLoader(range(8), batch_size=2, num_workers=1, persistent_workers=True)
     own = iter(loader)
     first = plain(next(own))
-    sharded = ShardedLoader(loader, PLACEMENT, joint=True, borrow=True)
+    sharded = ShardedLoader(loader, PLACEMENT, parts=BatchParts.JOINT_OR_BORROWED)
     assert _rows(sharded.batches(0)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     sharded.close()
     assert [first, *map(plain, own)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -124,7 +124,7 @@ def test_a_loader_that_is_forgotten_takes_its_workers_along() -> None:
 
 def test_a_worker_that_never_has_samples_starts_no_processes() -> None:
     loader = DataLoader(range(4), batch_sampler=[[0, 1, 2, 3]], num_workers=1)
-    sharded = ShardedLoader(loader, ShardPlacement(2, range(1, 2), 0), joint=False, borrow=False)
+    sharded = ShardedLoader(loader, ShardPlacement(2, range(1, 2), 0), parts=BatchParts.BY_SHARD)
     (step,) = sharded.batches(0)
     assert step.parts == []
     assert not _started()

@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data import ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
 from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
 from lockstep.errors import NotShardableError
 from sharing import by_shard, plain, samples, share_out
@@ -65,7 +65,7 @@ def test_every_field_is_kept() -> None:
         pin_memory=False,
     )
     before = dict(vars(loader))
-    sharded = ShardedLoader(loader, ALONE, joint=False, borrow=False)
+    sharded = ShardedLoader(loader, ALONE, parts=BatchParts.BY_SHARD)
     copy = vars(sharded._copy._loader)
     assert type(sharded._copy._loader) is _SubLoader
     assert copy.keys() == before.keys()
@@ -155,7 +155,7 @@ def test_a_lazy_sampler_draws_the_same_everywhere_and_disturbs_nobody() -> None:
     # Draws of the training step, in between, do not shift the sampler's.
     placement = ShardPlacement(4, range(4), 0)
     disturbed = {}
-    for step in ShardedLoader(make(), placement, joint=False, borrow=False).batches(0, 3):
+    for step in ShardedLoader(make(), placement, parts=BatchParts.BY_SHARD).batches(0, 3):
         torch.rand(3), np.random.rand(3), random.random(), sampler.numpy.random()
         disturbed[step.index] = [plain(part.batch) for part in step.parts]
     assert disturbed[3] == [alone[3, shard] for shard in range(4)]

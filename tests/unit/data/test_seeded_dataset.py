@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from lockstep.data import ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
 from lockstep.data.global_batches import ItemKind
 from lockstep.data.seeded_dataset import (
     Request,
@@ -99,7 +99,7 @@ def _rows() -> DataLoader:
 
 @pytest.mark.parametrize("loader", [make(0), make(1), _rows()], ids=["here", "worker", "rows"])
 def test_the_training_loops_generators_are_left_alone(loader: DataLoader) -> None:
-    sharded = ShardedLoader(loader, ShardPlacement(2, range(2), 0), joint=False, borrow=False)
+    sharded = ShardedLoader(loader, ShardPlacement(2, range(2), 0), parts=BatchParts.BY_SHARD)
     before = RandomState.capture()
     for _ in sharded.batches(0):
         after = RandomState.capture()

@@ -75,7 +75,7 @@ def from_lightning(
     """
     unsupported.refuse_trainer_arguments(further)
     check_given(module_cls)
-    source = ModuleFactory(
+    factory = ModuleFactory(
         module_cls,
         datamodule,
         train_dataloader,
@@ -84,7 +84,7 @@ def from_lightning(
         gradient_clip_algorithm,
         max_epochs,
     )
-    members: dict[str, Any] = {"_source": source}
+    members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
         members["_absorb"] = staticmethod(
             lambda state: module_cls.load_state_dict(state["models"][0])
@@ -97,7 +97,7 @@ def from_lightning(
 class LightningOperator(TrainingOperator):
     """The base of the classes that `from_lightning` returns; subclass those to set `joint_loss`."""
 
-    _source: ClassVar[ModuleFactory]
+    _factory: ClassVar[ModuleFactory]
 
     @classmethod
     def _overrides(cls, method: str) -> bool:
@@ -112,33 +112,33 @@ class LightningOperator(TrainingOperator):
     @classmethod
     def _check(cls, options: Options) -> None:
         super()._check(options)
-        unsupported.check_settings(options, cls._source.gradient_clip_val is not None)
+        unsupported.check_settings(options, cls._factory.gradient_clip_val is not None)
 
     # ------------------------------------------------------------------------------- setup
 
     def setup(self, config: Any) -> None:
-        setting, source = self._lockstep.context, self._source
-        module, datamodule = source.make(config, copied=setting.is_trial)
-        unsupported.check_module(module, setting.options)
+        context, factory = self._lockstep.context, self._factory
+        module, datamodule = factory.make(config, copied=context.is_trial)
+        unsupported.check_module(module, context.options)
         self.module, self.datamodule = module, datamodule
-        self._view = TrainerView(self, source, datamodule)
+        self._view = TrainerView(self, factory, datamodule)
         self._view._tell(lightning_module=module, model=module)
         module.trainer = self._view
         if datamodule is not None:
             datamodule.trainer = self._view
-        self._logging = LoggingCapture(module, setting.group)
+        self._logging = LoggingCapture(module, context.group)
         self._owners = [datamodule, module] if datamodule is not None else [module]
         self._prepare_data()
         for owner in self._owners:
             owner.setup("fit")
         module.configure_model()
-        module.to(setting.device)
+        module.to(context.device)
         self._open_loaders()
         optimizer, configs = configured(module.configure_optimizers(), type(module).__name__)
         # A Lightning module says itself when its schedulers step: the default loop must not.
-        self._steps_schedulers = setting.options.scheduler_step_freq is None
-        manual = replace(setting.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
-        self._lockstep.context = replace(setting, options=manual)
+        self._steps_schedulers = context.options.scheduler_step_freq is None
+        manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
+        self._lockstep.context = replace(context, options=manual)
         self._lockstep.step_actions = self._step_hooks = LoopHooks(module)
         self.model, self.optimizer, *_ = self.register(
             models=module,
@@ -161,12 +161,12 @@ class LightningOperator(TrainingOperator):
         self._lockstep.context.group.exchange(None)
 
     def _open_loaders(self) -> None:
-        train = self._source.train_dataloader
+        train = self._factory.train_dataloader
         if train is None:
             train = self._loader_of("train_dataloader")
         validation = None
         if unsupported.overrides(self.module, "validation_step"):
-            validation = self._source.val_dataloader
+            validation = self._factory.val_dataloader
             if validation is None:
                 validation = self._loader_of("val_dataloader")
         train, validation = _only(train, "train"), _only(validation, "validation")

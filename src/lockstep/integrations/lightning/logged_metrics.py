@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that a module gave to `self.log`, as sums over shards, steps and workers.
 
-A mean counts every sample once: each value weighs what its batch holds, whoever computed it.
+A mean counts every sample once: each value is weighted by the samples of its batch.
 """
 
 from __future__ import annotations

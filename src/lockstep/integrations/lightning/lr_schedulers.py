@@ -34,7 +34,7 @@ class SchedulerConfig:
         interval: "step" (optimizer steps of the epoch) or "epoch".
         frequency: every how many of these.
         monitor: the metric that a plateau scheduler follows.
-        strict: a monitor that nobody logged is an error.
+        strict: it is an error if no step logged the monitored metric.
         reduce_on_plateau: it takes the metric.
         name: for Lightning's loggers; a module may read it.
         stepped_in: the epoch in which a plateau scheduler last stepped.

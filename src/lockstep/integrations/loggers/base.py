@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row for each call of `train` and `validate`: what every logger writes down."""
+"""The base of all loggers: it makes one row of each result of `train` and `validate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """What one call returned, or what some steps of it came to.
+    """The result of one call, or the metrics of some of its steps.
 
     Attributes:
         phase: "train", "validation", or "step" for the metrics of single steps.
@@ -42,7 +42,7 @@ class Row:
 class Logger(Callback):
     """A callback that turns results into rows; a logger of your own overrides `write`.
 
-    Rows come after the workers have been reduced: every sample counts once.
+    A row holds means over all workers, in which every sample counts once.
 
     Args:
         every: also a row, with the phase "step", for each so many optimizer steps (global
@@ -58,28 +58,30 @@ class Logger(Callback):
         self._epoch: int | None = None
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
-        """Write one row down, for good: the program may be killed after it."""
+        """Write one row to its place, and flush it: the program may be killed at any time."""
         raise NotImplementedError
 
     def on_step(self, trainer: TorchTrainer, step: int, metrics: dict[str, Any]) -> None:
         self._epoch = metrics["epoch"]
-        values = {name: each for name, each in flattened(metrics).items() if name != "epoch"}
-        self.write(trainer, Row("step", step, self._epoch, values))
+        self._write_row(trainer, "step", step, metrics)
 
     def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
         self._epoch = result.get("epoch", self._epoch)
-        self._log(trainer, "train", result)
+        self._write_row(trainer, "train", steps_done(trainer), result)
 
     def on_validate_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
-        self._log(trainer, "validation", result)
+        self._write_row(trainer, "validation", steps_done(trainer), result)
 
-    def _log(self, trainer: TorchTrainer, phase: str, result: Mapping[str, Any]) -> None:
-        values = {name: each for name, each in flattened(result).items() if name != "epoch"}
-        self.write(trainer, Row(phase, steps_done(trainer), self._epoch, values))
+    def _write_row(
+        self, trainer: TorchTrainer, phase: str, step: int, result: Mapping[str, Any]
+    ) -> None:
+        values = flattened(result)
+        values.pop("epoch", None)
+        self.write(trainer, Row(phase, step, self._epoch, values))
 
 
 def flattened(mapping: Mapping[str, Any], before: str = "") -> dict[str, float | str]:
-    """The numbers and strings in a nested mapping; anything else has no place in a table."""
+    """The numbers and strings in a nested mapping, by names like ``outer/inner``."""
     flat: dict[str, float | str] = {}
     for key, value in mapping.items():
         name = f"{before}{key}"

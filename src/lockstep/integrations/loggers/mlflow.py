@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in MLflow."""
+"""A logger that writes a run to MLflow."""
 
 from __future__ import annotations
 

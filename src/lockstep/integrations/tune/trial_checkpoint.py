@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer's state as the directory that Tune keeps, and the hyperparameters it was made with.
+"""A trial's checkpoint: a directory with the trainer's state and its optimizers' hyperparameters.
 
-Population based training loads the state of a better trial into a trial whose config it has
-just changed. An optimizer's state holds its learning rate, so that a plain load would undo the
-change. Beside the state therefore stands what the optimizers were made with: where the trial
-that loads was made with something else, its own holds, and what a scheduler had made of the
-other's learning rate by then is applied to it.
+Population based training loads the state of a better trial into a trial whose config it has just
+changed. An optimizer's state holds its learning rate, so that a plain load would undo the change.
+The checkpoint therefore holds also the hyperparameters with which the optimizers were made. Where
+the trial that loads was made with other ones, it keeps its own; the factor by which a scheduler
+had changed the better trial's learning rate is applied to the trial's own rate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,29 +32,29 @@ _HYPERPARAMETERS: Final = "hyperparameters.json"
 Hyperparameters = list[list[dict[str, Any]]]
 """By optimizer and parameter group."""
 
-
-def hyperparameters(trainer: TorchTrainer) -> Hyperparameters:
-    """What the optimizers' parameter groups hold besides parameters."""
-    found: Hyperparameters = trainer.apply_all_operators(_read)[0]
-    return found
+_made_with: WeakKeyDictionary[TorchTrainer, str] = WeakKeyDictionary()
+"""The hyperparameters with which each trainer's optimizers were made, as JSON."""
 
 
-def write(trainer: TorchTrainer, folder: str, made_with: Hyperparameters) -> None:
+def note_hyperparameters(trainer: TorchTrainer) -> None:
+    """Remember the optimizers' hyperparameters, at the first call: before anything is trained."""
+    if trainer not in _made_with:
+        _made_with[trainer] = json.dumps(trainer.apply_all_operators(_read)[0])
+
+
+def write(trainer: TorchTrainer, folder: str) -> None:
     """Save into an existing, empty folder."""
+    note_hyperparameters(trainer)
     trainer.save(Path(folder, _STATE))
-    Path(folder, _HYPERPARAMETERS).write_text(json.dumps(made_with))
+    Path(folder, _HYPERPARAMETERS).write_text(_made_with[trainer])
 
 
-def read(trainer: TorchTrainer, folder: str, made_with: Hyperparameters) -> None:
-    """Load what `write` saved, maybe of another trial.
-
-    Args:
-        made_with: what this trainer's optimizers were made with.
-    """
+def read(trainer: TorchTrainer, folder: str) -> None:
+    """Load what `write` saved, maybe for another trial."""
+    note_hyperparameters(trainer)
     trainer.load(Path(folder, _STATE))
     theirs = json.loads(Path(folder, _HYPERPARAMETERS).read_text())
-    # As JSON makes it: a tuple is a list.
-    ours = json.loads(json.dumps(made_with))
+    ours = json.loads(_made_with[trainer])
     if ours != theirs:
         trainer.apply_all_operators(partial(_prefer, ours, theirs))
 
@@ -106,7 +107,7 @@ def _prefer_in_group(
 
 
 def _follow(scheduler: Any) -> None:
-    """Schedulers that compute from the rates they began with begin with the new ones."""
+    """Give a scheduler that computes from its initial learning rates the new ones."""
     for inner in getattr(scheduler, "_schedulers", []):
         _follow(inner)
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])

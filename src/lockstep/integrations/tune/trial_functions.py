@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For trials that are functions: report, go on where the trial was, ask for the workers' room."""
+"""Functions for trials that are functions: report results, restore a trial, reserve resources."""
 
 from __future__ import annotations
 
 import tempfile
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.placement_group import bundle_for, warn_of_no_room
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lockstep.trainer import TorchTrainer
-
-_made_with: weakref.WeakKeyDictionary[TorchTrainer, trial_checkpoint.Hyperparameters]
-_made_with = weakref.WeakKeyDictionary()
 
 
 def resources(
@@ -63,26 +59,25 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
     if not checkpoint:
         tune.report(dict(metrics))
         return
-    made_with = _made_with.setdefault(trainer, trial_checkpoint.hyperparameters(trainer))
     with tempfile.TemporaryDirectory() as folder:
-        trial_checkpoint.write(trainer, folder, made_with)
+        trial_checkpoint.write(trainer, folder)
         tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
 
 
 def restore(trainer: TorchTrainer) -> bool:
-    """Go on where this trial, or the better one that it was told to follow, has been.
+    """Load the checkpoint that Tune gives this trial: its own, or that of a better trial.
 
-    Call it before the first `train`: what the optimizers were made with is what this trial's
-    config says.
+    Call it before the first `train`, while the optimizers still have the hyperparameters of this
+    trial's config.
 
     Returns:
         Whether there was a checkpoint.
     """
     tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
-    made_with = _made_with.setdefault(trainer, trial_checkpoint.hyperparameters(trainer))
+    trial_checkpoint.note_hyperparameters(trainer)
     found = tune.get_checkpoint()
     if found is None:
         return False
     with found.as_directory() as folder:
-        trial_checkpoint.read(trainer, folder, made_with)
+        trial_checkpoint.read(trainer, folder)
     return True
