@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No step puts a first NaN or infinity into the weights.
+"""Hooks on optimizers that refuse a step by which a first NaN or infinity enters the weights.
 
 Gradients are looked at when an optimizer is about to step with them: after the reduction, so
 that every rank finds the same; after unscaling and clipping; and not where a GradScaler leaves
@@ -54,7 +54,7 @@ def watch_optimizers(operator: Operator, run: TrainingParts) -> list[RemovableHa
 
 
 class _StepCheck:
-    """The look before, and where it is needed after, each step of one optimizer."""
+    """The check before, and where it is needed after, each step of one optimizer."""
 
     def __init__(self, operator: Operator, run: TrainingParts) -> None:
         self._operator = operator
@@ -130,7 +130,7 @@ def _held(optimizer: Optimizer) -> _Held:
 
 
 def _rates(optimizer: Optimizer) -> list[float]:
-    """The groups' learning rates; some optimizers find their own, and say None."""
+    """The groups' learning rates; of optimizers that adapt their own rate, none."""
     given = [group.get("lr") for group in optimizer.param_groups]
     return [float(rate) for rate in given if rate is not None]
 
@@ -144,7 +144,7 @@ def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
     """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
-    # Of gradients: what an optimizer holds besides (weights in four bits) need be no numbers.
+    # The dtypes of gradients, not of weights: weights in four bits are held as integers.
     dtypes = {p.grad.dtype for p in _held(optimizer) if p.grad is not None}
     rate = max(_rates(optimizer), default=1.0)
     largest = max(norm, 1.0) * max(rate, 1.0)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class _UnsaidReduction(str):
-    """The default, to be told from a "mean" that was said: a class may say "sum"."""
+    """The default of `loss_reduction`, which is not a "mean" that the user wrote: a class may say
+    "sum"."""
 
     __slots__ = ()
 
@@ -143,7 +144,7 @@ def assemble(
         module.to(context.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
-    # Copied before hooks are attached to what they are copies of.
+    # Before the hooks: a copy of a model with hooks would have the hooks, too.
     registered.averages = averages_of(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
         _refuse_strangers(registered)
@@ -204,8 +205,8 @@ def _refuse_one_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
-    """A scheduler of an optimizer that was not registered changes no learning rate of the run."""
-    # Wrappers of optimizers share their groups.
+    """Refuse schedulers of optimizers that were not registered: they would change no rate."""
+    # By groups and not by optimizers: a wrapper of an optimizer shares its groups.
     groups = {id(group) for each in registered.optimizers for group in each.param_groups}
     for number, scheduler in enumerate(registered.schedulers):
         optimizer = getattr(scheduler, "optimizer", None)
@@ -279,7 +280,7 @@ def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> l
         item
         for item in items
         if isinstance(item, LRScheduler)
-        # Other packages' schedulers derive from nothing of torch's.
+        # Schedulers of other packages do not derive from torch's class.
         or (
             callable(getattr(item, "step", None))
             and any(getattr(item, "optimizer", None) is each for each in optimizers)
@@ -296,8 +297,8 @@ def _with_parts(schedulers: Sequence[Any]) -> set[int]:
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    # Momentum of an optimizer that has already stepped stays on the old device otherwise.
-    # Modules keep their Parameter objects in `.to`, so the groups need nothing.
+    # Loading its own state moves the momentum of an optimizer that has stepped to the parameters'
+    # device. The groups need nothing: `module.to` keeps the Parameter objects.
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
@@ -324,7 +325,7 @@ def _refuse_buffers(module: nn.Module) -> None:
 
 
 def _refuse_strangers(registered: TrainingParts) -> None:
-    """An optimizer's parameter outside the registered modules would never be synchronised."""
+    """Refuse optimizers' parameters outside the registered modules: they are not synchronised."""
     known = {id(parameter) for parameter in registered.parameters()}
     for index, optimizer in enumerate(registered.optimizers):
         for number, group in enumerate(optimizer.param_groups):
@@ -350,7 +351,7 @@ def step_schedulers(schedulers: Sequence[Any]) -> None:
 
 
 def update_schedulers(schedulers: Sequence[Any], metric: float) -> None:
-    """Step by a metric those that take one; the others step as they always do."""
+    """Step all schedulers, those that take a metric with `metric`."""
     for scheduler in schedulers:
         takes_no_metric = isinstance(scheduler, LRScheduler) and not isinstance(
             scheduler, ReduceLROnPlateau
