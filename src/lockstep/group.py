@@ -28,6 +28,7 @@ from lockstep.backends import abort_nccl, metadata_device, timeout_s
 from lockstep.collective_keepalive import CollectiveKeepalive
 from lockstep.errors import PeerLostError
 from lockstep.gathered_sum import GatheredSum, is_quicker_gathered
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +82,8 @@ class Pending:
         if self._work is None:
             return
         try:
-            self._work.wait()
+            with in_phase(Phase.WAITING):
+                self._work.wait()
         except RuntimeError as error:
             raise _peer_lost(self._what, self._where, error) from error
         finally:
@@ -377,6 +379,7 @@ class Group:
             fix=f"run the {to} on every rank, or agree to leave it out on all of them",
         ) from failure
 
+    @in_phase(Phase.WAITING)
     def _hear(self, mine: torch.Tensor, heard: torch.Tensor) -> RuntimeError | None:
         """Exchange messages with every other rank; the first failure, if there is one."""
         limit = timedelta(seconds=min(ROLL_CALL_LIMIT_S, timeout_s(self._process_group)))
@@ -431,7 +434,8 @@ class Group:
             return
         self._is_unconfirmed = False
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            with in_phase(Phase.WAITING):
+                torch.cuda.synchronize(self.device)
         self._refuse_given_up("a step")
 
     def _has_waited(self, what: str) -> None:
@@ -461,7 +465,9 @@ class Group:
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
         where, keepalive = f"rank {self.rank} of {self.size}", CollectiveKeepalive(arguments)
         try:
-            work = getattr(self._process_group, method)(*arguments)
+            # The first collective of a group connects the ranks.
+            with in_phase(Phase.WAITING):
+                work = getattr(self._process_group, method)(*arguments)
             return Pending(work, what, where, keepalive, self)
         except RuntimeError as error:
             raise _peer_lost(what, where, error) from error

@@ -99,11 +99,7 @@ def join(head: bytes, buffers: Sequence[Buffer]) -> Any:
 def pack(buffers: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
     """One block of bytes with the bytes of all `buffers`, each aligned for any dtype."""
     sizes = [buffer.numel() for buffer in buffers]
-<<<<<<< HEAD
     block = torch.empty(packed_size(sizes), dtype=torch.uint8, device=device)
-=======
-    block = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device="cpu")
->>>>>>> wstate
     for buffer, place in zip(buffers, unpack(block, sizes), strict=True):
         place.copy_(buffer)
     return block

@@ -34,6 +34,7 @@ from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
 from lockstep.operator.sync_batch_norm import goes_shard_by_shard
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -245,6 +246,7 @@ def _reported(operator: Operator, loss: torch.Tensor, shard: ShardBatch) -> torc
     return loss.detach() if per_sample else loss.detach() / shard.num_samples
 
 
+@in_phase(Phase.BACKWARD)
 def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> None:
     """Backpropagate a loss of the batch in hand, and reduce; see `TrainingOperator.backward`."""
     state = operator._lockstep
@@ -279,6 +281,7 @@ def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) 
     return recorder.summary()
 
 
+@in_phase(Phase.VALIDATION)
 def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
     step = state.step

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import torch
 
 from lockstep.errors import ConfigurationError
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,6 +47,7 @@ class Precision:
         """`loss`, multiplied so that its backward does not underflow."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
+    @in_phase(Phase.OPTIMIZER)
     def step(
         self,
         optimizer: torch.optim.Optimizer,

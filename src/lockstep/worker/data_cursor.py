@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.phases import Phase, in_phase
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
@@ -91,6 +93,7 @@ class Cursor:
             # Closing the generator ends the loader's processes now, not at a garbage collection.
             steps.close()
 
+    @in_phase(Phase.READING)
     def take(self) -> Step | None:
         """The step at the position; None at the end of the epoch."""
         if self._ahead is not None:

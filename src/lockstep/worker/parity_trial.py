@@ -20,7 +20,9 @@ from lockstep.dropout_off import DropoutOff, normalises_by_batch, pin
 from lockstep.errors import NotAvailableError
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
 from lockstep.randomness import preserved
+from lockstep.worker.loop_run import LoopRequest
 from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +63,8 @@ class Trial:
     notes: list[str]
 
 
-def run(worker: Worker, num_steps: int) -> Trial:
+@remote_method(communication=Communication.OWN_GROUP, on_failure=OnFailure.REPEAT)
+def verify(worker: Worker, num_steps: int) -> Trial:
     """Run `num_steps` optimizer steps on copies of `worker`.
 
     Collective:
@@ -144,7 +147,7 @@ class _TrialCopy:
         """Train on one window of global batches: one optimizer step of the default loop."""
         with self.copy.in_its_world(), self._dropout:
             while True:
-                self.copy.train(1, False, {})
+                self.copy.train(LoopRequest("train", 1, False, {}))
                 if not self.copy.cursors["train"].has_open_window:
                     return self._recorder.take()
 

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 from lockstep._torch_compat import set_backend_timeout
 from lockstep.backends import abort_nccl
 from lockstep.errors import PeerLostError, WrongUseError
+from lockstep.phases import Phase, in_phase
 from lockstep.worker.network_interface import interface_towards
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Rendezvous:
     owner: ServerAddress | None = None
 
 
+@in_phase(Phase.FORMING_GROUP)
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
     """Meet the other ranks; also torch's default group, unless the driver has one already.
 

@@ -24,6 +24,7 @@ from lockstep._torch_compat import buffers_of, layout_versions, set_layout_versi
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.operator.state_copy import load_state
+from lockstep.phases import Phase, in_phase
 from lockstep.tensor_copies import is_block, is_expanded
 from lockstep.tensor_tree import rebuilt, tree_map
 
@@ -46,6 +47,7 @@ def _parts(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
     }
 
 
+@in_phase(Phase.COPYING_STATE)
 def collect(
     operator: TrainingOperator, run: TrainingParts, take: Callable[[Any], Any]
 ) -> dict[str, Any]:
@@ -208,6 +210,7 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
         )
 
 
+@in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for key, (_, members) in _parts(run).items():
@@ -272,6 +275,7 @@ def averages(run: TrainingParts) -> list[nn.Module]:
     )
 
 
+@in_phase(Phase.COPYING_STATE)
 def model_copies(run: TrainingParts, models: list[nn.Module]) -> nn.Module | list[nn.Module]:
     """Copies of `models` on the CPU, without gradients, hooks or any trace of lockstep.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from lockstep.errors import PeerLostError
+from lockstep.phases import Phase, in_phase
 from lockstep.serialization import join, pack, split, unpack
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ class ServerClient:
         self._messages: MessageSocket | None = messages
         self._place = place
 
+    @in_phase(Phase.WAITING)
     def ask(self, message: Message) -> Message:
         """See `Channel`.
 

@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import TrainerClosedError, WrongTypeError
-from lockstep.trainer.callbacks import steps_done
-from lockstep.worker import start_tracing, stop_tracing
+from lockstep.worker import Worker, position, start_tracing, stop_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.trainer import TorchTrainer
+    from lockstep.trainer.worker_pool import WorkerPool
 
 Profile = bool | str | os.PathLike[str]
 """Whether to time the phases of a call; as the path of a folder, with a trace in it."""
 
 
 @contextmanager
-def traced(trainer: TorchTrainer, profile: Profile, purpose: str) -> Iterator[None]:
-    """Trace what the workers do inside, if `profile` is a folder; it is made."""
+def traced(pool: WorkerPool, profile: Profile, name: str) -> Iterator[None]:
+    """Trace what the workers do inside, if `profile` is a folder; it is made.
+
+    Args:
+        name: what the names of files begin with.
+    """
     if isinstance(profile, bool):
         yield
         return
@@ -33,18 +36,18 @@ def traced(trainer: TorchTrainer, profile: Profile, purpose: str) -> Iterator[No
             got=f"{type(profile).__name__}: {profile!r:.60}",
             fix='profile=True for times, profile="traces" for times and traces',
         )
-    trainer.apply_all_workers(start_tracing)
+    pool.call(Worker.call.with_args(start_tracing))
     try:
         yield
     except BaseException:
         with suppress(TrainerClosedError):
-            trainer.apply_all_workers(stop_tracing)
+            pool.call(Worker.call.with_args(stop_tracing))
         raise
     folder = Path(profile)
     folder.mkdir(parents=True, exist_ok=True)
-    step = steps_done(trainer)
-    for rank, trace in enumerate(trainer.apply_all_workers(stop_tracing)):
+    step = pool.call_rank_0(position.with_args())[2]
+    for rank, trace in enumerate(pool.call(Worker.call.with_args(stop_tracing))):
         if trace is not None:
             # TensorBoard's profiler, Perfetto and chrome://tracing open it by this name.
-            name = f"{purpose}-step{step}-rank{rank}.pt.trace.json.gz"
-            (folder / name).write_bytes(trace)
+            file = f"{name}-step{step}-rank{rank}.pt.trace.json.gz"
+            (folder / file).write_bytes(trace)

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that outlives its driver: checkpoints while it trains, and where it goes on from.
-
-A worker copies its state between two steps; the driver fetches the copy and writes it in a thread
-of its own. Training waits for the copy alone.
-"""
+"""The directory of a run's checkpoints: what a run goes on from, and where it writes the next."""
 
 from __future__ import annotations
 
 import logging
 import os
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,29 +12,25 @@ from lockstep import checkpoint
 from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import (
     CheckpointError,
-    CheckpointWriteError,
     ConfigurationError,
     NotAvailableError,
 )
 from lockstep.trainer.arguments import is_positive_int, require
-from lockstep.trainer.background import BackgroundWriter
-from lockstep.trainer.preemption import PreemptionNotice
-from lockstep.trainer.state import KeepsState
-from lockstep.worker import Snapshot
+from lockstep.trainer.run_state import refuse_another_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
 
-    from lockstep.worker import WorkerSpec
+    from lockstep.worker import Snapshot, WorkerSpec
 
 _log = logging.getLogger("lockstep.checkpoint")
 
 
-class Durability:
-    """What a trainer was asked to keep on the disk, and what it found there.
+class RunDirectory:
+    """What a trainer was asked to keep on the disk, and what was found there.
 
     Args:
-        folder: `checkpoint_dir`.
+        folder: `checkpoint_dir`; None keeps nothing.
         every: `checkpoint_every`.
         keep: `keep_checkpoints`.
         resume: None, "auto", or the path of a checkpoint.
@@ -94,13 +85,19 @@ class Durability:
             fix='resume="auto" goes on from the newest; a new run takes an empty directory',
         )
 
-    def fitted(self, spec: WorkerSpec) -> WorkerSpec:
+    def adjusted(self, spec: WorkerSpec, explicit: Mapping[str, Any]) -> WorkerSpec:
         """`spec` with `num_shards` and `seed` of the state that was found.
 
+        Args:
+            explicit: both as far as the user said them; None if not.
+
         Raises:
-            CheckpointError: it has fewer shards than there are workers.
+            CheckpointError: the state has fewer shards than there are workers, or the user said
+                another `num_shards` or `seed`.
             NotAvailableError: no moment is the same for all ranks.
         """
+        if self.found is not None:
+            refuse_another_run(self.found, explicit)
         spec = replace(spec, checkpoint_every=self.every)
         _refuse_uncollectable(spec)
         if self.found is None:
@@ -118,7 +115,7 @@ class Durability:
         return replace(spec, num_shards=shards, seed=self.found.get("seed", spec.seed))
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write one, and let go of the oldest."""
+        """Write a checkpoint, and let go of the oldest."""
         assert self._rotation is not None, "asked for only where `is_on`"
         path = self._rotation.write(snapshot.step, snapshot.state)
         _log.info("step %d is safe: %s", snapshot.step, path)
@@ -168,7 +165,7 @@ def _refuse_uncollectable(spec: WorkerSpec) -> None:
     """Operators' own states are collected when all ranks have counted the same steps.
 
     Raises:
-        NotAvailableError: here each counts for itself.
+        NotAvailableError: each rank counts its own steps.
     """
     counts_alone = spec.num_workers > 1 and not spec.options.add_dist_sampler
     if spec.checkpoint_every is not None and counts_alone:
@@ -180,119 +177,3 @@ def _refuse_uncollectable(spec: WorkerSpec) -> None:
                 cause="every rank has steps of its own, so there is none for all to stop at",
                 fix="leave checkpoint_every out, and call save(path) between calls",
             )
-
-
-class Saving:
-    """Takes the workers' copies while they train, and has them written. See `Keeper`.
-
-    Args:
-        durability: where to.
-
-    Attributes:
-        notice: SIGTERM, while a call trains.
-    """
-
-    def __init__(self, durability: Durability) -> None:
-        self.notice = PreemptionNotice()
-        self._writer = BackgroundWriter(durability.write)
-
-    def keep(self, snapshot: Snapshot) -> None:
-        self._writer.submit(snapshot)
-        if self.notice.is_pending:
-            _log.warning("SIGTERM: ending with the checkpoint of step %d", snapshot.step)
-            self._writer.finish()
-            self.notice.take_effect()
-
-    def keep_failed(self, error: Exception) -> None:
-        self._writer.failed(error)
-
-    def finish(self) -> CheckpointWriteError | None:
-        """Wait until everything is written; why the latest is not, if so."""
-        failure = self._writer.finish()
-        return None if failure is None else _as_write_error(failure)
-
-    def close(self) -> CheckpointWriteError | None:
-        """As `finish`, for good."""
-        failure = self._writer.close()
-        return None if failure is None else _as_write_error(failure)
-
-
-class SavesMeanwhile(KeepsState):
-    """The part of a trainer that keeps checkpoints while it trains."""
-
-    _durability: Durability
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._saving: Saving | None = None
-        self._fetcher: Any = None
-
-    def _fitted(
-        self, spec: WorkerSpec, folder: Any, every: Any, keep: Any, resume: Any
-    ) -> WorkerSpec:
-        """`spec`, as the state that was found wants it; see `Durability`."""
-        durability = Durability(folder, every, keep, resume, spec.options.sync)
-        self._durability = durability
-        if durability.found is not None:
-            self._refuse_another_run(durability.found)
-        return durability.fitted(spec)
-
-    def _begin_durably(self) -> None:
-        """Go on from what was found, and expect copies from the workers."""
-        if self._durability.found is not None:
-            self.load_state_dict(self._durability.found)
-            self._durability.announce()
-        if self._durability.is_on:
-            self._saving = Saving(self._durability)
-            self._fetcher = self._engine.bring_snapshots(self._saving)
-
-    @contextmanager
-    def _saving_meanwhile(self) -> Iterator[None]:
-        """Around a call that trains."""
-        saving = self._saving
-        if saving is None:
-            yield
-            return
-        with saving.notice.heeded(self._fetcher.request):
-            yield
-            self._fetcher.finish()
-            if saving.notice.is_pending:
-                state = self.state_dict()
-                saving.keep(Snapshot(state["global_step"], state))
-
-    def _saved(self, result: Any) -> Any:
-        """`result`, when nothing of the call is pending.
-
-        Raises:
-            CheckpointWriteError: the latest checkpoint could not be written.
-        """
-        error = None if self._saving is None else self._saving.finish()
-        if error is not None:
-            error.result = result
-            error.add_note(
-                "Training is not affected: the trainer can go on, and what this call would have"
-                " returned is in the `result` of this error."
-            )
-            raise error
-        return result
-
-    def _all_written(self, *, force: bool) -> None:
-        """The end of the trainer; `force`: what cannot be written is in the log only."""
-        saving, self._saving = self._saving, None
-        error = None if saving is None else saving.close()
-        if error is not None and not force:
-            raise error
-
-
-def _as_write_error(failure: Exception) -> CheckpointWriteError:
-    if isinstance(failure, CheckpointWriteError):
-        return failure
-    details = failure.details if isinstance(failure, CheckpointError) else {}
-    error = CheckpointWriteError(
-        "a checkpoint could not be written",
-        got=getattr(failure, "what", None) or f"{type(failure).__name__}: {failure}",
-        cause=details.get("cause"),
-        fix=details.get("fix"),
-    )
-    error.__cause__ = failure
-    return error

@@ -6,11 +6,14 @@ from __future__ import annotations
 import sys
 import time
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.worker import ProgressReport
 
 
 def wants_bar(asked: bool) -> bool:
-    """A bar is drawn where somebody looks: a terminal or a notebook."""
+    """A bar is drawn where people look: in a terminal or a notebook."""
     return asked and (sys.stderr.isatty() or _in_notebook())
 
 
@@ -35,23 +38,27 @@ def _bar_class() -> Any:
 
 
 class ProgressBar:
-    """Steps done of `total`, latest loss, samples per second over all workers."""
+    """Steps done of all steps, latest loss, samples per second over all workers.
 
-    def __init__(self, description: str, total: int | None) -> None:
-        self._bar = _bar_class()(desc=description, total=total, unit="step", leave=False)
-        self._since = time.monotonic()
+    Args:
+        description: what the bar says before its numbers.
+    """
 
-    def watch(self, progress: dict[str, Any]) -> int:
-        """Take over what rank 0 reports; the other ranks are in the same step."""
-        steps = progress.get("steps", 0)
-        if not steps:
+    def __init__(self, description: str) -> None:
+        self._bar = _bar_class()(desc=description, unit="step", leave=False)
+        self._began = time.monotonic()
+
+    def on_progress(self, progress: ProgressReport) -> int:
+        """Show what rank 0 reports; the other ranks are in the same step."""
+        if not progress.steps:
             return 0
-        seconds = max(time.monotonic() - self._since, 1e-9)
-        shown = {"samples/s": f"{progress['samples'] / seconds:.0f}"}
-        if progress.get("loss") is not None:
-            shown["loss"] = f"{float(progress['loss']):.4f}"
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        shown = {"samples/s": f"{progress.samples / seconds:.0f}"}
+        if progress.loss is not None:
+            shown["loss"] = f"{progress.loss:.4f}"
+        self._bar.total = progress.total_steps
         self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(steps - self._bar.n)
+        self._bar.update(progress.steps - self._bar.n)
         return 0
 
     def __enter__(self) -> ProgressBar:

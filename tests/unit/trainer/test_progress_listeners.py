@@ -8,7 +8,7 @@ from tests.unit.trainer.programs import BATCH, Regression, trainer
 
 from lockstep import Callback
 from lockstep.errors import LockstepError
-from lockstep.trainer import call_listeners
+from lockstep.trainer import progress_listeners
 
 
 class Slow(Regression):
@@ -27,7 +27,7 @@ class Listener(Callback):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(call_listeners, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_listeners, "_TELL_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")

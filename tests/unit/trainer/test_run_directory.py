@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.unit.trainer.programs import Regression, Streaming, loader, sgd, trainer, weights
-from tests.unit.trainer.test_state import Everything
+from tests.unit.trainer.test_run_state import Everything
 from torch import nn
 
 from lockstep import TrainingOperator, checkpoint
@@ -219,13 +219,13 @@ def test_a_failure_that_a_later_checkpoint_made_up_for_is_only_logged(
     class Freed(Large):
         def compute_loss(self, batch, batch_info):
             if self.global_step == 2:
-                saving.finish()  # the checkpoint of this step has failed
+                writer.finish()  # the checkpoint of this step has failed
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
             return super().compute_loss(batch, batch_info)
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with trainer(Freed, checkpoint_dir=tmp_path, checkpoint_every=2) as one:
-        saving = one._saving
+        writer = one._writer
         little_room()
         one.train(num_steps=5)
     assert "could not be written" in caplog.text

@@ -17,8 +17,8 @@ _OF_RAY: Final = "ray.util.rpdb._driver_set_trace"
 
 
 @contextmanager
-def breakpoints_here() -> Iterator[None]:
-    """Until it is left, `breakpoint()` is not Ray's. A hook that the user chose stays."""
+def terminal_debugger() -> Iterator[None]:
+    """Inside, `breakpoint()` is Python's and not Ray's. A hook that the user chose stays."""
     if os.environ.get(_VARIABLE) != _OF_RAY:
         yield
         return
