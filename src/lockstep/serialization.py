@@ -111,6 +111,11 @@ def unpack(block: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     return [buffer[:size] for buffer, size in zip(padded, sizes, strict=True)]
 
 
+def packed_size(sizes: Sequence[int]) -> int:
+    """Bytes of the block into which `pack` puts buffers of these sizes."""
+    return sum(map(_padded, sizes))
+
+
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
