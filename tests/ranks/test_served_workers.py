@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as threads, without Ray: one is lost, the others regroup around the same owner."""
+"""Workers as threads, without Ray: one is lost, the others regroup around the same store."""
 
 import threading
 from datetime import timedelta
@@ -60,7 +60,7 @@ class TwoSteps(TrainingOperator):
 
     def reach(self, moment):
         if self.strike == (self.global_step, moment):
-            self._lockstep.sync._channel._line.close()
+            self._lockstep.sync._channel._messages.close()
             raise Dies
 
 

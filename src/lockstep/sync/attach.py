@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.group import Group, resolve_group
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.inventory import as_modules
+from lockstep.sync.synced_tensors import as_modules
 
 
 def replicate(

@@ -21,13 +21,14 @@ from lockstep.errors import (
 )
 from lockstep.sync import guard, round_checks
 from lockstep.sync.buckets import set_aside
-from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.captured_gradients import CapturedGradients
 from lockstep.sync.ddp_model import ReducedModel, checked_ddp_args
 from lockstep.sync.ddp_round import Round, came_twice
 from lockstep.sync.graph_task import call_at_end, nesting_depth
-from lockstep.sync.inventory import agree, refuse_shared, take_inventory
 from lockstep.sync.reducer import WEIGHTED
+from lockstep.sync.replica_checks import compare_structures
+from lockstep.sync.synced_tensors import find_synced_tensors, refuse_shared
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 from lockstep.sync.window_weights import Units, WindowWeights
 from lockstep.sync.windowed_sync import WindowedSync
 
@@ -70,11 +71,11 @@ class DDPSync(WindowedSync):
         averages: bool = True,
     ) -> None:
         arguments = {"bucket_cap_mb": bucket_cap_mb, **checked_ddp_args(ddp_args)}
-        found = take_inventory(modules)
+        found = find_synced_tensors(modules)
         guard.refuse_attached(found.parameters, "detach() the synchronisation that has it")
         self._found = found
         self._settings = [sorted(map(repr, arguments.items())), buffers, averages]
-        agree(group, found, self._settings)
+        compare_structures(group, found, self._settings)
         units = Units(group.size, fixed=not averages)
         super().__init__(modules, group, found, units, averages=averages)
         forward_buffers = arguments.get("forward_sync_buffers", True)
@@ -208,7 +209,7 @@ class DDPSync(WindowedSync):
         Raises:
             ReplicasDifferError: the ranks' models differ.
         """
-        agree(group, self._found, self._settings)
+        compare_structures(group, self._found, self._settings)
         self.place = f"rank {group.rank} of {group.size}"
         self._units = Units(group.size, fixed=not self.averages)
         self._captures = CapturedGradients(self._slots)  # a step that is made again asks again

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lockstep import reduction_context
+from lockstep._torch_compat import call_at_end_of_task
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync.ddp_header import Header, exchange, make_header
 from lockstep.sync.ddp_model import put_in, taken_out, views_of
@@ -332,4 +333,4 @@ def came_twice(place: str, what: str) -> GradientNotReducedError:
 
 def _call_at_end_of_task(function: Callable[[], None]) -> None:
     """Call `function` when the innermost backward ends, before what DDP queues after this."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    call_at_end_of_task(function)

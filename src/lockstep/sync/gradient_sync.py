@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import reduction_context
+from lockstep._torch_compat import version_of
 from lockstep.errors import WrongUseError
 from lockstep.sync import guard, round_checks
 from lockstep.sync.bucket_assignment import BucketAssignment, ReducerFactory
-from lockstep.sync.buffers import broadcast_tensors
-from lockstep.sync.inventory import agree, check_options, take_inventory
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import WEIGHTED, Contribution, Reducer
+from lockstep.sync.replica_checks import check_options, compare_structures
+from lockstep.sync.synced_tensors import find_synced_tensors
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 from lockstep.sync.window_weights import Units, WindowWeights
 from lockstep.sync.windowed_sync import WindowedSync
 
@@ -62,10 +64,10 @@ class GradientSync(WindowedSync):
         making: Callable[[int, int, bool, ShardOrder | None], ReducerFactory] = ReducerFactory,
     ) -> None:
         check_options(buffers, bucket_cap_mb)
-        found = take_inventory(modules)
+        found = find_synced_tensors(modules)
         guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
         self._cap_bytes = int(bucket_cap_mb * 2**20)
-        agree(group, found, [self._cap_bytes, buffers, averages])
+        compare_structures(group, found, [self._cap_bytes, buffers, averages])
         self._order = order
         self._taken_weight = 0.0
         self._last_shard: int | None = None
@@ -341,7 +343,7 @@ class GradientSync(WindowedSync):
 
     def _accept_changes(self) -> None:
         for bucket in self._reducer.layout.buckets:
-            bucket.delivered_version = bucket.flat._version
+            bucket.delivered_version = version_of(bucket.flat)
             for slot in bucket.kept:
                 slot.accept_changes()
         for slot in self._accumulated:

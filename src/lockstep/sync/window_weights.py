@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep._torch_compat import version_of
 from lockstep.errors import ConfigurationError, MixedWeightsError, WeightError
 from lockstep.sync.reducer import PLAIN, WEIGHTED, Contribution
 
@@ -139,14 +140,14 @@ Left = tuple[weakref.ref[torch.Tensor], int]
 def gradient_as_left(grad: torch.Tensor | None) -> Left | None:
     """What a backward has left in a parameter's ``grad``; None where it left none."""
     # Not by its id: a freed gradient's is soon another one's. And not held: it is the user's.
-    return None if grad is None else (weakref.ref(grad), grad._version)
+    return None if grad is None else (weakref.ref(grad), version_of(grad))
 
 
 def is_as_left(left: Left | None, grad: torch.Tensor | None) -> bool:
     """Is `grad` the tensor that the backward left, and has nobody written it since?"""
     if left is None or grad is None:
         return left is None and grad is None
-    return left[0]() is grad and left[1] == grad._version
+    return left[0]() is grad and left[1] == version_of(grad)
 
 
 @dataclass

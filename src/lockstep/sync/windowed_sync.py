@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import reduction_context
+from lockstep import _torch_compat, reduction_context
 from lockstep.errors import WeightError
 from lockstep.sync import round_checks
 from lockstep.sync.buckets import Slot, set_aside
-from lockstep.sync.buffers import SyncedBuffers
+from lockstep.sync.buffer_broadcast import BufferBroadcast
 from lockstep.sync.captured_gradients import CapturedGradients
 from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, inside_a_backward
-from lockstep.sync.graph_task import call_at_end, current_task
-from lockstep.sync.inventory import agree_on_values
+from lockstep.sync.graph_task import call_at_end
 from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.reducer import PLAIN, WEIGHTED
+from lockstep.sync.replica_checks import compare_values
 from lockstep.sync.window_weights import (
     WindowWeights,
     checked_weight,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
     from lockstep.group import Group
-    from lockstep.sync.inventory import Inventory
+    from lockstep.sync.synced_tensors import SyncedTensors
     from lockstep.sync.window_weights import Units
 
 
@@ -64,7 +64,7 @@ class WindowedSync:
         self,
         modules: Sequence[torch.nn.Module],
         group: Group,
-        found: Inventory,
+        found: SyncedTensors,
         units: Units,
         *,
         averages: bool,
@@ -72,7 +72,7 @@ class WindowedSync:
         self.place = f"rank {group.rank} of {group.size}"
         self.rounds = 0
         self._group: Group | None = group
-        self._buffers = SyncedBuffers(found.buffers.values())
+        self._buffers = BufferBroadcast(found.buffers.values())
         self._slots = [
             Slot(number, name, param, self)
             for number, (name, param) in enumerate(found.parameters.items())
@@ -176,7 +176,7 @@ class WindowedSync:
             ReplicasDifferError: on every rank; names the parameters and the ranks.
         """
         params = {slot.name: slot.param for slot in self._slots}
-        agree_on_values(self.attached(), params, have_stepped=self._steps_taken > 0)
+        compare_values(self.attached(), params, have_stepped=self._steps_taken > 0)
 
     def watch_gradients(self) -> None:
         """See `Synchroniser`."""
@@ -202,7 +202,7 @@ class WindowedSync:
         tasks, hooked = self._tasks, self._hooked
 
         def gradient_comes(gradient: torch.Tensor) -> torch.Tensor | None:
-            adds_up = tasks.get(current_task())
+            adds_up = tasks.get(_torch_compat.current_graph_task())
             if adds_up is None:
                 adds_up = self._enter_task(slot)
             # What ``torch.autograd.grad`` returns passes the user's hooks here and now.
@@ -218,7 +218,7 @@ class WindowedSync:
     def _enter_task(self, slot: Slot) -> bool:
         """A run of the engine brings its first gradient: does it add to ``parameter.grad``?"""
         with self._lock:
-            task = current_task()
+            task = _torch_compat.current_graph_task()
             if task in self._tasks:
                 return self._tasks[task]
             # A task that began first may come last: what encloses a reentrant checkpoint.

@@ -90,7 +90,7 @@ class Cursor:
     def _abandon(self) -> None:
         steps, self._steps, self._ahead = self._steps, None, None
         if steps is not None:
-            # Closing the generator ends the loader's processes now, not at some collection.
+            # Closing the generator ends the loader's processes now, not at a garbage collection.
             steps.close()
 
     @in_phase(Phase.READING)
@@ -136,7 +136,7 @@ class Cursor:
 
     @property
     def epochs_finished(self) -> int:
-        """The one that is under way too, if a state was taken right after its last step."""
+        """Passes completed; one at its last step counts, also before `finish_epoch`."""
         total = self.source.steps_per_epoch
         return self.epoch + (total is not None and 0 < total <= self.step)
 

@@ -74,7 +74,7 @@ class Formation:
 def stand_down(
     worker: Worker, interrupted: str | None, *, is_given_up: bool = False
 ) -> SurvivorState:
-    """Leave the group and undo what was not committed. Idempotent.
+    """Leave the group and undo the step that was not committed. Idempotent.
 
     Args:
         interrupted: the purpose of the loop that not all workers have completed; None if another
@@ -92,7 +92,7 @@ def stand_down(
 
 
 def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
-    """Without peers, undo what was not committed, and be ready for the next call.
+    """Without peers, undo the step that was not committed, and be ready for the next call.
 
     Args:
         interrupted: as for `stand_down`.

@@ -18,8 +18,8 @@ from lockstep.keys import (
     USE_FP16,
 )
 from lockstep.operator.default_loss import registered
-from lockstep.operator.loops import checked_metrics, follow_batch
-from lockstep.operator.nan_origin import explained
+from lockstep.operator.loops import checked_metrics, step_batch_schedulers
+from lockstep.operator.nan_origin import naming_nan_origin
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
 from lockstep.reduction_context import ReductionContext, activate
@@ -177,7 +177,7 @@ class LoopRun:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
         assert self._deliveries is not None
         if not self._state.step.has_scheduled:
-            follow_batch(self._state, self._info)
+            step_batch_schedulers(self._state, self._info)
         self._deliveries.commit()
 
     def note_counts(self) -> None:
@@ -190,14 +190,14 @@ class LoopRun:
         self.counted = Counted(self.tally.samples, sums)
 
     def rewind(self) -> None:
-        """Back to the position at which the call began."""
+        """Move back to the position at which the call began."""
         self.cursor.move_to(self.first_epoch, self.first_step)
 
     def run(self) -> Report:
         """One pass per epoch touched, until `num_steps` or the epoch's end.
 
         Collective:
-            What the operator's loop communicates, and one exchange at the start of an epoch.
+            The operator's loop, and one exchange at the start of an epoch.
         """
         self._shards = self._state.context.placement.shards
         averages = self._operator.loss_reduction == "mean"
@@ -247,7 +247,7 @@ class LoopRun:
             result = operator.validate(deliveries, dict(self.request.info))
             return checked_metrics(operator, "validate", result)
         self._info["epoch_idx"] = self.cursor.epoch
-        with explained(operator):
+        with naming_nan_origin(operator):
             result = operator.train_epoch(deliveries, self._info)
         return checked_metrics(operator, "train_epoch", result)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from kinds import KINDS, NESTED
 from lockstep.errors import ConfigurationError
-from lockstep.sync.buffers import same_bits
+from lockstep.sync.tensor_bits import same_bits
 
 # Torch says so once in a process, whoever makes such a tensor first.
 pytestmark = [

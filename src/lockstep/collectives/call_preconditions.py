@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before rows move: do the ranks bring what fits together, may they call this here at all?
+"""Before rows move: may this function be called here, and do the ranks' tensors fit together?
 
 Gloo ends the whole process when ranks bring tensors of different sizes to one collective, and
-there is nobody left to say so. So a description of fixed size travels first. What one rank
-alone sees to be wrong travels in it too, and is refused by all, so that nobody waits.
+no process is left to say so. So every rank first sends a description of its tensors. A fault
+that one rank alone sees travels in the description too, and all ranks refuse it, so that none of
+them waits for another.
 """
 
 from __future__ import annotations
 
 import itertools
-import zlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -29,13 +29,9 @@ from lockstep.group import Group, resolve_group
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MAX_DIMS: Final = 8
-DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_NO_WEIGHT: Final = -1.0
+_MAX_DIMS: Final = 8
+_DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 _tickets = itertools.count(1)
-
-# What a rank alone finds wrong, by its number in the description.
-_FINE, _NOT_FLOATING, _SCALAR, _TOO_MANY_DIMS = range(4)
 
 
 def ranks_of(function: str, group: Any) -> Group:
@@ -91,42 +87,44 @@ def brings_nothing() -> bool:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What all ranks know after their descriptions have met.
+class RowLayout:
+    """How many rows each rank brings to one call, and what else the ranks have told each other.
 
     Attributes:
-        rows: of every rank, of the first tensor.
-        others: of every rank, of the further tensors.
+        counts: of the first tensor's rows, by rank.
         tickets: the number that each rank gave this call, to know its backward by.
-        weights: of the batch in each rank's hand; None where nobody said.
+        weights: of the batch that each rank has in hand; None for a rank that was told of none.
+        extras: of `agree_on_rows`, by rank.
+        others: the further tensors' `counts`.
     """
 
-    rows: tuple[int, ...]
+    counts: tuple[int, ...]
     tickets: tuple[int, ...]
     weights: tuple[float | None, ...]
-    extras: tuple[tuple[float, ...], ...]
+    extras: tuple[list[Any], ...]
     others: tuple[tuple[int, ...], ...] = ()
 
-    def with_rows(self, rows: Sequence[int]) -> Agreed:
-        """The same agreement over other rows."""
-        return replace(self, rows=tuple(rows), others=())
+    def with_counts(self, counts: Sequence[int]) -> RowLayout:
+        """The same call over other rows."""
+        return replace(self, counts=tuple(counts), others=())
 
     def span(self, rank: int) -> slice:
         """Where the rows of `rank` stand among all."""
-        start = sum(self.rows[:rank])
-        return slice(start, start + self.rows[rank])
+        start = sum(self.counts[:rank])
+        return slice(start, start + self.counts[rank])
 
     @property
     def total(self) -> int:
-        return sum(self.rows)
+        return sum(self.counts)
 
     @property
     def longest(self) -> int:
-        return max(self.rows)
+        return max(self.counts)
 
     @property
-    def are_even(self) -> bool:
-        return len(set(self.rows)) == 1
+    def is_even(self) -> bool:
+        """Every rank brings as many rows."""
+        return len(set(self.counts)) == 1
 
 
 def agree_on_rows(
@@ -136,18 +134,18 @@ def agree_on_rows(
     *,
     dim: int = 0,
     uneven: str = "pad",
-    settings: Sequence[float] = (),
-    extras: Sequence[float] = (),
-) -> Agreed:
-    """Compare what the ranks bring, on all of them, before anything of it moves.
+    settings: Sequence[Any] = (),
+    extras: Sequence[Any] = (),
+) -> RowLayout:
+    """Compare the ranks' tensors and arguments, on all ranks, before any row moves.
 
     Args:
         function: as the user calls it.
         tensors: the first one's length along `dim` counts as this rank's rows. Everything
             else about them has to be equal on all ranks.
         uneven: "error" refuses ranks with different numbers of rows.
-        settings: further numbers that have to be equal on all ranks.
-        extras: further numbers that may differ; returned for every rank.
+        settings: further JSON-able arguments that have to be equal on all ranks.
+        extras: further JSON-able values that may differ; returned for every rank.
 
     Gradient:
         None: metadata only.
@@ -160,23 +158,15 @@ def agree_on_rows(
         RowsDifferError: the tensors do not fit together; names the ranks.
         ConfigurationError: the settings differ.
     """
-    weight = reduction_context.delivered_weight()
-    record = [float(next(_tickets)), _NO_WEIGHT if weight is None else weight]
-    record += _filled(extras, _EXTRAS)
-    record += _filled([zlib.crc32(function.encode()), *settings], _SETTINGS)
-    for tensor in tensors:
-        record += _described(tensor, dim)
-    sent = torch.tensor(_filled(record, _RECORD), dtype=torch.float64, device=group.device)
-    everyone = [part.tolist() for part in group.all_gather(sent)]
-    _compare_settings(function, [one[2 + _EXTRAS : _HEAD] for one in everyone])
-    for position in range(len(tensors)):
-        start = _HEAD + position * _LENGTH
-        shapes = [_Shape.read(one[start : start + _LENGTH]) for one in everyone]
-        _compare(function, shapes, dim, uneven, first=position == 0)
-    rows, *others = (
-        tuple(int(one[_HEAD + (position + 1) * _LENGTH - 1]) for one in everyone)
-        for position in range(len(tensors))
-    )
+    called = [function, *settings]
+    described = [_Description.of(tensor, dim) for tensor in tensors]
+    mine = [called, next(_tickets), reduction_context.delivered_weight(), extras, described]
+    calls, tickets, weights, all_extras, descriptions = zip(*group.exchange(mine), strict=True)
+    _compare_settings(function, calls)
+    by_tensor = [[_Description(*one) for one in ranks] for ranks in zip(*descriptions, strict=True)]
+    for position, by_rank in enumerate(by_tensor):
+        _compare(function, by_rank, dim, uneven if position == 0 else "pad")
+    rows, *others = (tuple(one.rows for one in by_rank) for by_rank in by_tensor)
     if sum(rows) == 0:
         raise RowsDifferError(
             f"{function} was given no row by any rank",
@@ -184,68 +174,49 @@ def agree_on_rows(
             cause="a loss over nothing is NaN",
             fix="leave out a step for which no rank has a sample",
         )
-    return Agreed(
-        rows,
-        tuple(int(one[0]) for one in everyone),
-        tuple(None if one[1] == _NO_WEIGHT else one[1] for one in everyone),
-        tuple(tuple(one[2 : 2 + len(extras)]) for one in everyone),
-        tuple(others),
-    )
+    return RowLayout(rows, tickets, weights, all_extras, tuple(others))
 
 
-# A description: fault, dtype, requires_grad, dimensions, their lengths, rows (zero if borrowed).
-_LENGTH: Final = 4 + MAX_DIMS + 1
-# One size for all functions: ranks that have come to different ones must still meet.
-_EXTRAS, _SETTINGS = 4, 6
-_HEAD: Final = 2 + _EXTRAS + _SETTINGS
-_RECORD: Final = _HEAD + 2 * _LENGTH
+class _Description(NamedTuple):
+    """One tensor, as its rank describes it to the others.
 
+    Attributes:
+        fault: "dtype" or "dim" where the tensor cannot be gathered at all.
+        rows: its length along `dim`; zero if the batch is borrowed.
+    """
 
-def _filled(numbers: Sequence[float], length: int) -> list[float]:
-    assert len(numbers) <= length
-    return [*map(float, numbers), *[0.0] * (length - len(numbers))]
-
-
-def _described(tensor: torch.Tensor, dim: int) -> list[float]:
-    if tensor.dtype not in DTYPES:
-        return [_NOT_FLOATING, *[0.0] * (_LENGTH - 1)]
-    if not 0 < tensor.dim() <= MAX_DIMS or not -tensor.dim() <= dim < tensor.dim():
-        fault = _TOO_MANY_DIMS if tensor.dim() > MAX_DIMS else _SCALAR
-        return [fault, 0.0, 0.0, float(tensor.dim()), *[0.0] * (_LENGTH - 4)]
-    grad = tensor.requires_grad and torch.is_grad_enabled()
-    lengths = [*tensor.shape, *[0] * (MAX_DIMS - tensor.dim())]
-    rows = 0 if brings_nothing() else tensor.shape[dim]
-    numbers = [_FINE, DTYPES.index(tensor.dtype), grad, tensor.dim(), *lengths, rows]
-    return [float(number) for number in numbers]
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """One rank's description, readable again."""
-
-    fault: int
-    dtype: torch.dtype
+    fault: str | None
+    dtype: str
     grad: bool
-    lengths: tuple[int, ...]
+    shape: list[int]
     rows: int
 
     @classmethod
-    def read(cls, numbers: list[float]) -> _Shape:
-        fault, dtype, grad, dims, *lengths, rows = map(int, numbers)
-        return cls(fault, DTYPES[dtype], bool(grad), tuple(lengths[:dims]), rows)
+    def of(cls, tensor: torch.Tensor, dim: int) -> _Description:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        grad = tensor.requires_grad and torch.is_grad_enabled()
+        if dtype not in _DTYPES:
+            return cls("dtype", dtype, grad, [], 0)
+        if not 0 < tensor.dim() <= _MAX_DIMS or not -tensor.dim() <= dim < tensor.dim():
+            return cls("dim", dtype, grad, [], 0)
+        rows = 0 if brings_nothing() else tensor.shape[dim]
+        return cls(None, dtype, grad, list(tensor.shape), rows)
 
-    def across(self, dim: int) -> tuple[int, ...]:
+    def across(self, dim: int) -> list[int]:
         """The lengths that have to be equal: all but the rows'."""
-        kept = list(self.lengths)
+        kept = list(self.shape)
         del kept[dim]
-        return tuple(kept)
+        return kept
 
 
-def _compare(function: str, shapes: list[_Shape], dim: int, uneven: str, *, first: bool) -> None:
-    _refuse_faults(function, shapes)
-    different: list[tuple[str, Callable[[_Shape], Any], str]] = [
+def _compare(function: str, by_rank: Sequence[_Description], dim: int, uneven: str) -> None:
+    for fault in ("dtype", "dim"):
+        where = [rank for rank, one in enumerate(by_rank) if one.fault == fault]
+        if where:
+            raise _refusal(function, fault, ranks_named(where))
+    different: list[tuple[str, Callable[[_Description], Any], str]] = [
         ("dtypes", lambda one: one.dtype, "convert them: x.to(torch.float32)"),
-        ("numbers of dimensions", lambda one: len(one.lengths), "bring equal shapes"),
+        ("numbers of dimensions", lambda one: len(one.shape), "bring equal shapes"),
         ("shapes", lambda one: one.across(dim), f"only dimension {dim} may differ"),
         (
             "requires_grad",
@@ -254,20 +225,19 @@ def _compare(function: str, shapes: list[_Shape], dim: int, uneven: str, *, firs
             " backward; x.detach() on all ranks, or on none",
         ),
     ]
-    if uneven == "error" and first:
+    if uneven == "error":
         different.append(
             ("numbers of rows", lambda one: one.rows, 'uneven="pad", or drop the short batch')
         )
     for what, value, fix in different:
-        values = [value(shape) for shape in shapes]
-        if any(other != values[0] for other in values):
+        odd = [rank for rank, one in enumerate(by_rank) if value(one) != value(by_rank[0])]
+        if odd:
             shown = "; ".join(
-                f"rank {rank}: {tuple(shape.lengths)} {str(shape.dtype).removeprefix('torch.')}"
-                f"{', requires grad' if shape.grad else ''}"
-                f"{', zero rows' if shape.rows == 0 else ''}"
-                for rank, shape in enumerate(shapes)
+                f"rank {rank}: {tuple(one.shape)} {one.dtype}"
+                f"{', requires grad' if one.grad else ''}"
+                f"{', zero rows' if one.rows == 0 else ''}"
+                for rank, one in enumerate(by_rank)
             )
-            odd = [rank for rank, other in enumerate(values) if other != values[0]]
             raise RowsDifferError(
                 f"the ranks bring different {what} to {function}",
                 where=f"{ranks_named(odd)} against rank 0",
@@ -276,19 +246,12 @@ def _compare(function: str, shapes: list[_Shape], dim: int, uneven: str, *, firs
             )
 
 
-def _refuse_faults(function: str, shapes: list[_Shape]) -> None:
-    for fault in (_NOT_FLOATING, _SCALAR, _TOO_MANY_DIMS):
-        where = [rank for rank, shape in enumerate(shapes) if shape.fault == fault]
-        if where:
-            raise _fault(function, fault, ranks_named(where))
-
-
-def _fault(function: str, fault: int, where: str) -> LockstepError:
-    if fault == _NOT_FLOATING:
+def _refusal(function: str, fault: str, where: str) -> LockstepError:
+    if fault == "dtype":
         return WrongTypeError(
             f"{function} moves gradients, and this tensor cannot have one",
             where=where,
-            expected=", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES),
+            expected=", ".join(_DTYPES),
             got="integers, booleans or complex numbers",
             fix=f"for labels: {function.split('(')[0]}(labels.double()).long(), or"
             " torch.distributed.all_gather",
@@ -296,12 +259,12 @@ def _fault(function: str, fault: int, where: str) -> LockstepError:
     return WrongTypeError(
         f"{function} gathers along a dimension that this tensor does not have",
         where=where,
-        expected=f"1 to {MAX_DIMS} dimensions, and dim one of them",
+        expected=f"1 to {_MAX_DIMS} dimensions, and dim one of them",
         fix="x.unsqueeze(0) for a scalar, x.flatten(1) for a tensor of many dimensions",
     )
 
 
-def _compare_settings(function: str, settings: list[list[float]]) -> None:
+def _compare_settings(function: str, settings: Sequence[list[Any]]) -> None:
     odd = [rank for rank, one in enumerate(settings) if one != settings[0]]
     if odd:
         raise ConfigurationError(

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.sync.inventory import sum_of_bits, take_inventory
+from lockstep.sync.synced_tensors import find_synced_tensors
+from lockstep.sync.tensor_bits import sum_of_bits
 
 
 class Weighing(nn.Module):
@@ -25,11 +26,11 @@ class Weighing(nn.Module):
     ids=["one_model", "with_a_plain_criterion", "with_a_criterion_that_learns", "positions_stay"],
 )
 def test_a_position_is_said_only_where_several_modules_hold_tensors(modules, names):
-    assert [*take_inventory(modules).parameters] == names
+    assert [*find_synced_tensors(modules).parameters] == names
 
 
 def test_buffers_of_a_criterion_count_as_tensors():
-    found = take_inventory([nn.Linear(2, 3), nn.CrossEntropyLoss(weight=torch.ones(3))])
+    found = find_synced_tensors([nn.Linear(2, 3), nn.CrossEntropyLoss(weight=torch.ones(3))])
     assert [*found.parameters] == ["[0].weight", "[0].bias"]
 
 

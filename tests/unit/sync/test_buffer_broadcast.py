@@ -7,8 +7,8 @@ from torch import nn
 
 from kinds import KINDS, NESTED
 from lockstep.serialization import join, pack, split, unpack
-from lockstep.sync import buffer_places, put_buffer
-from lockstep.sync.buffers import same_bits
+from lockstep.sync import buffer_places
+from lockstep.sync.tensor_bits import same_bits
 from lockstep.tensor_copies import TensorCopies, write_into
 from lockstep.worker.tensor_pool import TensorPool
 
@@ -68,9 +68,9 @@ def test_a_buffer_that_changed_gets_the_value_and_another_one_stays(make):
     module = holding(held)
     (place,) = buffer_places([module])
     with torch.no_grad():
-        put_buffer(place, make(2.0))
+        place.put(make(2.0))
         assert module.held is held
-        put_buffer(place, make(3.0))
+        place.put(make(3.0))
     assert same_bits(module.held, make(3.0))
 
 
@@ -80,7 +80,7 @@ def test_one_in_the_place_of_a_saved_buffer_lies_in_memory_alike():
     parameter = torch.ones(3, 2, requires_grad=True)
     product = parameter * module.held  # its graph saves the buffer
     with torch.no_grad():
-        put_buffer(place, torch.full((3, 2), 2.0))
+        place.put(torch.full((3, 2), 2.0))
     product.sum().backward()
     assert torch.equal(parameter.grad, torch.ones(3, 2))
     assert torch.equal(module.held, torch.full((3, 2), 2.0))
