@@ -94,8 +94,10 @@ class Generation:
     def __init__(self, number, size, before=None):
         timeout = timedelta(seconds=20)
         store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-        owner = None if before is None else before.server
-        self.server = ParameterServer("127.0.0.1", size, b"%d secret" % number, 20.0, before=owner)
+        earlier = None if before is None else before.server
+        self.server = ParameterServer(
+            "127.0.0.1", size, b"%d secret" % number, 20.0, before=earlier
+        )
         self._serving = threading.Thread(target=self.server.serve)
         self._serving.start()
         self._store = store
@@ -107,7 +109,7 @@ class Generation:
             one_node=True,
             timeout_s=20.0,
             as_default=False,
-            owner=self.server.address,
+            server_address=self.server.address,
         )
 
     def end(self):

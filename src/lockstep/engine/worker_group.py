@@ -142,7 +142,7 @@ class WorkerGroup:
         host = LOOPBACK if is_one_node else ray.util.get_node_ip_address()
         self.close_rendezvous()
         server = self.server
-        owner = None if server is None else server.listen(len(self.members), only_node)
+        server_address = None if server is None else server.listen(len(self.members), only_node)
         self._store = RendezvousStore(host, resources.timeout_s)
         return Rendezvous(
             self._store.host,
@@ -152,7 +152,7 @@ class WorkerGroup:
             one_node=is_one_node,
             timeout_s=resources.timeout_s,
             as_default=not (self._use_local and dist.is_initialized()),
-            owner=owner,
+            server_address=server_address,
         )
 
     def have_come(self, ranks: Iterable[int]) -> bool:

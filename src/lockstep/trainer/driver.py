@@ -63,7 +63,7 @@ class TorchTrainer:
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
         sync: how N gradients become one; "replicate" (hooks on the parameters), "ddp", "fsdp",
-            "parameter_server" (one owner), "data_parallel" (`num_workers` devices, one process).
+            "parameter_server" (one server), "data_parallel" (`num_workers` devices, one process).
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.

@@ -192,7 +192,7 @@ def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
         group=group,
         placement=placement,
         is_spare=False,
-        owner=formation.rendezvous.owner,
+        server_address=formation.rendezvous.server_address,
     )
     if placement != before.placement:
         _reopen(worker, operator)

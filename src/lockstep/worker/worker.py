@@ -168,7 +168,9 @@ class Worker(StateAccess):
             options=spec.options,
             is_trial=is_trial,
             is_spare=is_spare,
-            owner=self._rendezvous.owner if self._rendezvous is not None else None,
+            server_address=self._rendezvous.server_address
+            if self._rendezvous is not None
+            else None,
         )
         config = config_for(spec.config, spec.num_shards, context.placement.shards[0])
         operator = spec.operator_cls(config, context)
