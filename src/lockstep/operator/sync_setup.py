@@ -106,7 +106,7 @@ def _ddp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Syn
     # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
     with no_collections():
         import_module("torch._dynamo")
-    from lockstep.sync.ddp import DDPSync
+    from lockstep.sync.ddp_sync import DDPSync
 
     sync = DDPSync(
         registered.modules(),

@@ -13,6 +13,7 @@ gives zeros to what nobody used, and needs every rank to run the same forwards a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,6 +26,7 @@ from lockstep.errors import (
     NotAvailableError,
     PeerLostError,
 )
+from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.parameter_shards import ShardOfParameter, gather_rows, has_rows, state_in_shards
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
@@ -60,15 +62,24 @@ class FSDPSync(GradientSync):
         buffers: str = "after_backward",
         averages: bool = True,
     ) -> None:
+        cap_bytes = int(bucket_cap_mb * 2**20)
         super().__init__(
-            modules, group, bucket_cap_mb=bucket_cap_mb, buffers=buffers, averages=averages
+            modules,
+            group,
+            bucket_cap_mb=bucket_cap_mb,
+            buffers=buffers,
+            averages=averages,
+            make_transport=partial(
+                BucketTransport, cap_bytes=cap_bytes, meet=partial(self._meet_at, _ROUND)
+            ),
         )
         self._mesh: DeviceMesh | None = None
         self._sharded: list[ShardedOptimizer] = []
         self._shards: dict[torch.Tensor, ShardOfParameter] = {}
-        self._splits = {slot.param: slot.number for slot in self._slots if has_rows(slot.param)}
+        slots = self._rounds.slots
+        self._splits = {slot.param: slot.number for slot in slots if has_rows(slot.param)}
         try:
-            self._mesh = _mesh(group, self._slots[0].param.device)
+            self._mesh = _mesh(group, slots[0].param.device)
             self._sharded += [
                 ShardedOptimizer(optimizer, self)
                 for optimizer in dict.fromkeys(optimizers)
@@ -106,11 +117,11 @@ class FSDPSync(GradientSync):
             PeerLostError: a rank did not come.
         """
         here = self._sharded.index(optimizer) if optimizer in self._sharded else len(self._sharded)
-        self._meet_at(here)
-
-    def _end_round(self) -> None:
-        self._meet_at(_ROUND)
-        super()._end_round()
+        try:
+            self._meet_at(here)
+        except LockstepError:
+            self._rounds.break_off()
+            raise
 
     def _meet_at(self, here: int) -> None:
         """Refuse to go on where one rank steps and another one does not.
@@ -118,24 +129,19 @@ class FSDPSync(GradientSync):
         On accelerators, where the host would have to wait for the device, a rank that is missing
         is left to the backend's own timeout.
         """
-        group = self.attached()
+        group = self._rounds.attached()
         if group.device.type != "cpu":
             return
-        try:
-            places = group.roll_call([here], "backward or step")
-            if any(place != places[0] for place in places):
-                raise GradientNotReducedError(
-                    "the ranks are at different places of a step",
-                    where=self.place,
-                    expected="the same backwards and the same optimizers' steps on every rank",
-                    got="; ".join(f"rank {r}: {_named(int(n))}" for r, [n] in enumerate(places)),
-                    cause="a step, or a backward, that some rank left out or has of its own",
-                    fix="step on every rank or on none, and the optimizers in the same order",
-                )
-        except LockstepError:
-            self._is_broken = True
-            self._reset()
-            raise
+        places = group.roll_call([here], "backward or step")
+        if any(place != places[0] for place in places):
+            raise GradientNotReducedError(
+                "the ranks are at different places of a step",
+                where=self._rounds.place,
+                expected="the same backwards and the same optimizers' steps on every rank",
+                got="; ".join(f"rank {r}: {_named(int(n))}" for r, [n] in enumerate(places)),
+                cause="a step, or a backward, that some rank left out or has of its own",
+                fix="step on every rank or on none, and the optimizers in the same order",
+            )
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the other ranks' rows with what those ranks have.
@@ -152,9 +158,9 @@ class FSDPSync(GradientSync):
         if not tensors:
             return
         try:
-            gather_rows(self.attached(), tensors, cap_bytes=self._cap_bytes)
+            gather_rows(self._rounds.attached(), tensors, cap_bytes=self._cap_bytes)
         except PeerLostError:
-            self._is_broken = True
+            self._rounds.break_off()
             raise
         # Neither DTensor's operations nor a broadcast raise a version counter.
         torch.autograd.graph.increment_version(tensors)

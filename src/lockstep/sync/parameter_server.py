@@ -7,26 +7,24 @@ the way over which buckets are summed is another one, a star with the owner in i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.group import Pending
-from lockstep.sync.bucket_assignment import ReducerFactory
+from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.owner import OwnerHere
-from lockstep.sync.reducer import Reducer
 from lockstep.sync.served_optimizer import ServedOptimizer, served_ones, shipped
 from lockstep.sync.wire import Message, OwnerAddress, call_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from lockstep.group import Group
-    from lockstep.sync.buckets import Bucket, Slot
+    from lockstep.sync.buckets import Bucket
     from lockstep.sync.wire import Channel
 
 
@@ -54,6 +52,7 @@ class ParameterServer(GradientSync):
         address: OwnerAddress | None,
         *,
         goes_on_at: int | None = None,
+        bucket_cap_mb: float = 25,
         **options: Any,
     ) -> None:
         self._served: list[ServedOptimizer] = []
@@ -67,8 +66,14 @@ class ParameterServer(GradientSync):
             )
         self._channel: Channel = call_owner(address, group.rank) if address else OwnerHere()
         try:
-            through_owner = partial(_ThroughTheOwner, combine=self._sum_at_the_owner)
-            super().__init__(modules, group, making=through_owner, **options)
+            transport = partial(
+                BucketTransport,
+                cap_bytes=int(bucket_cap_mb * 2**20),
+                combine=self._sum_at_the_owner,
+            )
+            super().__init__(
+                modules, group, bucket_cap_mb=bucket_cap_mb, make_transport=transport, **options
+            )
         except BaseException:
             self._channel.close()
             raise
@@ -81,7 +86,7 @@ class ParameterServer(GradientSync):
     def _serve(
         self, optimizers: Sequence[torch.optim.Optimizer], goes_on_at: int | None, *, leads: bool
     ) -> None:
-        parameters = {slot.number: slot.param for slot in self._slots}
+        parameters = {slot.number: slot.param for slot in self._rounds.slots}
         number_of = {id(param): number for number, param in parameters.items()}
         owned = self._owned(optimizers, goes_on_at, parameters) if leads else None
         for number, optimizer in enumerate(optimizers):
@@ -103,7 +108,7 @@ class ParameterServer(GradientSync):
         return {number: weight.to(parameters[number].device) for number, weight in pairs}
 
     def may_go_back_to(self, step: int | None) -> None:
-        """See `Synchroniser`: the owner keeps what its next steps change.
+        """See `GradientSync`: the owner keeps what its next steps change.
 
         Gradient:
             None.
@@ -115,7 +120,7 @@ class ParameterServer(GradientSync):
             each.may_go_back_to = step
 
     def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See `Synchroniser`."""
+        """See `GradientSync`."""
         return any(each.optimizer is optimizer for each in self._served)
 
     def _sum_at_the_owner(self, group: Group, bucket: Bucket) -> Pending:
@@ -130,7 +135,7 @@ class ParameterServer(GradientSync):
         if group.size > 1:
             answer = self._channel.ask(Message("add", tensors=[bucket.flat]))
             bucket.flat.copy_(answer.tensors[0])
-        return Pending(None, "add", self.place)
+        return Pending(None, "add", self._rounds.place)
 
     def detach(self) -> None:
         """Take the hooks off, make the optimizers ordinary ones, leave the owner.
@@ -147,32 +152,3 @@ class ParameterServer(GradientSync):
                 each.release(keep_state=False)
         self._channel.close()
         super().detach()
-
-
-class _AtTheEnd(Reducer):
-    """Nothing travels before backward has ended.
-
-    A worker that waited for the owner inside a backward could keep a peer waiting that needs it
-    in a collective of the model's own (SyncBatchNorm), and the owner waiting for that peer.
-    """
-
-    @property
-    def can_overlap(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class _ThroughTheOwner(ReducerFactory):
-    """Reducers whose buckets are summed by `combine`, after backward."""
-
-    combine: Callable[[Group, Bucket], Pending]
-
-    def reducer(self, group: Group, slots: Sequence[Slot]) -> Reducer:
-        return _AtTheEnd(
-            slots,
-            group,
-            self.cap_bytes,
-            combine=self.combine,
-            signature=self.signature,
-            divides=self.divides,
-        )
