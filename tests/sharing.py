@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.data import ShardedLoader, ShardPlacement, Step, shards_of
+from lockstep.data import BatchParts, ShardedLoader, ShardPlacement, Step, shards_of
 
 
 def placements(num_shards: int, num_workers: int, seed: int = 0) -> list[ShardPlacement]:
@@ -29,12 +29,10 @@ def share_out(
     seed: int = 0,
 ) -> list[list[Step]]:
     """The steps of every worker, each with a loader that it made itself."""
+    joined = BatchParts.JOINT_OR_BORROWED if borrow else BatchParts.JOINT
+    parts = joined if joint else BatchParts.BY_SHARD
     return [
-        list(
-            ShardedLoader(make_loader(), placement, joint=joint, borrow=borrow).batches(
-                epoch, start_step
-            )
-        )
+        list(ShardedLoader(make_loader(), placement, parts=parts).batches(epoch, start_step))
         for placement in placements(num_shards, num_workers, seed)
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house rules that lint cannot hold: sizes, names, the public surface, no mocks, no paths."""
+"""The house rules that lint cannot hold: sizes, names, imports, no mocks, no paths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import lockstep
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lockstep"
+UNIT = ROOT / "tests" / "unit"
+"""Its folders are those of the source: whoever changes a module finds its tests there."""
 
 PUBLIC_NAMES = [
     "Callback",
@@ -33,6 +36,37 @@ PUBLIC_NAMES = [
     "shard_loader",
 ]
 """What `import lockstep` offers. Users hold on to it: adding a name is a decision."""
+
+KNOWN_CIRCLES = [
+    {
+        "lockstep.engine",
+        "lockstep.engine.ray",
+    },
+    {
+        "lockstep.trainer",
+        "lockstep.trainer.arguments",
+        "lockstep.trainer.beside",
+        "lockstep.trainer.call_errors",
+        "lockstep.trainer.call_listeners",
+        "lockstep.trainer.callbacks",
+        "lockstep.trainer.calls",
+        "lockstep.trainer.driver",
+        "lockstep.trainer.durable",
+        "lockstep.trainer.early_stopping",
+        "lockstep.trainer.failure_tolerance",
+        "lockstep.trainer.profiling",
+        "lockstep.trainer.state",
+        "lockstep.trainer.step_metrics",
+        "lockstep.trainer.unused_definitions",
+    },
+    {
+        "lockstep.worker.group_formation",
+        "lockstep.worker.parity_trial",
+        "lockstep.worker.prediction",
+        "lockstep.worker.worker",
+    },
+]
+"""Circles of imports that are still there. The list only ever gets shorter."""
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -150,6 +184,30 @@ def _replaces_code(tree: ast.Module) -> bool:
     )
 
 
+UNIT_TESTS = [p for p in PYTHON_FILES if p.is_relative_to(UNIT) and p.name.startswith("test_")]
+
+
+def test_each_folder_of_unit_tests_is_a_package_of_the_source() -> None:
+    folders = {path.parent.relative_to(UNIT) for path in UNIT_TESTS}
+    assert [str(f) for f in folders if not (SOURCE / f / "__init__.py").exists()] == []
+
+
+def test_each_unit_test_names_the_module_that_it_tests() -> None:
+    """For `lockstep.sync.buckets`: ``sync/test_buckets.py``, ``sync/test_buckets_of_a_run.py``, or
+    any file of ``sync/`` whose docstring has that name in backticks."""
+    modules = {_module(path) for path in SOURCE_FILES}
+    nameless = []
+    for path in UNIT_TESTS:
+        package = ".".join(("lockstep", *path.relative_to(UNIT).parent.parts))
+        words = path.stem.split("_")[1:]
+        beginnings = {"_".join(words[:end]) for end in range(1, len(words) + 1)}
+        docstring = ast.get_docstring(_tree(path)) or ""
+        named = set(re.findall(rf"`{re.escape(package)}\.(\w+)", docstring))
+        if not modules & {f"{package}.{name}" for name in beginnings | named}:
+            nameless.append(_name(path))
+    assert nameless == []
+
+
 def test_no_mock_stands_in_for_communication() -> None:
     offenders = set()
     for path in PYTHON_FILES:
@@ -159,6 +217,102 @@ def test_no_mock_stands_in_for_communication() -> None:
         if imported & {"mock", "unittest.mock", "pytest_mock"} or _replaces_code(_tree(path)):
             offenders.add(_name(path))
     assert offenders == set()
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _front_doors() -> set[tuple[str, str]]:
+    """The imports that may point up: pyproject.toml names them for import-linter, and why."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]
+    ways = [way.split(" -> ") for way in layers["ignore_imports"]]
+    return {(importer, imported) for importer, imported in ways}
+
+
+def _import_graph() -> dict[str, dict[str, int]]:
+    """For each module of lockstep, the modules that it imports and the line of each import.
+
+    Imports inside functions and under ``TYPE_CHECKING`` count. A name from a package's front
+    (``from lockstep.sync import local``) is an import of the package's ``__init__``; a submodule
+    (``from lockstep.sync import wire``) is one of the submodule alone.
+    """
+    modules = {_module(path): path for path in SOURCE_FILES}
+    graph: dict[str, dict[str, int]] = {}
+    for module, path in modules.items():
+        imported = graph[module] = {}
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Import):
+                names = [(alias.name, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"a relative import at {_name(path)}:{node.lineno}"
+                front = node.module or ""
+                names = [(f"{front}.{alias.name}", front) for alias in node.names]
+            else:
+                continue
+            for submodule, front in names:
+                target = submodule if submodule in modules else front
+                if target in modules and target != module:
+                    imported.setdefault(target, node.lineno)
+    return graph
+
+
+def _circles(graph: dict[str, dict[str, int]]) -> list[set[str]]:
+    """The strongly connected components of more than one module, sorted."""
+
+    def reachable(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = graph[waiting.pop()].keys() - found
+            found |= new
+            waiting += new
+        return found
+
+    below = {module: reachable(module) for module in graph}
+    circles = {
+        frozenset(other for other in below[module] if module in below[other]) for module in graph
+    }
+    return sorted((set(circle) for circle in circles if circle), key=sorted)
+
+
+def test_front_doors_are_the_only_imports_that_point_up() -> None:
+    doors = _front_doors()
+    assert {imported for _, imported in doors} == {
+        "lockstep.integrations.lightning",
+        "lockstep.integrations.tune",
+    }
+    assert len(doors) == 2
+
+
+def test_a_circle_is_found_through_several_modules() -> None:
+    graph = {"a": {"b": 1}, "b": {"c": 2}, "c": {"b": 3, "d": 4}, "d": {}}
+    assert _circles(graph) == [{"b", "c"}]
+
+
+def test_no_circle_of_imports() -> None:
+    """A reader of one module need not have read another that needs the first.
+
+    Imports inside functions and for types alone are part of a circle, too: only the two front
+    doors are left out.
+    """
+    graph = _import_graph()
+    for importer, imported in _front_doors():
+        graph[importer].pop(imported, None)
+    circles = _circles(graph)
+    new = [circle for circle in circles if not any(circle <= known for known in KNOWN_CIRCLES)]
+    ways = [
+        f"{importer}:{line} -> {imported}"
+        for circle in new
+        for importer in sorted(circle)
+        for imported, line in graph[importer].items()
+        if imported in circle
+    ]
+    assert not ways, "a new circle of imports:\n" + "\n".join(ways)
+    gone = [known for known in KNOWN_CIRCLES if known not in circles]
+    assert gone == [], f"broken, or smaller: take it off KNOWN_CIRCLES. There are {circles}"
 
 
 def test_the_driver_holds_no_torch_distributed() -> None:

@@ -60,10 +60,10 @@ MUTATIONS = {
         (f"{EXACT}::test_as_one_process[Plain-weighted-uneven]",),
     ),
     "mean_of_the_shards_means": Mutation(
-        "operator/loss_weights.py",
+        "operator/shard_results.py",
         (
             (
-                "weight = _checked(operator, given) if is_own else part.num_samples",
+                "weight = _checked(operator, given) if is_own else shard.num_samples",
                 "weight = _checked(operator, given) if is_own else 1",
             ),
         ),

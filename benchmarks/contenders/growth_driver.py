@@ -18,8 +18,8 @@ from classifier import Classifier
 from lockstep import TorchTrainer
 from lockstep.engine import PoolStatus
 from lockstep.engine.pending_call import PendingCall
-from lockstep.engine.serialization import pickled
 from lockstep.metrics import AverageMeterCollection
+from lockstep.serialization import pickled
 from lockstep.worker import Outcome, Report
 from reporting import report
 

@@ -33,7 +33,7 @@ def timeout_s(process_group: Any) -> float:
 
 
 def abort_nccl(group: Any) -> None:
-    """End what runs on `group`, if NCCL does it; from any thread. For gloo see `Connections`."""
+    """End what runs on `group`, if NCCL does it; from any thread. For gloo see `GlooSockets`."""
     if isinstance(group, dist.ProcessGroup):
         if dist.get_backend(group) == "nccl":
             group._get_backend(torch.device("cuda")).abort()

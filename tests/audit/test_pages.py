@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 # Not (yet) shown by a program of two ranks that runs to its end: a killed rank (LS602, in
 # test_launch), scripts without a group or an optimizer, or that hide torch (LS404 to LS406, there).
-# LS116 is looked for in trainers' runs, in tests/unit/trainer/test_uncleared.
+# LS116 is looked for in trainers' runs, in tests/unit/trainer/test_audit_comparison.
 WITHOUT_A_PROGRAM = {"LS404", "LS405", "LS406", "LS602"}
 
 

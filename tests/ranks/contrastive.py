@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import lockstep
 from harness import cut, generator, gradients, reset, rows, run_ranks
-from lockstep.sync import ParameterServer, replicate
+from lockstep.sync import ParameterServerSync, replicate
 from ranks.served import server
 
 TOTAL = 24
@@ -230,7 +230,7 @@ LOSSES = {
 
 SYNCS = {
     "replicate": lambda model, group, *_: replicate(model, group=group, bucket_cap_mb=1e-4),
-    "parameter_server": lambda model, group, optimizer, address: ParameterServer(
+    "parameter_server": lambda model, group, optimizer, address: ParameterServerSync(
         [model], [optimizer], group, address, bucket_cap_mb=1e-4
     ),
 }

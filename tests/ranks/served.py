@@ -13,19 +13,19 @@ import torch
 from harness import outcomes
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
-from lockstep.sync import OwnerAddress, OwnerServer, ParameterServer
-from lockstep.sync.wire import call_owner
+from lockstep.sync import ParameterServer, ParameterServerSync, ServerAddress
+from lockstep.sync.parameter_server.messages import connect_to_server
 from ranks import programs
 from ranks.worlds import Loss, OneProcess, OnRanks
 
 
 @contextmanager
-def server(size: int, timeout_s: float = 20.0) -> Iterator[OwnerAddress | None]:
+def server(size: int, timeout_s: float = 20.0) -> Iterator[ServerAddress | None]:
     """A real server for `size` ranks, in a thread; a rank alone has its own within."""
     if size == 1:
         yield None
         return
-    listening = OwnerServer("127.0.0.1", size, b"a secret" * 4, timeout_s)
+    listening = ParameterServer("127.0.0.1", size, b"a secret" * 4, timeout_s)
     thread = threading.Thread(target=listening.serve)
     thread.start()
     try:
@@ -35,7 +35,7 @@ def server(size: int, timeout_s: float = 20.0) -> Iterator[OwnerAddress | None]:
         for rank in range(size):
             if thread.is_alive():
                 with suppress(PeerLostError):
-                    call_owner(listening.address, rank).close()
+                    connect_to_server(listening.address, rank).close()
         thread.join()
 
 
@@ -46,13 +46,13 @@ def serve_ranks(size: int, body: Callable[[Group, Any], Any]) -> list[Any]:
 
 
 class OnServer(OnRanks):
-    """One rank's part of every batch, through `ParameterServer`."""
+    """One rank's part of every batch, through `ParameterServerSync`."""
 
     def __init__(
         self,
         modules: Sequence[torch.nn.Module],
         group: Group,
-        address: OwnerAddress | None,
+        address: ServerAddress | None,
         shares: Sequence[float],
         *,
         way: str,
@@ -61,14 +61,14 @@ class OnServer(OnRanks):
         OneProcess.__init__(self, modules)
         self.group, self.shares, self.way = group, shares, way
         self._address, self._cap_mb = address, cap_mb
-        self._sync: ParameterServer | None = None
+        self._sync: ParameterServerSync | None = None
         programs.made.optimizers = []
 
     @property
-    def sync(self) -> ParameterServer:
+    def sync(self) -> ParameterServerSync:
         """Attached before the first backward, when the program has made its optimizers."""
         if self._sync is None:
-            self._sync = ParameterServer(
+            self._sync = ParameterServerSync(
                 list(self.modules),
                 programs.made.optimizers,
                 self.group,

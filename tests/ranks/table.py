@@ -86,9 +86,9 @@ def one_process(name: str, split: str) -> Seen:
         [column[:num_rows][start : start + per_batch] for column in COLUMNS] for start in starts
     ]
     for _ in range(EPOCHS):
-        if operator._brings("train_epoch"):
+        if operator._overrides("train_epoch"):
             operator.train_epoch(iter(batches), {})
-        elif operator._brings("train_batch"):
+        elif operator._overrides("train_batch"):
             for batch in batches:
                 operator.train_batch(batch, {})
                 operator.global_step += 1

@@ -55,7 +55,7 @@ class Plain(TrainingOperator):
 
     def build(self):
         model = reset(self.make(), 7)
-        by_ddp = self._lockstep.setting.options.sync == "ddp"
+        by_ddp = self._lockstep.context.options.sync == "ddp"
         self.model, self.optimizer = self.register(
             models=model,
             optimizers=sgd(model, weight_decay=self.weight_decay),
@@ -359,7 +359,7 @@ class Compiled(Plain):
     arguments_by_sync: ClassVar = {"ddp": {"bucket_cap_mb": 25}}
 
     def make(self):
-        if not self._lockstep.setting.options.wrap_ddp:
+        if not self._lockstep.context.options.wrap_ddp:
             return mlp()  # the truth needs no compiler
         # fullgraph: raise, and do not fall back, where the compiler gives up.
         return torch.compile(mlp(), backend="aot_eager", fullgraph=True)

@@ -94,7 +94,7 @@ class GivesUpLate(DefaultLoop):
     """The group is given up when the optimizer has stepped, and something else was exchanged."""
 
     def after_step(self):
-        group = self._lockstep.setting.group
+        group = self._lockstep.context.group
         group.exchange(0)
         group.give_up()
 
@@ -124,7 +124,7 @@ def test_a_group_beside_the_run_is_broken_with_it(pair):
         worker = both.workers[rank]
         copies[rank] = worker.copied(worker.spec, alone=False)
         copies[rank].build_as_trial()
-        groups[rank] = copies[rank].operator._lockstep.setting.group
+        groups[rank] = copies[rank].operator._lockstep.context.group
 
     side_by_side(one, 2)
     assert exchanged(groups) == [[0, 1], [0, 1]]

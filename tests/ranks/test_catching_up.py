@@ -17,9 +17,9 @@ def test_it_counts_the_shards_that_it_carried_then():
     worker = Worker(spec, 0, 0)
     worker.start(None)
     call = worker._begin(LoopRequest("train", 4, False, {}), None)
-    setting = worker.operator._lockstep.setting
+    setting = worker.operator._lockstep.context
     fewer = replace(setting.placement, shards=range(1))
-    worker.operator._lockstep.setting = replace(setting, placement=fewer)
+    worker.operator._lockstep.context = replace(setting, placement=fewer)
     call.catch_up(replace(call.progress, steps=2))
     assert call.tally.samples == 20
     worker.stop()

@@ -9,7 +9,7 @@ from harness import reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError, ReplicasDifferError, UnknownParameterError
 from lockstep.operator import Options, RankContext
 from lockstep.operator.registration import assemble
-from lockstep.operator.training_parts import Wanted
+from lockstep.operator.training_parts import SyncOptions
 from lockstep.sync import local, replicate
 
 X = rows(6, 4, seed=1)
@@ -37,7 +37,7 @@ def registers(make_optimizer, make_scheduler=None):
             optimizers=optimizer,
             criterion=None,
             schedulers=make_scheduler and make_scheduler(optimizer, group.rank),
-            wanted=Wanted(buffers="manual", averages=True),
+            sync_options=SyncOptions(buffers="manual", averages=True),
         )
         registered.sync.detach()
 
@@ -101,7 +101,7 @@ def registered_on_two_ranks(body):
             optimizers=optimizer,
             criterion=None,
             schedulers=None,
-            wanted=Wanted(buffers="manual", averages=True),
+            sync_options=SyncOptions(buffers="manual", averages=True),
         )
         try:
             body(run, model, optimizer)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, PerShardLossError
-from lockstep.operator.sync_setup import _WAYS
+from lockstep.operator.sync_setup import _BY_NAME
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
 from ranks.table_operators import OPERATORS
 
 SYNCS = tuple(
-    sync for sync in ("replicate", "ddp", "parameter_server", "data_parallel") if sync in _WAYS
+    sync for sync in ("replicate", "ddp", "parameter_server", "data_parallel") if sync in _BY_NAME
 )
 AXES = (SYNCS, tuple(OPERATORS), tuple(SPLITS), (1, 2, 3, 4))
 

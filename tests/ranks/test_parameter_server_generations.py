@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from harness import assert_equal_on_all_ranks, assert_same, cut, outcomes, reset
 from lockstep.errors import PeerLostError
-from lockstep.sync import OwnerServer, ParameterServer
+from lockstep.sync import ParameterServer, ParameterServerSync
 from ranks.programs import X, Y, mlp, squared
 from ranks.test_replicate_exact import weights
 
@@ -110,7 +110,7 @@ def generation(ranks, server, *, goes_on_at=None, moment=None, victim=None):
 
     def one_rank(group):
         rank = ranks[group.rank]
-        sync = ParameterServer(
+        sync = ParameterServerSync(
             [rank.model], rank.optimizers, group, server.address, goes_on_at=goes_on_at
         )
         strike = killed_at(moment, rank, sync) if group.rank == victim else lambda reached: None
@@ -136,7 +136,7 @@ def test_no_step_is_lost_and_none_is_made_twice(moment, victim):
     truth = Rank()
     truth.train(OneProcess(), slice(None))
     ranks = [Rank() for _ in range(3)]
-    server = OwnerServer("127.0.0.1", 3, b"one secret", 20.0)
+    server = ParameterServer("127.0.0.1", 3, b"one secret", 20.0)
     results = generation(ranks, server, moment=moment, victim=victim)
     assert isinstance(results[victim], Dies)
     left = [rank for rank in ranks if rank is not ranks[victim]]
@@ -146,7 +146,7 @@ def test_no_step_is_lost_and_none_is_made_twice(moment, victim):
     furthest = max(left, key=lambda rank: rank.committed)
     for rank in left:
         rank.go_to(furthest.state())
-    after = OwnerServer("127.0.0.1", 2, b"another secret", 20.0, before=server)
+    after = ParameterServer("127.0.0.1", 2, b"another secret", 20.0, before=server)
     assert generation(left, after, goes_on_at=furthest.committed) == [None, None]
     assert_equal_on_all_ranks([weights([rank.model]) for rank in left])
     assert_same(weights([left[0].model]), weights([truth.model]))

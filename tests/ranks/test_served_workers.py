@@ -13,7 +13,7 @@ from harness import assert_same, reset
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
-from lockstep.sync import OwnerServer
+from lockstep.sync import ParameterServer
 from lockstep.worker import Formation, Rendezvous, Worker, WorkerSpec
 from ranks.programs import X, Y, mlp, squared
 from ranks.test_replicate_exact import weights
@@ -86,7 +86,7 @@ class Generation:
         timeout = timedelta(seconds=20)
         store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
         owner = None if before is None else before.server
-        self.server = OwnerServer("127.0.0.1", size, b"%d secret" % number, 20.0, before=owner)
+        self.server = ParameterServer("127.0.0.1", size, b"%d secret" % number, 20.0, before=owner)
         self._serving = threading.Thread(target=self.server.serve)
         self._serving.start()
         self._store = store

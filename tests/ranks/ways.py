@@ -18,7 +18,7 @@ from torch import nn
 from harness import assert_equal_on_all_ranks, assert_same, outcomes, reset
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
-from lockstep.sync import ParameterServer, replicate
+from lockstep.sync import ParameterServerSync, replicate
 from lockstep.sync.ddp_sync import DDPSync
 from ranks.programs import X, Y, mlp
 from ranks.served import server
@@ -97,7 +97,7 @@ def attached(
         sync = DDPSync([plain], group, ddp_args=ddp_args, **options)
         (model,) = sync.models
     else:
-        sync = ParameterServer([plain], optimizers, group, address, **options)
+        sync = ParameterServerSync([plain], optimizers, group, address, **options)
     try:
         yield Rank(group, plain, model, optimizers, sync)
     finally:

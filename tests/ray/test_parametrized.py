@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
-from lockstep.engine.serialization import pickled
 from lockstep.keys import BATCH_SIZE
+from lockstep.serialization import pickled
 from lockstep.testing import Strike
 
 

@@ -31,16 +31,16 @@ TESTS = Path(__file__).resolve().parents[1]
 
 ELSEWHERE = {
     "A1 loader rebuilt from ten fields": "unit/data/test_loader_kept.py",
-    "A2 shuffled, padded validation": "unit/data/test_exact_cover.py",
+    "A2 shuffled, padded validation": "unit/data/test_sharded_loader.py",
     "A4 iterables on every rank whole": "unit/data/test_streams.py",
     "A5 position not in the checkpoint":
         "unit/trainer/test_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
     "A6 train(dataset=...) took anything":
         "unit/trainer/test_arguments.py::test_what_is_no_dataset_is_refused",
     "B7 the global batch rounded down, and written back":
-        "unit/data/test_batch_size.py",
+        "unit/data/test_shard_batch_size.py",
     "B8 fewer samples than workers: the whole batch on each":
-        "unit/data/test_exact_cover.py",
+        "unit/data/test_sharded_loader.py",
     "B9 another number of workers changes the global batch":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
     "B11 a cooldown that never acts: who comes back joins when it is ready":
@@ -63,7 +63,7 @@ ELSEWHERE = {
     "C21 timeout_s ignored for NCCL": "test_cuda.py::test_C21_timeout_reaches_nccl",
     "D22 a failed load goes unnoticed":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
-    "D23 writes in place, reads by unpickling": "unit/test_checkpoint_publish.py",
+    "D23 writes in place, reads by unpickling": "unit/checkpoint/test_publish.py",
     "D24 state of whichever worker answers first":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
     "D25 steps, random numbers, criterion not saved":
@@ -78,37 +78,37 @@ ELSEWHERE = {
     "E29 means of means":
         "ray/test_surface.py::test_two_models_with_two_optimizers_and_own_batches",
     "E30 accuracy of a regression":
-        "unit/trainer/test_metrics_of_a_run.py::test_no_accuracy_where_targets_are_no_classes",
+        "unit/trainer/test_results.py::test_no_accuracy_where_targets_are_no_classes",
     "E31 schedulers that are no attribute never step":
-        "unit/trainer/test_schedulers.py::test_a_list_of_schedulers_steps_as_a_whole",
+        "unit/operator/test_schedulers.py::test_a_list_of_schedulers_steps_as_a_whole",
     "E32 update_scheduler without a scheduler":
-        "unit/trainer/test_schedulers.py::"
+        "unit/operator/test_schedulers.py::"
         "test_update_scheduler_without_a_scheduler_says_what_to_register",
     "E33 a progress bar without a total":
-        "unit/trainer/test_life.py::test_the_bar_shows_total_loss_and_speed_in_a_terminal",
+        "unit/trainer/test_driver.py::test_the_bar_shows_total_loss_and_speed_in_a_terminal",
     "E34 epoch_idx jumps in the middle of an epoch":
-        "unit/trainer/test_num_steps.py::"
+        "unit/worker/test_loop_run.py::"
         "test_epoch_index_and_global_step_count_epochs_and_steps",
     "F35 initialization_hook skipped with one worker":
-        "unit/trainer/test_life.py::test_the_hook_comes_first_and_once",
+        "unit/trainer/test_driver.py::test_the_hook_comes_first_and_once",
     "F36 device_ids on one GPU worker": "test_cuda.py::test_F36_device_ids_of_one_gpu_worker",
     "F37 as_trainable without use_gpu, or with auto":
         "ray/test_tune.py::test_what_a_trial_asks_for",
     "F37 Tune's num_workers is not the trainer's; one config for all trials":
         "ray/test_tune.py::test_two_workers_live_in_the_room_of_their_trial",
     "F38 from_creators with several optimizers":
-        "unit/trainer/test_creators.py::test_several_models_and_optimizers",
+        "unit/operator/test_creators.py::test_several_models_and_optimizers",
     "F38 from_creators with a scheduler and no loss":
-        "unit/trainer/test_creators.py::test_a_scheduler_without_a_loss_is_a_scheduler",
+        "unit/operator/test_creators.py::test_a_scheduler_without_a_loss_is_a_scheduler",
     "F39 validation calls training's hooks":
-        "unit/integrations/test_lightning_hooks.py::"
+        "unit/integrations/lightning/test_loop_hooks.py::"
         "test_validation_hooks_are_called_in_lightnings_order",
     "F39 of several optimizers only the first steps":
-        "unit/integrations/test_lightning_refused.py::test_a_module_that_is_refused",
+        "unit/integrations/lightning/test_unsupported.py::test_a_module_that_is_refused",
     "F40 CUDA tensors sent to a driver without CUDA":
         "test_cuda.py::test_F40_the_model_comes_back_on_the_cpu",
     "F41 apex":
-        "unit/trainer/test_models.py::test_precisions_of_the_default_loop_train",
+        "unit/operator/test_models.py::test_precisions_of_the_default_loop_train",
 }  # fmt: skip
 
 

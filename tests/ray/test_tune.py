@@ -266,22 +266,22 @@ def opened(**config):
 
 
 def test_a_changed_hyperparameter_survives_the_state_of_another_trial(tmp_path):
-    from lockstep.integrations.tune import checkpoints
+    from lockstep.integrations.tune import trial_checkpoint
 
     folder = str(tmp_path)
     with opened(lr=0.8) as donor:
-        made_with = checkpoints.hyperparameters(donor)
+        trial_checkpoint.note_hyperparameters(donor)
         donor.train()
-        checkpoints.write(donor, folder, made_with)
+        trial_checkpoint.write(donor, folder)
         donor.train()
         goes_on = donor.apply_all_operators(lr)[0]
     with opened(lr=0.8) as same:
-        checkpoints.read(same, folder, checkpoints.hyperparameters(same))
+        trial_checkpoint.read(same, folder)
         assert same.apply_all_operators(lr) == [0.4]
         same.train()
         assert same.apply_all_operators(lr) == [goes_on]
     with opened(lr=0.1, momentum=0.5) as explorer:
-        checkpoints.read(explorer, folder, checkpoints.hyperparameters(explorer))
+        trial_checkpoint.read(explorer, folder)
         operator = explorer.get_local_operator()
         group = operator.optimizer.param_groups[0]
         # The schedule has halved the donor's rate once; ours is halved as often.

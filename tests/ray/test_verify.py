@@ -44,7 +44,7 @@ class Failing(DefaultLoop):
         # The default group is the one that computes: the copy's own, or one process.
         count = torch.ones(1)
         dist.all_reduce(count)
-        assert count.item() == self._lockstep.setting.world_size == dist.get_world_size()
+        assert count.item() == self._lockstep.context.world_size == dist.get_world_size()
         failing = os.environ.get("FAILS") if self.is_copy else None
         if failing == "in_loss" and self.world_rank == 2:
             raise ArithmeticError("as it happens")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
-from lockstep.sync import GradientSync, OwnerServer, ParameterServer, ReplicatedModel
-from lockstep.sync.wire import call_owner
+from lockstep.sync import GradientSync, ParameterServer, ParameterServerSync, ReplicatedModel
+from lockstep.sync.parameter_server.messages import connect_to_server
 
 
 class World:
@@ -232,7 +232,7 @@ class RankWorld(World):
 
             return FSDPSync(modules, self.group, optimizers, **small)
         if self.kind == "parameter_server":
-            return ParameterServer(modules, optimizers, self.group, self._owner, **small)
+            return ParameterServerSync(modules, optimizers, self.group, self._owner, **small)
         return GradientSync(modules, self.group, **small)
 
     def average(self, tensor):
@@ -306,7 +306,7 @@ def owner(sync: str, size: int):
         with nullcontext() as nobody:
             yield nobody
         return
-    listening = OwnerServer("127.0.0.1", size, b"a secret" * 4, 20.0)
+    listening = ParameterServer("127.0.0.1", size, b"a secret" * 4, 20.0)
     thread = threading.Thread(target=listening.serve, daemon=True)
     thread.start()
     try:
@@ -315,5 +315,5 @@ def owner(sync: str, size: int):
         for rank in range(size):
             if thread.is_alive():
                 with suppress(PeerLostError):
-                    call_owner(listening.address, rank).close()
+                    connect_to_server(listening.address, rank).close()
         thread.join(5.0)

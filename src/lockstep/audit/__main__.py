@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.audit.options import Options
 
 
 def main() -> int:
     """A rank if somebody has said which one, else N ranks."""
-    from lockstep.audit.options import parse
-
-    options = parse(None, "python -m lockstep.audit")
+    options = _options()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         from lockstep.audit.launch import launch
 
         return launch(options)
-    from lockstep.audit.options import USAGE, problem_with
+    from lockstep.audit.exit_codes import USAGE
+    from lockstep.audit.options import problem_with
     from lockstep.audit.rank import Rank
 
     rank = Rank(options)
@@ -26,6 +30,20 @@ def main() -> int:
         print(f"lockstep audit: {problem}", file=sys.stderr)
         return USAGE
     return rank.run()
+
+
+def _options() -> Options:
+    """What the command line asks for; leaves with 2 and a sentence if it is wrong."""
+    from lockstep.audit.options import add_arguments, from_namespace
+    from lockstep.audit.wrong_usage import json_also_of_wrong_usage
+
+    parser = argparse.ArgumentParser(
+        prog="python -m lockstep.audit",
+        description="Run a training script on several ranks and name what is silently wrong.",
+    )
+    add_arguments(parser)
+    with json_also_of_wrong_usage(sys.argv[1:]):
+        return from_namespace(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.audit.world import SharedTrack
+    from lockstep.audit.shared_track import SharedTrack
 
     State = tuple[int, ...]
 

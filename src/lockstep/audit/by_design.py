@@ -18,10 +18,10 @@ from lockstep.audit.dealt import is_dealt_out
 from lockstep.audit.ledger import MODELS_SENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lockstep.audit.ledger import Collective, Ledger, Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
 
 _REDUCING: Final = ("all_reduce", "reduce")
 _STEPS: Final = 3
@@ -59,7 +59,7 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
         return frozenset()
     if all(_send_in_backward(track.steps(number)) for number in early):
         return frozenset(never_equal)
-    return frozenset(never_equal - _in_modules(track))
+    return frozenset(never_equal - names_in_modules(track))
 
 
 def are_own_models(track: SharedTrack) -> bool:
@@ -85,7 +85,9 @@ def are_own_models(track: SharedTrack) -> bool:
     return len(settings) == len(track.ranks) and bool(track.differences("entry", track.numbers[0]))
 
 
-def tell_of_own_models(world: World, track: SharedTrack) -> bool:
+def tell_of_own_models(
+    ledgers: Mapping[int, Ledger], tracks: Iterable[SharedTrack], track: SharedTrack
+) -> bool:
     """Do ranks that nothing synchronises send one another what they have?
 
     As in elastic averaging, codistillation, or models that are swapped every few steps, or gossip
@@ -95,11 +97,11 @@ def tell_of_own_models(world: World, track: SharedTrack) -> bool:
     if _reduces_gradients(track):
         return False
     sizes = {sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values()}
-    for rank, ledger in world.ledgers.items():
+    for rank, ledger in ledgers.items():
         sent = [s for s in ledger.facts.get("models_sent", []) if s["size"] in sizes]
         if not sent or all(s["weights"] and s["op"] in _REDUCING for s in sent):
             return False
-        alike = [t.tracks.get(rank) for t in world.tracks if t.made_as == track.made_as]
+        alike = [t.tracks.get(rank) for t in tracks if t.made_as == track.made_as]
         steps = sum(len(t.steps) for t in alike if t is not None)
         if _is_in_every_step(ledger, sent, steps) and not _mixes_in_weights(track, rank, sent):
             return False
@@ -113,16 +115,16 @@ def _is_in_every_step(ledger: Ledger, sent: list[dict[str, Any]], steps: int) ->
     return 2 * len(at) > (max(at, default=0) + 1 if full else steps)
 
 
-def exchange_nothing(world: World, track: SharedTrack) -> bool:
+def exchange_nothing(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
     """Do ranks train models that never were the same, and nothing says that they should be?
 
     As the folds of a cross-validation: no wrapper, no numbers that passed between ranks from the
     first step to the last one, no samples that were dealt out by rank, and what each of them came
     to is gathered. Ranks that never tell one another anything have been forgotten.
     """
-    if len(track.ranks) < 2 or not track.numbers or world.sync_of_lockstep():
+    if len(track.ranks) < 2 or not track.numbers:
         return False
-    for ledger in world.ledgers.values():
+    for ledger in ledgers.values():
         steps = [step for t in ledger.tracks for step in t.steps]
         if any(p.wrapper or p.sharded for t in ledger.tracks for p in t.parameters):
             return False
@@ -134,7 +136,7 @@ def exchange_nothing(world: World, track: SharedTrack) -> bool:
             return False
         if not any("gather" in call.op for call in ledger.calls):
             return False
-    if is_dealt_out({rank: ledger.loadings for rank, ledger in world.ledgers.items()}):
+    if is_dealt_out({rank: ledger.loadings for rank, ledger in ledgers.items()}):
         return False
     first = track.numbers[0]
     return bool(track.differences("entry", first) and track.differences("gradients", first))
@@ -183,23 +185,6 @@ def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
     return frozenset(left_out)
 
 
-def is_model_parallel(world: World) -> bool:
-    """Ranks that share one sample's work read the same samples on purpose."""
-    sharded = not any(world.fact("fsdp")) and any(
-        p.sharded for led in world.ledgers.values() for t in led.tracks for p in t.parameters
-    )
-    smaller = any(
-        ranks is not None and 1 < len(ranks) < world.size
-        for groups in world.fact("subgroups")
-        for ranks in groups
-    )
-    wrappers = any(
-        p.wrapper for led in world.ledgers.values() for t in led.tracks for p in t.parameters
-    )
-    cut_up = any(track.apart & _in_modules(track) for track in world.tracks)
-    return (sharded or smaller or cut_up or any(world.fact("all_to_all"))) and not wrappers
-
-
 def _reduced(track: SharedTrack) -> set[str]:
     return {c.parameter for c in _reductions(track) if c.parameter}
 
@@ -225,7 +210,7 @@ def _reductions(track: SharedTrack) -> list[Collective]:
     return [c for step in steps for c in step.collectives if c.op in _REDUCING]
 
 
-def _in_modules(track: SharedTrack) -> set[str]:
+def names_in_modules(track: SharedTrack) -> set[str]:
     held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
     return {p.name for p in held if p.in_module}
 

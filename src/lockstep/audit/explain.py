@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lockstep import errors
-from lockstep.audit.options import USAGE
+from lockstep.audit.exit_codes import USAGE
 from lockstep.audit.rules import all_codes
 
 _PACKAGED = Path(__file__).parent / "pages"

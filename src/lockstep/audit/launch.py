@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.exit_codes import HUNG, USAGE
 from lockstep.audit.ledger import Ledger
 from lockstep.audit.ledger_file import read_ledger
 from lockstep.audit.options import (
     DEFAULT_RANKS,
-    HUNG,
-    USAGE,
     Options,
     file_of,
     problem_with,

@@ -4,29 +4,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from lockstep.audit.exit_codes import FOUND, HUNG, NOT_WATCHED
 
-USAGE = 2
-FOUND = 65
-NOT_WATCHED = 66
-HUNG = 124
-"""As timeout(1) of a command that it has ended."""
-BLIND = "LS406"
-"""The code of a finding that means `NOT_WATCHED`."""
 DEFAULT_RANKS = 2
 
 FailOn = Literal["error", "warning", "never"]
 
-_IS_MODULE = ("-m", "--module")
+IS_MODULE = ("-m", "--module")
 _LATIN = re.compile(r"LS\d{0,3}")
 
 
@@ -94,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" no error, exit code {HUNG} (default 300; 0: never)",
     )
     parser.add_argument(
-        *_IS_MODULE,
+        *IS_MODULE,
         action="store_true",
         dest="is_module",
         help="SCRIPT is the name of a module, as after `python -m`",
@@ -107,52 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the script's own arguments; those of the audit stand before SCRIPT",
     )
     own.required = False  # else argparse asks for them too where the script is missing
-
-
-def parse(arguments: Sequence[str] | None, prog: str) -> Options:
-    """Read a command line; leaves with 2 and a sentence if it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Run a training script on several ranks and name what is silently wrong.",
-    )
-    add_arguments(parser)
-    with json_also_of_wrong_usage(sys.argv[1:] if arguments is None else arguments):
-        return from_namespace(parser.parse_args(arguments))
-
-
-@contextlib.contextmanager
-def json_also_of_wrong_usage(arguments: Sequence[str]) -> Iterator[None]:
-    """Around reading a command line: one that argparse refuses leaves its JSON file, too."""
-    try:
-        yield
-    except SystemExit as leaving:
-        path = _json_among(arguments)
-        if leaving.code == USAGE and path is not None:
-            from lockstep.audit.outcome import write_nothing_found
-
-            with contextlib.suppress(OSError):  # it may be what was refused
-                write_nothing_found(path, DEFAULT_RANKS)
-        raise
-
-
-def _json_among(arguments: Sequence[str]) -> str | None:
-    """What ``--json`` names; what follows the script is the script's own."""
-    option = ""
-    for word in arguments:
-        if word in _IS_MODULE:
-            continue
-        if word.startswith("-"):
-            option, _, value = word.partition("=")
-            if option == "--json" and value:
-                return value
-            option = "" if value else option
-        elif option == "--json":
-            return word
-        elif not option:
-            return None
-        else:
-            option = ""
-    return None
 
 
 def from_namespace(read: argparse.Namespace) -> Options:

@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.exit_codes import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
-from lockstep.audit.options import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.report.terminal import render
 from lockstep.audit.selection import Selection, counted_by_code
 from lockstep.audit.world import World

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from lockstep.audit.world import SharedTrack
+    from lockstep.audit.shared_track import SharedTrack
 
 TABLE_ROWS: Final = 8
 

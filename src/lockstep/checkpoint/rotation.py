@@ -17,7 +17,7 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.checkpoint.publish import write_error
+from lockstep.checkpoint.atomic_write import write_error
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:

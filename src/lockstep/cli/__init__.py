@@ -20,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The whole command line; imports no torch."""
     from lockstep.audit.options import add_arguments as add_audit
     from lockstep.cli.completion import SHELLS
-    from lockstep.cli.options import add_arguments as add_train
+    from lockstep.cli.train_options import add_arguments as add_train
 
     parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and leave")
@@ -58,14 +58,15 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code."""
-    from lockstep.audit.options import from_namespace, json_also_of_wrong_usage
+    from lockstep.audit.options import from_namespace
+    from lockstep.audit.wrong_usage import json_also_of_wrong_usage
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
     with json_also_of_wrong_usage(words[1:] if words[:1] == ["audit"] else []):
         read = parser.parse_args(words)
     if read.command == "train":
-        from lockstep.cli.train import run
+        from lockstep.cli.train_command import run
 
         return run(read)
     if read.command == "completion":

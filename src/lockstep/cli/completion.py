@@ -15,8 +15,8 @@ SHELLS: Final = ("bash", "zsh", "tcsh")
 
 
 def print_script(parser: argparse.ArgumentParser, shell: str) -> int:
-    """Print what the shell has to read: ``eval "$(lockstep completion bash)"``."""
-    from lockstep.integrations.packages import required
+    """Print a script for ``eval "$(lockstep completion bash)"``. Returns the exit code."""
+    from lockstep.integrations.optional_packages import required
 
     try:
         shtab = required("shtab", extra="cli", by="lockstep completion")

@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a batch whose structure is the user's: how many, joined, or none.
+"""The rows of a batch, whose structure is the user's: counted, joined, sliced.
 
-A batch is a tensor or an array, a sequence of rows (strings, numbers), or tuples, lists,
-dictionaries and dataclasses of batches. A list or tuple is a sequence of rows when it holds
-nothing but plain values, else it is structure; that is what torch's ``default_collate``
-makes. What is neither is refused by its place in the batch, never guessed at.
+A batch is a tensor or an array, a sequence of rows (strings, numbers), or a tree of batches (see
+`tensor_tree`). A list or tuple is a sequence of rows when it holds nothing but plain values, else a
+container; torch's ``default_collate`` makes batches like that. Anything else is refused by its
+place in the batch, never guessed at.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import NotShardableError
+from lockstep.tensor_tree import (
+    PLAIN_TYPES,
+    Key,
+    KeyPath,
+    children_of,
+    is_rows,
+    keystr,
+    rebuilt,
+    tree_map_with_path,
+)
 
-_PLAIN: Final = (str, bytes, int, float, complex, bool, np.generic, type(None))
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 def leading_length(batch: Any) -> int:
@@ -48,7 +55,7 @@ def _first_length(batch: Any) -> int | None:
         return int(batch.shape[0]) if batch.ndim else None
     children = children_of(batch)
     if children is None:
-        return len(batch) if _is_rows(batch) else None
+        return len(batch) if is_rows(batch) else None
     lengths = (_first_length(child) for _, child in children)
     return next((length for length in lengths if length is not None), None)
 
@@ -59,44 +66,45 @@ def concatenate(batches: Sequence[Any]) -> Any:
     Raises:
         NotShardableError: a place in the batches cannot be joined; the message names it.
     """
-    return batches[0] if len(batches) == 1 else _join(list(batches), "batch")
+    return batches[0] if len(batches) == 1 else _join(list(batches), ())
 
 
-def _join(parts: list[Any], place: str) -> Any:
+def _join(parts: list[Any], path: KeyPath) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
-        raise _refusal("joined", place, ", ".join(type(part).__name__ for part in parts))
+        raise _refusal("joined", path, ", ".join(type(part).__name__ for part in parts))
     if isinstance(first, (torch.Tensor, np.ndarray)):
-        return _join_arrays(parts, place)
+        return _join_arrays(parts, path)
     children = children_of(first)
     if children is None:
-        return _join_plain(parts, place)
-    columns = []
-    for key, _ in children:
-        columns.append((key, _join([_child(part, key, place) for part in parts], place + key)))
-    return rebuilt(first, columns)
+        return _join_plain(parts, path)
+    columns = [[_child(part, key, path) for part in parts] for key, _ in children]
+    joined = [
+        _join(column, (*path, key)) for column, (key, _) in zip(columns, children, strict=True)
+    ]
+    return rebuilt(first, joined)
 
 
-def _join_arrays(parts: list[Any], place: str) -> Any:
+def _join_arrays(parts: list[Any], path: KeyPath) -> Any:
     shapes = ", ".join(str(tuple(part.shape)) for part in parts)
     if any(part.ndim == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
-        raise _refusal("joined along dim 0", place, f"shapes {shapes}")
+        raise _refusal("joined along dim 0", path, f"shapes {shapes}")
     try:
         if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)
         return torch.cat(parts)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _refusal("joined along dim 0", place, f"shapes {shapes}: {error}") from error
+        raise _refusal("joined along dim 0", path, f"shapes {shapes}: {error}") from error
 
 
-def _join_plain(parts: list[Any], place: str) -> Any:
+def _join_plain(parts: list[Any], path: KeyPath) -> Any:
     first = parts[0]
-    if _is_rows(first):
+    if is_rows(first):
         return type(first)(row for part in parts for row in part)
     # A value that belongs to no row (a name, a scale) is joined only when all parts agree.
-    if isinstance(first, _PLAIN) and all(part == first for part in parts):
+    if isinstance(first, PLAIN_TYPES) and all(part == first for part in parts):
         return first
-    raise _refusal("joined", place, f"a {type(first).__name__}")
+    raise _refusal("joined", path, f"a {type(first).__name__}")
 
 
 def rows_of(batch: Any, rows: slice) -> Any:
@@ -105,40 +113,20 @@ def rows_of(batch: Any, rows: slice) -> Any:
     Raises:
         NotShardableError: a place in the batch cannot be sliced; the message names it.
     """
-    return _sliced(batch, rows, "batch")
 
+    def sliced(path: KeyPath, leaf: Any) -> Any:
+        if isinstance(leaf, (torch.Tensor, np.ndarray)):
+            try:
+                return leaf[rows]
+            except (RuntimeError, IndexError, NotImplementedError) as error:
+                raise _unsliceable(path, f"{type(leaf).__name__}: {error}") from error
+        if is_rows(leaf):
+            return leaf[rows]
+        if isinstance(leaf, PLAIN_TYPES):
+            return leaf
+        raise _unsliceable(path, f"a {type(leaf).__name__}")
 
-def _sliced(batch: Any, rows: slice, place: str) -> Any:
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
-        try:
-            return batch[rows]
-        except (RuntimeError, IndexError, NotImplementedError) as error:
-            raise _unsliceable(place, f"{type(batch).__name__}: {error}") from error
-    children = children_of(batch)
-    if children is not None:
-        return rebuilt(batch, [(key, _sliced(child, rows, place + key)) for key, child in children])
-    if _is_rows(batch):
-        return batch[rows]
-    if isinstance(batch, _PLAIN):
-        return batch
-    raise _unsliceable(place, f"a {type(batch).__name__}")
-
-
-def map_leaves(batch: Any, function: Callable[[Any, str], Any], place: str = "") -> Any:
-    """The same structure around ``function(leaf, place)`` of all that is not structure."""
-    children = children_of(batch)
-    if children is None:
-        return function(batch, place)
-    columns = [(key, map_leaves(child, function, place + key)) for key, child in children]
-    return rebuilt(batch, columns)
-
-
-def map_children(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The same container around what `change` makes of each child; a leaf is itself."""
-    children = children_of(batch)
-    if children is None:
-        return batch
-    return rebuilt(batch, [(key, change(child)) for key, child in children])
+    return tree_map_with_path(sliced, batch)
 
 
 def content_digest(value: Any) -> str:
@@ -158,59 +146,22 @@ def _absorb(value: Any, update: Callable[[bytes], None]) -> None:
         update(value.tobytes())
     elif (children := children_of(value)) is not None:
         for key, child in children:
-            update(key.encode())
+            update(str(key).encode())
             _absorb(child, update)
-    elif isinstance(value, _PLAIN) or _is_rows(value):
+    elif isinstance(value, PLAIN_TYPES) or is_rows(value):
         # Anything else counts by its type only: its repr may hold an address.
         update(repr(value).encode())
 
 
-def _is_rows(batch: Any) -> bool:
-    return isinstance(batch, (list, tuple)) and all(isinstance(row, _PLAIN) for row in batch)
-
-
-def children_of(batch: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, keyed as one would write it; None for what is not structure."""
-    if isinstance(batch, PackedSequence):
-        return None  # a tuple of tensors whose rows are interleaved
-    if isinstance(batch, Mapping):
-        return [(f"[{key!r}]", child) for key, child in batch.items()]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [(f".{f.name}", getattr(batch, f.name)) for f in dataclasses.fields(batch)]
-    if isinstance(batch, (list, tuple)) and not _is_rows(batch):
-        return [(f"[{number}]", child) for number, child in enumerate(batch)]
-    return None
-
-
-def _child(batch: Any, key: str, place: str) -> Any:
+def _child(batch: Any, key: Key, path: KeyPath) -> Any:
     for own, child in children_of(batch) or []:
         if own == key:
             return child
-    raise _refusal("joined", place, f"a {type(batch).__name__} without {key}")
+    raise _refusal("joined", path, f"a {type(batch).__name__} without {key}")
 
 
-def rebuilt(like: Any, columns: list[tuple[str, Any]]) -> Any:
-    """A container of the kind of `like` around other children, keyed as `children_of` does."""
-    values = [value for _, value in columns]
-    if isinstance(like, Mapping):
-        named: Any = dict(zip(like, values, strict=True))
-        if type(like) is dict:
-            return named
-        twin: Any = copy.copy(like)
-        for key, value in named.items():
-            twin[key] = value
-        return twin
-    if dataclasses.is_dataclass(like):
-        twin = copy.copy(like)
-        for field, value in zip(dataclasses.fields(like), values, strict=True):
-            object.__setattr__(twin, field.name, value)  # frozen ones as well
-        return twin
-    if hasattr(like, "_fields"):
-        return type(like)(*values)
-    return type(like)(values)
-
-
-def _refusal(verb: str, place: str, got: str) -> NotShardableError:
+def _refusal(verb: str, path: KeyPath, got: str) -> NotShardableError:
+    place = f"batch{keystr(path)}"
     return NotShardableError(
         f"{place} cannot be {verb}: a worker's shards have to become one batch",
         where=place,
@@ -221,7 +172,8 @@ def _refusal(verb: str, place: str, got: str) -> NotShardableError:
     )
 
 
-def _unsliceable(place: str, got: str) -> NotShardableError:
+def _unsliceable(path: KeyPath, got: str) -> NotShardableError:
+    place = f"batch{keystr(path)}"
     return NotShardableError(
         f"{place} has no version with zero rows, which a rank without samples needs",
         where=place,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray dataset, streamed: each worker's rows are those that Ray hands to it.
+"""A Ray dataset as the training data: each worker reads the rows that Ray streams to it.
 
-Ray decides while it runs which worker gets which block, so that nothing is promised about the
-order, or about the same rows in the same step another time. What holds is: in one pass every
-row is trained on once, and each row of a global batch counts the same, however unevenly the
-rows came. A pass that was left in its middle (a checkpoint was loaded, a worker was replaced)
-cannot be entered there again: the rows are read anew from the first.
+Ray decides during a pass which worker gets which block, so that lockstep promises nothing about
+the order, or about the same rows in the same step another time. It promises that in one pass every
+row is trained on once, and that each row of a global batch counts the same, however unevenly Ray
+hands the rows out. A pass that was left in its middle (a checkpoint was loaded, a worker was
+replaced) cannot be entered there again: the rows are read anew from the first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lockstep.data.batch_size import share_bounds
 from lockstep.data.batch_structure import leading_length
+from lockstep.data.shard_batch_size import share_bounds
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import ConfigurationError, NotShardableError
 
@@ -49,15 +49,15 @@ class RayBatches:
 
 
 class TorchBatches(Protocol):
-    """As much of ``ray.data.DataIterator`` as is needed here."""
+    """The part of ``ray.data.DataIterator`` that is read here."""
 
     def iter_torch_batches(self, **options: Any) -> Any: ...
 
 
-class RayShare:
+class RayDatasetShard:
     """One worker's part of a streamed dataset, as global steps; a `StepSource`.
 
-    Every step begins with an exchange: a worker cannot know whether the others have rows left.
+    Every step begins with an exchange: a worker cannot know whether its peers have rows left.
 
     Args:
         rows: this worker's of ``Dataset.streaming_split``.
@@ -89,15 +89,15 @@ class RayShare:
         self._borrowed: tuple[Any, ...] = ()
 
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
-        """Nobody can tell: Ray gives the rows out while it runs."""
+        """None: Ray decides during the pass which rows a worker gets."""
         return None
 
     def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
-        """Nobody can tell; see `samples_of`."""
+        """Empty; see `samples_of`."""
         return []
 
     def agree(self, group: Group, epoch: int) -> None:
-        """Nothing to compare: the rows are handed out by one coordinator."""
+        """Do nothing: one coordinator hands the rows out, and no worker has a plan to compare."""
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
         """The steps of a pass over all rows, numbered from `start_step`.
@@ -136,7 +136,7 @@ class RayShare:
         options: dict[str, Any] = {
             "batch_size": _own_rows(given.batch_size or 0, self._placement),
             "prefetch_batches": given.prefetch_batches,
-            # The loop moves a batch when its turn comes, as it does with a loader's.
+            # The loop moves a batch to the device before it computes on it, as with any loader.
             "device": "cpu",
         }
         if given.collate_fn is not None:
@@ -149,7 +149,7 @@ class RayShare:
         return options
 
     def _counts(self, mine: int) -> list[int]:
-        """Every rank's rows in this step; -1 for a rank that cannot even borrow."""
+        """Every rank's rows in this step; -1 for a rank that has none, and no batch to repeat."""
         if self._group.size == 1:
             return [mine]
         token = mine if mine or self._borrowed or not self.joint else -1

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who carries which shards. Shards are contiguous, and each is carried by exactly one worker."""
+"""Which shards of every global batch a worker carries.
+
+The shards of a worker are contiguous, and each shard is carried by exactly one worker.
+"""
 
 from __future__ import annotations
 

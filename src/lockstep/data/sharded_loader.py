@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's part of every global batch, a function of (seed, epoch, step, shard).
 
-The user's loader is kept. Its items (sample indices, mostly) form one stream, the same on
-every worker; step k is a slice of it, cut into `num_shards` balanced parts; a worker reads
-the parts of the shards it carries, through the user's own loader. Which worker that is, and
-how many there are, changes nothing.
+The user's loader is kept. Its items (sample indices, mostly) form one stream, the same on every
+worker. Step k is a slice of that stream, cut into `num_shards` balanced parts; a worker reads the
+parts of the shards that it carries, through a copy of the user's loader. Which worker carries a
+shard, and how many workers there are, changes none of the batches.
+
+The way of a batch: `global_batches_of` cuts the loader's stream, `ShardedLoader._plans` requests
+the items of this worker's shards, `LoaderCopy.read` passes the requests through the copied loader,
+and in there (maybe in a process of the loader) a `SeededDataset` reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.batch_size import share_bounds
-from lockstep.data.batch_structure import leading_length
-from lockstep.data.delivery import DirectDelivery, LoaderDelivery, PartPlan, StepPlan
-from lockstep.data.fetch import ItemKind, Request, RequestedDataset, Segment, as_it_is
-from lockstep.data.layout import Window, describe
-from lockstep.data.plan_checks import check_agreement, plan_fingerprint
+from lockstep.data.batch_structure import concatenate, leading_length
+from lockstep.data.data_order_check import check_agreement, plan_fingerprint
+from lockstep.data.global_batches import GlobalBatch, global_batches_of
+from lockstep.data.loader_copy import LoaderCopy, StepPlan
+from lockstep.data.seeded_dataset import Request, SeededDataset, Segment
+from lockstep.data.shard_batch_size import share_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -31,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """What a worker is given at once.
+    """One batch that a worker computes on.
 
     Args:
         batch: as the user's loader makes it.
-        num_samples: real samples; 0 if the batch is borrowed.
-        shards: whose samples these are; of a borrowed batch, all that the worker carries.
+        num_samples: samples that count here; 0 if the batch is borrowed.
+        shards: the shards that the samples belong to; for a borrowed batch, those of the worker.
         indices: what the loader's sampler gave for them, one for each sample (or for the whole
             batch, if the dataset holds ready batches); empty where there is no sampler.
     """
@@ -62,22 +66,29 @@ class Step:
     num_samples: int | None
 
 
+class BatchParts(Enum):
+    """The batches that hold a worker's samples of one step."""
+
+    BY_SHARD = "one batch for each shard that has samples"
+    JOINT = "one batch with all samples of the worker; none where it has no samples"
+    JOINT_OR_BORROWED = "as JOINT; a worker without samples gets shard 0's, counted as 0 samples"
+    """Borrowing keeps a worker in step with the collectives that its peers compute on a batch."""
+
+
 class ShardedLoader:
-    """The user's loader, as far as the shards of one worker go.
+    """The user's loader, cut to the shards of one worker.
 
     Attributes:
-        joint: one part per step with all the worker's samples, instead of one per shard.
+        joint: all the worker's samples of a step are one batch.
 
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
         placement: the worker's shards.
-        joint: as above.
-        borrow: with `joint`, a worker without samples in a step gets shard 0's, to be counted
-            as 0 samples, so that it takes part in what its peers compute.
+        parts: which batches the worker's samples of a step become.
         global_batch_size: in samples; overrides what the loader says.
         keeps_last: also an incomplete last batch that the loader would leave out.
-        keeps_generators: reading leaves the global random generators as they were. A reader that
-            seeds them for every part, before it computes, can do without.
+        keeps_generators: reading leaves the global random generators as they were. A caller that
+            seeds the generators for every part, before it computes, can do without.
 
     Raises:
         NotShardableError: the data cannot be shared out so that each sample is seen once.
@@ -89,50 +100,45 @@ class ShardedLoader:
         loader: Any,
         placement: ShardPlacement,
         *,
-        joint: bool,
-        borrow: bool,
+        parts: BatchParts,
         global_batch_size: int | None = None,
         keeps_last: bool = False,
         keeps_generators: bool = True,
     ) -> None:
         self.placement = placement
-        self.joint = joint
-        self._borrow = borrow
-        self._layout = describe(loader, placement.num_shards, global_batch_size)
-        if keeps_last:
-            self._layout = replace(self._layout, drop_last=False)
-        kind, seed = self._layout.kind, placement.seed
-        self._is_plain = not isinstance(loader, DataLoader)
-        self._delivery: DirectDelivery | LoaderDelivery
+        self.joint = parts is not BatchParts.BY_SHARD
+        self._borrows = parts is BatchParts.JOINT_OR_BORROWED
+        batches = global_batches_of(loader, placement.num_shards, global_batch_size)
+        self._batches = replace(batches, drop_last=False) if keeps_last else batches
+        self._copy: LoaderCopy | None = None  # None: the items are the batches already
         if isinstance(loader, DataLoader):
-            dataset = RequestedDataset(
-                loader.dataset, kind, loader.collate_fn, seed, keeps_generators=keeps_generators
+            dataset = SeededDataset(
+                loader.dataset,
+                batches.kind,
+                loader.collate_fn,
+                placement.seed,
+                keeps_generators=keeps_generators,
             )
-            self._delivery = LoaderDelivery(loader, dataset, seed)
-        else:
-            batches = RequestedDataset(
-                None, kind, as_it_is, seed, keeps_generators=keeps_generators
-            )
-            self._delivery = DirectDelivery(batches)
+            self._copy = LoaderCopy(loader, dataset, placement.seed)
 
     @property
     def global_batch_size(self) -> int | None:
         """Samples of a full step; None where batches are made elsewhere, one per shard."""
-        return self._layout.per_step if self._layout.kind.counts_samples else None
+        return self._batches.per_step if self._batches.kind.is_sample else None
 
     @property
     def items_per_step(self) -> int:
         """Items of the stream (samples, or batches made elsewhere) in a full step."""
-        return self._layout.per_step
+        return self._batches.per_step
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Global batches in an epoch; None where the user's objects have no length."""
-        return self._layout.num_steps()
+        return self._batches.num_steps()
 
     def steps_from(self, offset: int) -> int | None:
         """Global batches left from item `offset` on."""
-        return self._layout.num_steps(offset)
+        return self._batches.num_steps(offset)
 
     def batches(
         self, epoch: int, start_step: int = 0, *, offset: int | None = None
@@ -150,32 +156,35 @@ class ShardedLoader:
                 iteration.
         """
         if offset is None:
-            offset = start_step * self._layout.per_step
-        for plan, batches in self._delivery.run(self._plans(epoch, start_step, offset), epoch):
-            parts = [
-                self._part(part, batch) for part, batch in zip(plan.parts, batches, strict=True)
-            ]
-            yield Step(plan.index, parts, plan.num_samples)
+            offset = start_step * self._batches.per_step
+        for plan, batches in self._read(self._plans(epoch, start_step, offset), epoch):
+            parts = map(self._part, plan.requests, batches)
+            yield Step(plan.index, list(parts), plan.num_samples)
+
+    def _read(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
+        if self._copy is not None:
+            return self._copy.read(plans, epoch)
+        return ((plan, [concatenate(each.items) for each in plan.requests]) for plan in plans)
 
     def fingerprint(self, epoch: int) -> dict[str, Any]:
         """What all workers must agree on, as plain JSON; see `check_agreement`.
 
         Draws the first items of the epoch's stream; reads samples only from streams.
         """
-        return plan_fingerprint(self._layout, self.placement, epoch)
+        return plan_fingerprint(self._batches, self.placement, epoch)
 
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
         """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
 
         None where only the batches themselves can tell.
         """
-        length, in_epoch = self._layout.length, self.steps_per_epoch
-        if not self._layout.kind.counts_samples or length is None or not in_epoch:
+        length, in_epoch = self._batches.length, self.steps_per_epoch
+        if not self._batches.kind.is_sample or length is None or not in_epoch:
             return None
         total = 0
         for step in range(first_step, first_step + steps):
-            start = (step % in_epoch) * self._layout.per_step
-            size = min(self._layout.per_step, length - start)
+            start = (step % in_epoch) * self._batches.per_step
+            size = min(self._batches.per_step, length - start)
             for shard in shards:
                 begin, end = share_bounds(size, self.placement.num_shards, shard)
                 total += end - begin
@@ -186,13 +195,13 @@ class ShardedLoader:
 
         An empty list where items are the data itself.
         """
-        if self._layout.kind in (ItemKind.SAMPLE, ItemKind.READY_BATCH):
+        if self._batches.kind.is_data:
             return []
-        windows = self._layout.windows(self.placement.seed, epoch, step * self._layout.per_step)
-        window = next(windows, None)
-        if window is None:
+        offset = step * self._batches.per_step
+        batch = next(self._batches.of_epoch(self.placement.seed, epoch, offset), None)
+        if batch is None:
             return []
-        return [item for shard in shards for item in self._segment(window, shard).items]
+        return [item for shard in shards for item in self._segment(batch, shard).items]
 
     def agree(self, group: Group, epoch: int) -> None:
         """Make sure that all workers will read `epoch` by the same plan.
@@ -212,60 +221,43 @@ class ShardedLoader:
 
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
-        self._delivery.close()
+        if self._copy is not None:
+            self._copy.close()
 
     def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:
-        windows = self._layout.windows(self.placement.seed, epoch, offset)
-        for step, window in enumerate(windows, start_step):
-            yield StepPlan(step, self._part_plans(epoch, step, window), self._total(window))
+        batches = self._batches.of_epoch(self.placement.seed, epoch, offset)
+        for step, batch in enumerate(batches, start_step):
+            shards = [self._segment(batch, shard) for shard in self.placement.shards]
+            requests = [
+                Request(epoch, step, segments) for segments in self._per_batch(shards, batch)
+            ]
+            yield StepPlan(step, requests, self._num_samples(batch))
 
-    def _part_plans(self, epoch: int, step: int, window: Window) -> list[PartPlan]:
-        own = [self._segment(window, shard) for shard in self.placement.shards]
-        carried = [segment for segment in own if segment.items]
+    def _per_batch(self, shards: list[Segment], batch: GlobalBatch) -> list[tuple[Segment, ...]]:
+        """The shards of each batch that this worker reads."""
+        carried = tuple(segment for segment in shards if segment.items)
         if not self.joint:
-            return [self._planned(epoch, step, [segment]) for segment in carried]
+            return [(segment,) for segment in carried]
         if carried:
-            return [self._planned(epoch, step, carried)]
-        if not self._borrow:
-            return []
-        # The first parts are the larger ones, so shard 0 has samples in every step.
-        borrowed = Request(epoch, step, (self._segment(window, 0),))
-        return [PartPlan(borrowed, 0, tuple(self.placement.shards))]
+            return [carried]
+        # The first shards are the larger ones, so shard 0 has samples in every step.
+        return [(self._segment(batch, 0),)] if self._borrows else []
 
-    def _segment(self, window: Window, shard: int) -> Segment:
-        bounds = share_bounds(len(window), self.placement.num_shards, shard)
-        return Segment(shard, window.part(*bounds) if bounds[0] < bounds[1] else [])
+    def _segment(self, batch: GlobalBatch, shard: int) -> Segment:
+        start, stop = share_bounds(len(batch), self.placement.num_shards, shard)
+        return Segment(shard, batch.items(start, stop) if start < stop else [])
 
-    def _planned(self, epoch: int, step: int, segments: list[Segment]) -> PartPlan:
-        items = [item for segment in segments for item in segment.items]
-        shards = tuple(segment.shard for segment in segments)
-        return PartPlan(Request(epoch, step, tuple(segments)), self._count(items), shards)
+    def _num_samples(self, batch: GlobalBatch) -> int | None:
+        kind = self._batches.kind
+        return len(batch) if kind.is_sample else kind.count(batch.items(0, len(batch)))
 
-    def _total(self, window: Window) -> int | None:
-        if self._layout.kind.counts_samples:
-            return len(window)
-        if self._layout.kind is ItemKind.BATCH_OF_INDICES or self._is_plain:
-            # Batches that every worker has in hand: indices, or the iterable's own.
-            return self._count(window.part(0, len(window)))
-        return None
-
-    def _count(self, items: list[Any]) -> int | None:
-        """Samples that `items` stand for; None where only the batch itself can tell."""
-        if self._layout.kind.counts_samples:
-            return len(items)
-        if self._layout.kind is ItemKind.BATCH_OF_INDICES:
-            sized = all(isinstance(item, Sized) for item in items)
-            return sum(len(item) for item in items) if sized else None
-        return sum(leading_length(item) for item in items) if self._is_plain else None
-
-    def _part(self, plan: PartPlan, batch: Any) -> LoadedPart:
-        num_samples = leading_length(batch) if plan.num_samples is None else plan.num_samples
-        return LoadedPart(batch, num_samples, plan.shards, self._indices(plan))
-
-    def _indices(self, plan: PartPlan) -> tuple[Any, ...]:
-        items = [item for segment in plan.request.segments for item in segment.items]
-        if self._layout.kind in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
-            return tuple(items)
-        if self._layout.kind is ItemKind.BATCH_OF_INDICES:
-            return tuple(index for indices in items for index in indices)
-        return ()
+    def _part(self, request: Request, batch: Any) -> LoadedPart:
+        kind, items = self._batches.kind, request.items
+        indices, own = kind.indices(items), self.placement.shards
+        shards = tuple(segment.shard for segment in request.segments)
+        if shards[0] not in own:  # borrowed
+            return LoadedPart(batch, 0, tuple(own), indices)
+        counted = kind.count(items)
+        return LoadedPart(
+            batch, leading_length(batch) if counted is None else counted, shards, indices
+        )

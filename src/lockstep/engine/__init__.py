@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.base import Engine, PoolStatus
 from lockstep.errors import NotAvailableError
-from lockstep.imports import no_collections
+from lockstep.import_without_gc import gc_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -78,7 +78,7 @@ def has_gpus_elsewhere(count: int) -> bool:
 @contextmanager
 def _needing_ray() -> Iterator[None]:
     try:
-        with no_collections():
+        with gc_paused():
             yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":

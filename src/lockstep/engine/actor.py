@@ -45,7 +45,7 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def alive(self) -> Outcome:
         """Answers where a process lives, whatever it is doing."""
-        from lockstep.engine.serialization import pickled
+        from lockstep.serialization import pickled
         from lockstep.worker import Outcome
 
         return Outcome(pickled(None, "nothing"))
@@ -57,7 +57,7 @@ class WorkerActor:
         return node
 
     def perform(self, method: str, arguments: bytes) -> Outcome:
-        from lockstep.engine.serialization import pickled
+        from lockstep.serialization import pickled
         from lockstep.worker import Outcome, Worker, failure
 
         self._thread = threading.get_ident()
@@ -110,14 +110,18 @@ class WorkerActor:
         Args:
             is_requested: have one made before the next batch.
         """
-        from lockstep.engine.serialization import in_pieces
+        from lockstep.serialization import split
 
         if self._worker is None:
             return None
         if is_requested:
             self._worker.snapshots.request()
         snapshot = self._worker.snapshots.take()
-        return None if snapshot is None else (snapshot.step, *in_pieces(snapshot.state))
+        if snapshot is None:
+            return None
+        structure, buffers = split(snapshot.state)
+        # As arrays, which Ray puts into its store, and maps on the other side, without a pickle.
+        return snapshot.step, structure, [buffer.numpy() for buffer in buffers]
 
     @ray.method(concurrency_group="control")
     def end_process(self, pid: int) -> None:

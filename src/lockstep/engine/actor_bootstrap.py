@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 
-from lockstep.imports import import_for_good, no_collections
+from lockstep.import_without_gc import gc_paused, import_and_freeze
 
 
 def settle_in(module: str) -> None:
@@ -15,8 +15,8 @@ def settle_in(module: str) -> None:
     before the error that the actors were ended for: the signal's own effect is put back.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with no_collections():
+    with gc_paused():
         from lockstep.lazy_dynamo_import import import_compiler_lazily
 
         import_compiler_lazily()
-        import_for_good(module)
+        import_and_freeze(module)

@@ -22,7 +22,7 @@ from lockstep.engine.actor import RemoteWorker
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.interrupted_calls import give_up_left
 from lockstep.errors import ConfigurationError
-from lockstep.imports import import_for_good
+from lockstep.import_without_gc import import_and_freeze
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,7 +110,7 @@ def prestart(
         _waiting.append(hire(bundle, ranks, spare_workers, own_cluster, "prestarted"))
     if "torch" not in sys.modules:
         # The trainer needs it anyhow. Searching for garbage is a fifth of the import.
-        import_for_good("torch")
+        import_and_freeze("torch")
 
 
 def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:

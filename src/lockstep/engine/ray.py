@@ -29,12 +29,12 @@ from lockstep.engine.inline import every
 from lockstep.engine.interrupted_calls import between_steps
 from lockstep.engine.pending_call import WATCH_S, PendingCall
 from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
-from lockstep.engine.serialization import pickled, pickled_spec
 from lockstep.engine.server_actor import ServerProcess
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.spares import Readiness, look_at
 from lockstep.engine.worker_handle import WorkerHandle, kill, this_node
 from lockstep.errors import PeerLostError, WorkerDiedError
+from lockstep.serialization import pickled
 from lockstep.worker import Rendezvous, Worker, add_rank, is_peer_lost
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RayEngine:
         self._fetcher: RemoteSnapshotFetcher | None = None
         self._store: RendezvousStore | None = None
         self._server: ServerProcess | None = None
-        payload = pickled_spec(spec)
+        payload = spec.pickled()
         own_cluster = connect()
         self._session = session()
         bundle = placement_group.bundle_for(

@@ -24,7 +24,7 @@ from lockstep.errors import WorkerDiedError
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from lockstep.sync import OwnerAddress
+    from lockstep.sync import ServerAddress
 
 _LONGEST_STEP_S: Final = 300.0
 """An optimizer's step may be under way when the next generation is to be served."""
@@ -53,17 +53,17 @@ class ServerActor:
 
     def listen(
         self, only_node: str | None, size: int, secret: bytes, timeout_s: float
-    ) -> tuple[OwnerAddress, str, int]:
+    ) -> tuple[ServerAddress, str, int]:
         """Where it listens, its node, and its process.
 
         Args:
             only_node: where all workers run; None if they run on several.
         """
-        from lockstep.sync import OwnerServer
+        from lockstep.sync import ParameterServer
 
         node = this_node()
         host = LOOPBACK if node == only_node else ray.util.get_node_ip_address()
-        self._server = OwnerServer(host, size, secret, timeout_s, before=self._server)
+        self._server = ParameterServer(host, size, secret, timeout_s, before=self._server)
         return self._server.address, node, os.getpid()
 
     def serve(self) -> None:
@@ -99,14 +99,14 @@ class ServerProcess:
         self._node = ""
         self.ends: Any = None
         self.pid = 0
-        self.address: OwnerAddress | None = None
+        self.address: ServerAddress | None = None
 
     @property
     def is_here(self) -> bool:
         """Its process runs on the driver's machine."""
         return self._node == this_node()
 
-    def listen(self, size: int, only_node: str | None) -> OwnerAddress:
+    def listen(self, size: int, only_node: str | None) -> ServerAddress:
         """Have it serve another generation of the workers' group, with what it has.
 
         Args:
@@ -129,7 +129,7 @@ class ServerProcess:
         except GetTimeoutError as error:
             raise _silent(limit_s) from error
         self.ends = self._actor.serve.remote()
-        address: OwnerAddress = self.address
+        address: ServerAddress = self.address
         return address
 
     def call_off(self) -> None:

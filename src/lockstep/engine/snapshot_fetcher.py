@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings copies of the run's state from the workers' nodes to the driver.
+"""Fetches snapshots of the run's state from rank 0's node to the driver.
 
-Rank 0 is asked over its lane beside the training, and answers with its latest copy or with
-nothing. The driver asks again when it has had the answer, and never waits for one in the middle
-of a call.
+The driver asks rank 0's actor in a thread of the actor's beside the training, and gets the latest
+snapshot or nothing. It asks again when it has the answer, and never waits for one in the middle of
+a call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 import ray
-from lockstep.engine.serialization import from_pieces
+from lockstep.serialization import join
 from lockstep.worker import Snapshot
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class RemoteSnapshotFetcher:
     """See `SnapshotFetcher`.
 
     Args:
-        rank_0: who makes them now; None where nobody is left.
-        to: who gets them.
+        rank_0: the worker that takes them now; None where no worker is left.
+        to: receives them.
     """
 
     def __init__(self, rank_0: Callable[[], WorkerHandle | None], to: SnapshotKeeper) -> None:
@@ -44,7 +44,7 @@ class RemoteSnapshotFetcher:
             here.snapshots.request()
 
     def attend(self) -> None:
-        """Another call begins; a worker in this process hands its copies over itself."""
+        """Another call begins; a worker in this process passes its snapshots on itself."""
         if (here := self._worker_here()) is not None:
             here.snapshots.give = self._to.keep
 
@@ -53,7 +53,7 @@ class RemoteSnapshotFetcher:
         return None if first is None else first.worker
 
     def look(self) -> None:
-        """Take what has come, ask for more; never waits."""
+        """Take a snapshot that has come, and ask for the next one; never waits."""
         if self._asked is not None:
             if not ray.wait([self._asked], timeout=0)[0]:
                 return
@@ -86,4 +86,4 @@ class RemoteSnapshotFetcher:
             return
         if answer is not None:
             step, structure, arrays = answer
-            self._to.keep(Snapshot(step, from_pieces(structure, arrays)))
+            self._to.keep(Snapshot(step, join(structure, arrays)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of single steps on one worker, a few steps to a row, while a call runs."""
+"""A worker's log of the metrics of its steps, in rows of a few steps, while a call runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.metrics.meters import AverageMeterCollection
+from lockstep.metrics.average_meters import AverageMeterCollection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRow:
-    """What one worker counted in the steps up to `step`, from the row before it on.
+    """The sums of one worker over the steps up to `step`, from the previous row on.
 
     Attributes:
         step: steps of the run; a multiple of the log's `every`.
@@ -29,16 +29,19 @@ class StepRow:
 
 
 class StepLog:
-    """Rows of `every` steps, of steps that have happened.
+    """Rows of `every` steps each, of steps that have happened.
 
     A row ends with a step that `every` divides, counted from the beginning of the run: after a
-    recovery, and in a run that goes on from a checkpoint, rows end with the same steps.
-    `newer_than` alone may be called from another thread.
+    recovery, and in a run that goes on from a checkpoint, rows end with the same steps. Only
+    `newer_than` may be called from another thread.
+
+    The way of a metric: `add` keeps it with the batch on which the worker computes; `commit` gives
+    it to that batch's step; and once a step can no longer be taken back, it enters a row.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._in_hand: list[tuple[Mapping[str, Any], float, Mapping[str, float]]] = []
+        self._current: list[tuple[Mapping[str, Any], float, Mapping[str, float]]] = []
         self._unsettled: list[tuple[int, int, list[Any]]] = []
         self._window = AverageMeterCollection()
         self._latest = 0
@@ -46,13 +49,13 @@ class StepLog:
         self._rows: list[tuple[int, int, AverageMeterCollection]] = []
 
     def add(self, metrics: Mapping[str, Any], n: float, partial: Mapping[str, float]) -> None:
-        """What the batch in hand reported; see `AverageMeterCollection.update`."""
-        self._in_hand.append((dict(metrics), n, dict(partial)))
+        """Take what the current batch reported; see `AverageMeterCollection.update`."""
+        self._current.append((dict(metrics), n, dict(partial)))
 
     def commit(self, step: int, epoch: int, *, is_settled: bool) -> None:
-        """The batch in hand was step number `step`; unless `is_settled` it may be taken back."""
-        self._unsettled.append((step, epoch, self._in_hand))
-        self._in_hand = []
+        """End the current batch as step number `step`, which may be undone unless `is_settled`."""
+        self._unsettled.append((step, epoch, self._current))
+        self._current = []
         if not is_settled:
             return
         unsettled, self._unsettled = self._unsettled, []
@@ -65,8 +68,8 @@ class StepLog:
                 self._window = AverageMeterCollection()
 
     def back_to(self, step: int) -> None:
-        """The run goes on from `step`: what came after it did not happen."""
-        self._in_hand = []
+        """Forget the steps after `step`, from which the run goes on."""
+        self._current = []
         self._unsettled = [each for each in self._unsettled if each[0] <= step]
         with self._lock:
             self._rows = [row for row in self._rows if row[0] <= step]
@@ -74,15 +77,15 @@ class StepLog:
             self._window, self._latest = AverageMeterCollection(), step
 
     def begin_call(self) -> None:
-        """The rows of the call before were in its report."""
-        self._in_hand = []
+        """Forget the rows of the previous call: they were in its report."""
+        self._current = []
         with self._lock:
             self._rows = []
 
     def newer_than(self, step: int) -> list[StepRow]:
-        """The rows after `step`; those before it are not asked for again."""
+        """The rows after `step`; the earlier ones are forgotten."""
         with self._lock:
             rows = self._rows = [row for row in self._rows if row[0] > step]
             rows = list(rows)
-        # A row is over, and nobody counts in it any more. On a device, reading makes a host wait.
+        # Outside the lock: no step enters a finished row, and reading may wait for a device.
         return [StepRow(last, begun, meters.state()) for last, begun, meters in rows]

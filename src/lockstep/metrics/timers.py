@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long things take, over a window of the latest runs."""
+"""Timers of blocks of code, over a window of their latest runs."""
 
 from __future__ import annotations
 

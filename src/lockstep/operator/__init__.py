@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user writes, and the loops of an operator that brings none of its own."""
+"""`TrainingOperator`, which a user subclasses, and the default training and validation loops."""
 
-from lockstep.operator.override import override
+from lockstep.operator.override_decorator import override
 from lockstep.operator.rank_context import Options, RankContext
 from lockstep.operator.training_operator import TrainingOperator
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+
+from lockstep.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,15 +43,3 @@ def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
         for name, value in vars(module).items():
             if name not in _MODULE_TABLES:
                 yield from tensors_in(value)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)

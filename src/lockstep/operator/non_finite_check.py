@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.training_parts import TrainingParts
 
 SKIP_CHECK: Final = "TorchTrainer(check_finite=False) steps all the same"
 
@@ -39,14 +40,13 @@ FIX: Final = (
 _Held = list[torch.nn.Parameter]
 
 
-def watch_optimizers(operator: TrainingOperator) -> list[RemovableHandle]:
-    """Have each registered optimizer refuse a step that is not finite."""
-    run = operator._lockstep.registered
-    if run is None or not operator._lockstep.setting.options.check_finite:
+def watch_optimizers(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
+    """Have each optimizer of `run` refuse a step that is not finite."""
+    if not operator._lockstep.context.options.check_finite:
         return []
     handles: list[RemovableHandle] = []
     for optimizer in run.optimizers:
-        check = _StepCheck(operator)
+        check = _StepCheck(operator, run)
         handles.append(optimizer.register_step_pre_hook(check.before))
         handles.append(optimizer.register_step_post_hook(check.after))
     return handles
@@ -55,8 +55,9 @@ def watch_optimizers(operator: TrainingOperator) -> list[RemovableHandle]:
 class _StepCheck:
     """The look before, and where it is needed after, each step of one optimizer."""
 
-    def __init__(self, operator: TrainingOperator) -> None:
+    def __init__(self, operator: Operator, run: TrainingParts) -> None:
         self._operator = operator
+        self._run = run
         self._before: StateCopy | None = None
 
     def before(
@@ -80,7 +81,7 @@ class _StepCheck:
         if before is None or _are_finite(_held(optimizer)):
             return
         found = [p for p in _held(optimizer) if not _are_finite([p])]
-        before.put_back()
+        before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
         has_closure = _is_given_closure(args, kwargs)
@@ -103,12 +104,10 @@ class _StepCheck:
         )
 
     def _named(self, found: _Held) -> str:
-        run = self._operator._lockstep.registered
-        assert run is not None
-        modules = run.modules()
+        run = self._run
         names = {
             id(p): f"{number}.{name}" if len(run.models) > 1 else name
-            for number, module in enumerate(modules)
+            for number, module in enumerate(run.modules())
             for name, p in module.named_parameters()
         }
         shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])
@@ -117,7 +116,7 @@ class _StepCheck:
     def _error(self, what: str, got: str, cause: str, found: _Held) -> NonFiniteError:
         operator = self._operator
         is_alike = any(not is_local(p) for p in found)
-        # Gradients that all ranks share do not tell whose samples they come from.
+        # Reduced gradients are equal on all ranks: the error names a rank only for local ones.
         rank = "" if is_alike else f"rank {operator.world_rank}, "
         where = f"{rank}step {operator.global_step}"
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
@@ -142,7 +141,7 @@ def _is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
-    """Whether a square, or a product, of what the step is made of leaves the numbers' range."""
+    """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
     # Of gradients: what an optimizer holds besides (weights in four bits) need be no numbers.
     dtypes = {p.grad.dtype for p in _held(optimizer) if p.grad is not None}
     rate = max(_rates(optimizer), default=1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lockstep keeps in an operator, under one name that a user's attributes cannot hit."""
+"""`OperatorState`: all that lockstep keeps in an operator, under a name no user attribute hits."""
 
 from __future__ import annotations
 
@@ -8,105 +8,93 @@ from typing import TYPE_CHECKING, Any
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.precision import Precision
 from lockstep.operator.registered_metrics import RegisteredMetrics
-from lockstep.operator.shard_batch import ShardBatch, WindowPosition
-from lockstep.operator.step_hooks import StepHooks
+from lockstep.operator.step_actions import StepActions
+from lockstep.operator.step_context import AccumulationWindow, StepContext
+from lockstep.reduction_context import ReductionContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
-
     from lockstep.metrics.step_log import StepLog
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.read_ahead import ReadAhead
-    from lockstep.operator.running_statistics import BufferSnapshot
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
 
 
 def _no_copies() -> None:
-    """Of a worker that keeps no copies there is nothing to put back."""
+    """A worker that cannot go back to the beginning of a step keeps no copies of buffers."""
 
 
 class OperatorState:
-    """The seam between an operator and the worker that runs it.
+    """The state that the worker and the default loops share through an operator.
 
     Attributes:
-        registered: what `register` was given; None before.
+        config: the trainer's, as this worker sees it. Set by `TrainingOperator.__init__`.
+        context: rank, device, group and options. Set by `TrainingOperator.__init__`; replaced by
+            the worker when the group is formed anew or a state with other shards is loaded.
+        precision: autocast and loss scaling. Its scale is set by `state.apply`.
+        registered: what `register` was given; None before. Set by `TrainingOperator.register`.
         loaders: what `register_data` was given, by purpose.
-        step_hooks: what the default loop does to models and optimizers.
-        measures: what `register_metrics` was given.
-        purpose: "train" or "validation": of the call that runs.
-        delivered: the plain batch in hand; None between batches, and while shards are.
-        read_ahead: what the user's own `train_epoch` has read; None in all other loops.
-        place: where the batch in hand stands in its accumulation window.
-        committed: global batches that have happened since the run began.
+        registered_metrics: what `register_metrics` was given. Reset by `begin_call`.
+        step_actions: what the default loop does to models and optimizers. Replaced by an
+            integration's `setup`.
+        step: the global batch in hand. Set by `BatchIterator` at each delivery and commit; reset by
+            `begin_call` and `forget_step`.
+        window: the batches and buffers of the accumulation window that is open. Filled and cleared
+            by the default loop.
+        committed: global batches that have happened since the run began. Set by
+            `BatchIterator.commit`, by `Rollback` and by `state.apply`.
         weighed_by: what the default loops' losses count for, by purpose, once one was computed.
-        ran_our_epoch: the default `train_epoch` ran in this pass, maybe from the user's.
-        meters: the metrics of the whole call.
-        summary: what the default loop returned for this pass; None if it did not run.
-        partial: the weights of the latest batch's metrics that not all of its shards reported.
-        latest: the metrics of the latest batch, for the progress bar.
-        is_default_step: the default loop lets an optimizer step, with all that belongs to it.
-        has_scheduled: schedulers had their turn after the batch in hand.
-        num_computed: how often the batch in hand went through the default `train_batch`.
-        stepped: the optimizers that stepped since a global batch was over, one entry a step.
-        window: the parts since the window that is open began, with the `batch_info` of each.
-        steps_taken_back: optimizers' steps in the batch in hand that `check_finite` undid.
-        put_buffers_back: gives buffers the values that they had before the step that is open.
-        buffers_before: the buffers before the window that is open; None with windows of one batch.
-        step_log: metrics of single steps; None where nobody wants them.
-        joint_norms: the modules that share statistics between workers; looked up once a call.
+            Set by `ShardResults.weight_of`, never reset.
+        ran_default_epoch: the default `train_epoch` ran in this pass, maybe called by the user's.
+            Set by that loop, reset by `LoopRun` at the end of an epoch.
+        meters: the metrics of the whole call. Reset by `begin_call`; set back by `Rollback`.
+        summary: what the default loop returned for this pass; None if it did not run. Reset by
+            `LoopRun` before each pass.
+        latest: the metrics of the latest batch, for the progress bar. Reset by `begin_call`.
+        step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
+        sync_norms: names of the layers that share batch statistics between workers. Looked up once
+            a call; None: not yet.
+        steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by
+            `Rollback` where a step opens.
+        put_buffers_back: gives buffers the values that they had before the open step. Set by
+            `Rollback`.
     """
 
-    def __init__(self, config: Mapping[str, Any], setting: RankContext) -> None:
+    def __init__(self, config: Mapping[str, Any], context: RankContext) -> None:
         self.config = dict(config) if type(config) is dict else config
-        self.setting = setting
-        self.precision = Precision(setting.options.precision, setting.device)
+        self.context = context
+        self.precision = Precision(context.options.precision, context.device)
         self.registered: TrainingParts | None = None
         self.loaders: dict[str, Any] = {}
-        self.step_hooks = StepHooks()
-        self.measures = RegisteredMetrics()
-        self.delivered: ShardBatch | None = None
-        self.read_ahead: ReadAhead | None = None
-        self.place = WindowPosition(opens=True, closes=True)
+        self.step_actions = StepActions()
+        self.registered_metrics = RegisteredMetrics()
+        self.window = AccumulationWindow()
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
-        self.ran_our_epoch = False
-        self.is_default_step = False
-        self.num_computed = 0
-        self.has_scheduled = False
-        self.stepped: list[torch.optim.Optimizer] = []
+        self.ran_default_epoch = False
         self.step_log: StepLog | None = None
-        self.window: list[tuple[ShardBatch, Mapping[str, Any]]] = []
         self.steps_taken_back = 0
         self.put_buffers_back: Callable[[], None] = _no_copies
-        self.buffers_before: BufferSnapshot | None = None
         self.begin_call("train")
 
     def begin_call(self, purpose: str) -> None:
         """A new `train` or `validate`: its metrics start from nothing."""
-        self.purpose = purpose
-        self.forget_step()
-        self.measures.reset()
+        self.step = StepContext(ReductionContext(self.context.group), purpose)
+        self.registered_metrics.reset()
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
-        self.partial: dict[str, float] = {}
         self.latest: dict[str, Any] = {}
-        self.joint_norms: list[str] | None = None
+        self.sync_norms: list[str] | None = None
 
     def forget_step(self) -> None:
-        """What was noted of a step that did not come to its end."""
-        self.stepped, self.num_computed, self.has_scheduled = [], 0, False
+        """Drop what was noted of a step that did not come to its end."""
+        self.step = StepContext(self.step.reduction, self.step.purpose)
 
     def forget_counts(self) -> None:
-        """What the call has counted so far is not its own."""
-        self.measures.reset()
+        """Drop what the call has counted so far: an earlier call has counted it."""
+        self.registered_metrics.reset()
         self.meters.reset()
-
-    def is_borrowed(self) -> bool:
-        """Whether the batch in hand is another worker's, counted there."""
-        return self.delivered is not None and self.delivered.borrowed
 
     @property
     def sync(self) -> Synchroniser | None:

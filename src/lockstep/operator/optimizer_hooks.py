@@ -1,42 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hangs on the optimizers of an operator: each step that was taken is followed up.
+"""Hooks on an operator's optimizers: each step taken is noted, and `after_step` is called.
 
-The hooks sit on the optimizers themselves, so that every loop is followed, the default one, a
-user's own and Lightning's; and a step that a GradScaler leaves out is followed by nothing.
+The hooks sit on the optimizers themselves, so that they see the steps of every loop: the default
+one, a user's own and Lightning's. A step that a GradScaler leaves out calls no hook.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.errors import ConfigurationError
+from lockstep.operator.default_loop_options import of_default_loop, refuse_own_step
 from lockstep.randomness import derive_seed, preserved
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator import TrainingOperator
-    from lockstep.operator.rank_context import Options
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.training_parts import TrainingParts
 
 
-def follow_steps(operator: TrainingOperator) -> list[RemovableHandle]:
-    """Note each step of a registered optimizer, and call the operator's `after_step` after it."""
-    run = operator._lockstep.registered
-    if run is None:
-        return []
+def follow_steps(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
+    """Note each step of the optimizers of `run`, and call the operator's `after_step` after it."""
+    state = operator._lockstep
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not operator._lockstep.is_default_step:
-            _refuse_own_step(operator)
+        if not state.step.is_stepping:
+            refuse_own_step(operator)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _was_taken(optimizer):
             _follow(operator, optimizer)
 
     handles = [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
-    if operator._brings_own_loop() and of_default_loop(operator._lockstep.setting.options):
+    if operator._overrides_loop() and of_default_loop(state.context.options):
         handles += [optimizer.register_step_pre_hook(before) for optimizer in run.optimizers]
     return handles
 
@@ -47,71 +45,12 @@ def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
     return found is None or not bool(found)
 
 
-def _follow(operator: TrainingOperator, optimizer: torch.optim.Optimizer) -> None:
-    stage = operator._lockstep
-    number = len(stage.stepped)
-    stage.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
-    if operator._brings("after_step"):
+def _follow(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
+    state = operator._lockstep
+    number = len(state.step.stepped)
+    state.step.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
+    if operator._overrides("after_step"):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
-        seed = derive_seed(stage.setting.placement.seed, "after_step", operator.global_step, number)
+        seed = derive_seed(state.context.placement.seed, "after_step", operator.global_step, number)
         with torch.no_grad(), preserved(seed):
             operator.after_step()
-
-
-# ------------------------------------------------------- what only the default loop can do
-
-
-OWN_LOOP_LINES: Final = {
-    'precision="fp16"': "override compute_loss, or call super().train_batch(); or in your loop"
-    " write: with torch.autocast(self.device.type, torch.float16): ..., and"
-    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(), and leave precision"
-    " out of TorchTrainer",
-    "reproducible": "override compute_loss instead: only shards that are computed one by one can"
-    " be added up in a fixed order",
-    "accumulate": "call super().train_batch(), or in your loop write: with self.no_sync():"
-    " self.backward(loss) for every batch but the last of a window, and step the optimizer after"
-    " that one, and leave accumulate out of TorchTrainer",
-    "clip_grad_norm": "call super().train_batch(), or in your loop write, before"
-    " optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), ...), and leave"
-    " clip_grad_norm out of TorchTrainer",
-}
-"""What to write in a loop of one's own instead of an option of the default loop."""
-
-
-def of_default_loop(options: Options) -> list[str]:
-    """The options asked for that only a step of the default loop heeds."""
-    wanted = {
-        'precision="fp16"': options.precision == "fp16",
-        "accumulate": options.accumulate > 1,
-        "clip_grad_norm": options.clip_grad_norm is not None,
-    }
-    return [name for name, is_wanted in wanted.items() if is_wanted]
-
-
-def _refuse_own_step(operator: TrainingOperator) -> None:
-    name = of_default_loop(operator._lockstep.setting.options)[0]
-    raise ConfigurationError(
-        f"{name} belongs to the default loop, and an optimizer stepped outside of it",
-        where=f"{type(operator).__name__}, rank {operator.world_rank}, step {operator.global_step}",
-        cause="train_batch or train_epoch is overridden, and steps the optimizer itself; the step"
-        " was not taken",
-        fix=OWN_LOOP_LINES[name],
-    )
-
-
-def refuse_left_out(operator: TrainingOperator) -> None:
-    """Raise if the batch that is over did not go through the default loop's step, once.
-
-    Windows of `accumulate` batches are counted as the batches are delivered; one that was left
-    out, computed twice, or read ahead would end up in another window, or in none.
-    """
-    stage = operator._lockstep
-    if stage.setting.options.accumulate == 1 or stage.num_computed == 1:
-        return
-    raise ConfigurationError(
-        "accumulate counts global batches, and one did not go through train_batch once",
-        where=f"{type(operator).__name__}, rank {operator.world_rank}, step {operator.global_step}",
-        expected="super().train_batch() once for each batch, before the next one is read",
-        got=f"{stage.num_computed} calls",
-        fix=OWN_LOOP_LINES["accumulate"],
-    )

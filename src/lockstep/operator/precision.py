@@ -43,7 +43,7 @@ class Precision:
         return torch.autocast(self._device_type, dtype=dtype) if dtype else nullcontext()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss whose backward does not underflow."""
+        """`loss`, multiplied so that its backward does not underflow."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def step(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an operator finds itself: its rank, its device, and how it was asked to train."""
+"""`RankContext`: an operator's rank, device, group, shards and the trainer's `Options`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data import ShardPlacement, shards_of
 from lockstep.group import Group
-from lockstep.sync import OwnerAddress, ShardOrder
+from lockstep.sync import ServerAddress, ShardOrder
 
 if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
@@ -34,7 +34,7 @@ class Options:
         add_dist_sampler: False lets every worker read its own loader as it is.
         bucket_cap_mb: how large a bucket of gradients grows before it is sent, in MiB.
         reproducible: add gradients up in the order of the shards, so that the weights are the
-            same bits whoever carries which shard.
+            same bits at any number of workers.
         accumulate: global batches that one optimizer step of the default loop consumes.
         clip_grad_norm: largest norm of the whole gradient that the default loop lets through.
         check_finite: refuse a step whose gradients are not finite.
@@ -74,13 +74,13 @@ class RankContext:
     options: Options = field(default_factory=Options)
     is_trial: bool = False
     is_spare: bool = False
-    owner: OwnerAddress | None = None
+    owner: ServerAddress | None = None
 
 
-def shard_order(setting: RankContext) -> ShardOrder | None:
+def shard_order(context: RankContext) -> ShardOrder | None:
     """The order in which gradients are added up; None where any order will do."""
-    if not setting.options.reproducible:
+    if not context.options.reproducible:
         return None
-    size, num_shards = setting.world_size, setting.placement.num_shards
+    size, num_shards = context.world_size, context.placement.num_shards
     by_rank = [shards_of(rank, size, num_shards) for rank in range(size)]
-    return ShardOrder(num_shards, by_rank, setting.world_rank)
+    return ShardOrder(num_shards, by_rank, context.world_rank)

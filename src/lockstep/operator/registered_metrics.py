@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.metrics.states import metrics_in
+from lockstep.metrics.torchmetrics_merge import metrics_in
 
 _PREFIXES: Final = {"train": "train_", "validation": "val_"}
 
@@ -81,7 +81,7 @@ class RegisteredMetrics:
         }
 
     def mark(self) -> Mark:
-        """What has been counted so far, for a step that may have to be taken back.
+        """The counts so far, for a step that may have to be taken back.
 
         Costs nothing without metrics; rows that a metric keeps are not copied.
         """

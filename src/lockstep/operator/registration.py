@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator registered: checked, moved to its device, and tied to its peers."""
+"""`register`: models, optimizers and schedulers are checked, moved to the device, synchronised."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.sync_setup import tie
+from lockstep.operator.sync_setup import attach
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import averages_of
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.training_parts import Wanted
+    from lockstep.operator.training_parts import SyncOptions
 
 
 class _UnsaidReduction(str):
@@ -34,7 +34,7 @@ UNSAID_MEAN: Final = _UnsaidReduction("mean")
 
 
 def refuse_further(arguments: Mapping[str, Any]) -> None:
-    """An argument of RaySGD's `register` that is gone, or of nobody."""
+    """Refuse arguments that `register` does not take; for RaySGD's, say what to write instead."""
     for name, value in arguments.items():
         if name == "apex_args":
             raise ConfigurationError(
@@ -100,7 +100,7 @@ def in_shape(given: Any, items: list[Any]) -> Any:
 def given_back(
     registered: TrainingParts, models: Any, optimizers: Any, schedulers: Any
 ) -> tuple[Any, ...]:
-    """What `register` returns: each in the shape given, and what was not given left out."""
+    """The tuple that `register` returns: each argument in the shape given; None is left out."""
     parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
     parts += [registered.criterion] if registered.criterion is not None else []
     parts += [schedulers] if schedulers is not None else []
@@ -109,13 +109,13 @@ def given_back(
 
 
 def assemble(
-    setting: RankContext,
+    context: RankContext,
     *,
     models: Any,
     optimizers: Any,
     criterion: Any,
     schedulers: Any,
-    wanted: Wanted,
+    sync_options: SyncOptions,
     ema: Any = None,
 ) -> TrainingParts:
     """Check, move to the device, and attach gradient synchronisation.
@@ -128,29 +128,28 @@ def assemble(
     registered = TrainingParts(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
-        schedulers=_checked_schedulers(schedulers, setting.options.scheduler_step_freq),
+        schedulers=_checked_schedulers(schedulers, context.options.scheduler_step_freq),
         criterion=_checked_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
-        wanted=wanted,
+        sync_options=sync_options,
     )
     _refuse_one_twice(registered.optimizers)
     _refuse_schedulers_of_others(registered)
     for module in registered.modules():
         _refuse_buffers(module)
     for module in registered.modules():
-        module.to(setting.device)
+        module.to(context.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
     # Copied before hooks are attached to what they are copies of.
-    registered.averages = averages_of(ema, registered.plain_models(), setting.device)
-    if setting.options.wrap_ddp:
+    registered.averages = averages_of(ema, registered.plain_models(), context.device)
+    if context.options.wrap_ddp:
         _refuse_strangers(registered)
-        if not setting.is_spare:
-            tie(registered, setting)
-        elif setting.options.sync == "ddp":
-            # Its peers come later; but what is wrapped the user's code holds from now on.
-            tie(registered, setting)
+        # A spare has no peers yet; but the user's code holds DDP's wrapper from now on.
+        if not context.is_spare or context.options.sync == "ddp":
+            attach(registered, context)
+        if context.is_spare:
             registered.part()
     return registered
 
@@ -221,8 +220,8 @@ def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
             )
 
 
-def conclude_setup(operator: TrainingOperator, registered: TrainingParts, returned: Any) -> None:
-    """Refuse or take over what `setup` left elsewhere than in `register` and `register_data`."""
+def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
+    """Refuse a value that `setup` returned, and take over a scheduler that it left in `self`."""
     if returned is not None:
         raise WrongTypeError(
             "setup returned something, which nobody reads",
@@ -234,10 +233,10 @@ def conclude_setup(operator: TrainingOperator, registered: TrainingParts, return
     _take_scheduler(operator, registered)
 
 
-def _take_scheduler(operator: TrainingOperator, registered: TrainingParts) -> None:
+def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
     """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
 
-    A loop of the user's own may step schedulers of any name. Nobody else would.
+    A scheduler of another name is refused, unless a loop of the user's own may step it.
 
     Raises:
         ConfigurationError: nothing says when it steps, or the default loop was left a scheduler
@@ -251,7 +250,7 @@ def _take_scheduler(operator: TrainingOperator, registered: TrainingParts) -> No
         if id(scheduler) not in known
     }
     step_freq = operator.scheduler_step_freq
-    own_loop = operator._brings_own_loop()
+    own_loop = operator._overrides_loop()
     scheduler = found.get("scheduler")
     if scheduler is not None and (own_loop or step_freq is not None):
         registered.schedulers += (
@@ -303,7 +302,7 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_buffers(module: nn.Module) -> None:
-    """What no state could be saved with, or loaded, is not found out in the middle of a run."""
+    """Refuse, before the run, buffers with which no checkpoint could be written or loaded."""
     for path, part in module.named_modules():
         for key, buffer in part._buffers.items():
             if buffer is None:

@@ -3,8 +3,8 @@
 
 Every shard of a step starts from the buffers that the last step committed, and shard 0's
 are the ones that stay, as DDP keeps rank 0's. Otherwise a worker with two shards would chain
-their statistics, and the result would depend on who carried what. A shard that counts for
-nothing (it has no tokens) leaves them as they were.
+their statistics, and the result would depend on which worker had which shard. A shard that counts
+for nothing (it has no tokens) leaves the buffers as they were.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ class RunningStatistics:
     """The buffers of `modules` during one step of a worker.
 
     Args:
-        num_parts: shards that this worker computes in this step.
-        sync: who broadcasts rank 0's buffers at the end; None for a worker without peers.
-        may_discard: a part may turn out to count for nothing.
+        num_shards: shards that this worker computes in this step.
+        sync: broadcasts rank 0's buffers at the end; None for a worker without peers.
+        may_discard: a shard may turn out to count for nothing.
     """
 
     def __init__(
         self,
         modules: Iterable[nn.Module],
-        num_parts: int,
+        num_shards: int,
         sync: Synchroniser | None,
         *,
         may_discard: bool = False,
     ) -> None:
         self._sync = sync
-        self._several = num_parts > 1
-        # One part is the common case, and walking through the modules is not free.
+        self._several = num_shards > 1
+        # One shard is the common case, and walking through the modules is not free.
         looks = self._several or may_discard
         self._places = buffer_places(modules) if looks else []
         self._before = self._copies()
         self._first: list[torch.Tensor | None] = []
 
-    def begin_part(self, position: int) -> None:
-        """Before the forward of the worker's shard number `position`."""
+    def begin_shard(self, position: int) -> None:
+        """Before the forward of the worker's shard number `position`: it starts from the committed
+        buffers."""
         if position > 0:
             self._put(self._before)
 
-    def end_part(self, position: int, *, counts: bool) -> None:
+    def end_shard(self, position: int, *, counts: bool) -> None:
         """After its backward; `counts` is False for a shard of weight zero."""
         if position > 0:
             return
@@ -85,7 +86,7 @@ class RunningStatistics:
 
 
 class BufferSnapshot:
-    """What the buffers of `modules` held before an accumulation window.
+    """The values that the buffers of `modules` had before an accumulation window.
 
     A state that is saved within the window goes on from its start, and the forwards that are
     done again then change the buffers again.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, and the states of what steps, as they were: to go back to them."""
+"""Copies of weights, and of the states of optimizers and schedulers, to go back to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.sync import copy_over, overwrite
+from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,15 +23,14 @@ class StateCopy:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], steppers: Iterable[Any]) -> None:
-        self._live = [tensor.detach() for tensor in tensors]
-        self._values: list[torch.Tensor] = []
-        copy_over(self._live, self._values)
+        self._copies = TensorCopies()
+        self._copies.take(list(tensors))
         self._steppers = list(steppers)
         self._states = [copy.deepcopy(each.state_dict()) for each in self._steppers]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Write the copies over the tensors, and load the states."""
-        overwrite(self._live, self._values)
+        self._copies.restore()
         for stepper, state in zip(self._steppers, self._states, strict=True):
             load_state(stepper, state)
 

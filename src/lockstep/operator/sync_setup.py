@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to synchronise that `TorchTrainer(sync=...)` names, put to work among the peers."""
+"""Attaching the synchronisation of gradients that `TorchTrainer(sync=...)` names to a model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
-from lockstep.imports import no_collections
-from lockstep.operator.optimizer_checks import agree_on_steps
+from lockstep.import_without_gc import gc_paused
+from lockstep.operator.optimizer_comparison import agree_on_steps
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
     GradientSync,
-    ParameterServer,
+    ParameterServerSync,
     ReplicatedModel,
     SingleProcess,
     replica_devices,
@@ -23,31 +23,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.training_parts import TrainingParts, Wanted
+    from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
 
 
-def tie(registered: TrainingParts, setting: RankContext) -> None:
-    """Attach `registered` to the peers, and compare what the ranks registered.
+def attach(registered: TrainingParts, context: RankContext) -> None:
+    """Synchronise the gradients of `registered`, and compare the ranks' optimizers.
+
+    The synchronisation may put other objects (a wrapper, a remapped optimizer) into `registered`:
+    they are what `register` returns.
 
     Collective:
-        Every rank; see `attach`.
+        Every rank: compares structure, broadcasts rank 0's weights, compares optimizers.
     """
     if not any(True for _ in registered.parameters()):
         return
-    registered.sync = attach(registered, setting, registered.wanted)
-    if setting.group.size == 1:
+    registered.sync = _synchroniser(registered, context)
+    if context.group.size == 1:
         return
     registered.attached = tuple(registered.parameters())
     try:
-        agree_on_steps(setting.group, registered)
+        agree_on_steps(context.group, registered)
     except BaseException:
-        # Nobody gets hold of it, and its hooks would keep it on the parameters.
+        # `register` fails and returns nothing; the hooks would stay on the user's parameters.
         registered.sync.detach()
         raise
 
 
-def rejoin(registered: TrainingParts, setting: RankContext, committed: int) -> None:
+def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> None:
     """Attach to the peers of another generation, which hold the same values already.
 
     Args:
@@ -56,113 +59,103 @@ def rejoin(registered: TrainingParts, setting: RankContext, committed: int) -> N
     Collective:
         Every rank; see `attach`.
     """
-    if not setting.options.wrap_ddp:
+    if not context.options.wrap_ddp:
         return
     if registered.sync is not None and registered.may_join:
-        registered.sync.join(setting.group)
+        registered.sync.join(context.group)
         registered.attached = tuple(registered.parameters())
-        agree_on_steps(setting.group, registered)
+        agree_on_steps(context.group, registered)
         return
-    registered.wanted = replace(registered.wanted, goes_on_at=committed)
-    tie(registered, setting)
+    registered.sync_options = replace(registered.sync_options, goes_on_at=committed)
+    attach(registered, context)
 
 
-def attach(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    """Tie `registered` to its peers in the way that ``setting.options.sync`` names.
-
-    A way may put other objects (a wrapper, a remapped optimizer) into `registered`: they are
-    what `register` returns.
-
-    Collective:
-        Every rank: compares structure, broadcasts rank 0's weights.
-    """
-    sync = setting.options.sync
-    if wanted.ddp_args and sync not in ("ddp", ONE_PROCESS, ONE_PROCESS_BY_SHARD):
+def _synchroniser(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    sync, ddp_args = context.options.sync, registered.sync_options.ddp_args
+    if ddp_args and sync not in ("ddp", ONE_PROCESS, ONE_PROCESS_BY_SHARD):
         raise ConfigurationError(
             "ddp_args were given, but the gradients are not synchronised by torch's DDP",
-            got=f"ddp_args={dict(wanted.ddp_args)!r}",
+            got=f"ddp_args={dict(ddp_args)!r}",
             fix='leave them out, or write TorchTrainer(..., sync="ddp")',
         )
-    return _WAYS[sync](registered, setting, wanted)
+    return _BY_NAME[sync](registered, context)
 
 
-def _replicate(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
+def _replicate(registered: TrainingParts, context: RankContext) -> Synchroniser:
     return GradientSync(
         registered.modules(),
-        setting.group,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
-        broadcast=wanted.goes_on_at is None,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
-        order=shard_order(setting),
+        context.group,
+        bucket_cap_mb=context.options.bucket_cap_mb,
+        broadcast=registered.sync_options.goes_on_at is None,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
+        order=shard_order(context),
     )
 
 
-def _alone(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    return SingleProcess(registered.modules(), averages=wanted.averages)
+def _alone(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    return SingleProcess(registered.modules(), averages=registered.sync_options.averages)
 
 
-def _ddp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    # Imported only by who asks for it: it brings torch's DDP, which brings the compiler.
-    with no_collections():
+def _ddp(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    # Imported only for sync="ddp": torch's DDP brings the compiler.
+    with gc_paused():
         import_module("torch._dynamo")
     from lockstep.sync.ddp_sync import DDPSync
 
     sync = DDPSync(
         registered.modules(),
-        setting.group,
-        ddp_args=wanted.ddp_args,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
+        context.group,
+        ddp_args=registered.sync_options.ddp_args,
+        bucket_cap_mb=context.options.bucket_cap_mb,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
     )
     registered.replace_modules(sync.models)
     return sync
 
 
-def _fsdp(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    if setting.group.is_alone:
-        return _replicate(registered, setting, wanted)  # its rows are all rows
-    # Imported only by who asks for it: it brings torch's DTensor.
+def _fsdp(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    if context.group.is_alone:
+        return _replicate(registered, context)  # its rows are all rows
+    # Imported only for sync="fsdp": the module brings torch's DTensor.
     from lockstep.sync.fsdp import FSDPSync
 
     return FSDPSync(
         registered.modules(),
-        setting.group,
+        context.group,
         registered.optimizers,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
+        bucket_cap_mb=context.options.bucket_cap_mb,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
     )
 
 
-def _parameter_server(
-    registered: TrainingParts, setting: RankContext, wanted: Wanted
-) -> Synchroniser:
-    return ParameterServer(
+def _parameter_server(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    return ParameterServerSync(
         registered.modules(),
         registered.optimizers,
-        setting.group,
-        setting.owner,
-        goes_on_at=wanted.goes_on_at,
-        bucket_cap_mb=setting.options.bucket_cap_mb,
-        broadcast=wanted.goes_on_at is None,
-        buffers=wanted.buffers,
-        averages=wanted.averages,
+        context.group,
+        context.owner,
+        goes_on_at=registered.sync_options.goes_on_at,
+        bucket_cap_mb=context.options.bucket_cap_mb,
+        broadcast=registered.sync_options.goes_on_at is None,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
     )
 
 
-def _data_parallel(registered: TrainingParts, setting: RankContext, wanted: Wanted) -> Synchroniser:
-    devices = replica_devices(setting.device, setting.options.replicas)
+def _data_parallel(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    devices = replica_devices(context.device, context.options.replicas)
     replicated = [ReplicatedModel(model, devices) for model in registered.models]
-    # Weights and windows are those of one worker, which has the whole batch. Attached last:
-    # of models that were refused nobody would let go.
-    sync = _replicate(registered, setting, wanted)
+    # Weights and windows are those of one worker, which has the whole batch. Attached last: a
+    # refusal of the models above would leave the hooks on.
+    sync = _replicate(registered, context)
     registered.replace_modules(replicated)
     return sync
 
 
-_WAYS: dict[str, Callable[[TrainingParts, RankContext, Wanted], Synchroniser]] = {
+_BY_NAME: dict[str, Callable[[TrainingParts, RankContext], Synchroniser]] = {
     "replicate": _replicate,
     ONE_PROCESS: _alone,
     ONE_PROCESS_BY_SHARD: _alone,

@@ -6,9 +6,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
-from lockstep.operator import loops
+from lockstep.operator import default_loss, loops
 from lockstep.operator.operator_state import OperatorState
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import (
@@ -19,13 +21,12 @@ from lockstep.operator.registration import (
     given_back,
     refuse_further,
 )
-from lockstep.operator.shard_batch import to_device
-from lockstep.operator.training_parts import Wanted
+from lockstep.operator.training_parts import SyncOptions
+from lockstep.tensor_tree import children_of, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    import torch
     from torch import nn
 
     from lockstep.operator.rank_context import Options
@@ -62,8 +63,8 @@ class TrainingOperator:
     joint_loss: ClassVar[bool] = False
     loss_reduction: str = "mean"
 
-    def __init__(self, config: Mapping[str, Any], setting: RankContext | None = None) -> None:
-        self._lockstep = OperatorState(config, setting or RankContext())
+    def __init__(self, config: Mapping[str, Any], context: RankContext | None = None) -> None:
+        self._lockstep = OperatorState(config, context or RankContext())
         self.timers = TimerCollection()
         self.timers.disable()
         self.global_step = 0
@@ -92,7 +93,7 @@ class TrainingOperator:
             of tokens, 0 if there is none): the objective, and every metric returned here, is
             then the mean over the tokens of the global batch.
         """
-        return loops.default_loss(self, batch)[0]
+        return default_loss.default_loss(self, batch)[0]
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
@@ -147,7 +148,7 @@ class TrainingOperator:
             Tensors or arrays with one row per sample, lists with one entry per sample, or
             tuples, dicts and dataclasses of them; the user gets each sample's part of it.
         """
-        return loops.default_prediction(self, batch)
+        return default_loss.default_prediction(self, batch)
 
     def state_dict(self) -> Any:
         """Further state to save: tensors and plain Python. Models are saved without it."""
@@ -223,16 +224,16 @@ class TrainingOperator:
                 "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
             )
         self._lockstep.registered = assemble(
-            self._lockstep.setting,
+            self._lockstep.context,
             models=models,
             optimizers=optimizers,
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            wanted=Wanted(
+            sync_options=SyncOptions(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
-                buffers="after_backward" if self._brings_own_loop() else "manual",
+                buffers="after_backward" if self._overrides_loop() else "manual",
                 averages=self.loss_reduction == "mean",
                 ddp_args=dict(ddp_args or {}),
             ),
@@ -256,7 +257,7 @@ class TrainingOperator:
         The default `compute_loss` and `validate_batch` call ``metric.update(output, target)``;
         methods of your own call it themselves. Each call of `train` or `validate` starts from
         nothing, so the same object may be given twice. At its end the workers' states are
-        merged: every sample counts once, whoever saw it.
+        merged: every sample counts once, on whichever worker it was.
 
         Args:
             train: a metric, a ``MetricCollection``, or a dict from names to such.
@@ -271,8 +272,8 @@ class TrainingOperator:
         """
         for purpose, given in (("train", train), ("validation", validation)):
             if given is not None:
-                self._lockstep.measures.register(
-                    purpose, given, self.device, self._lockstep.is_borrowed
+                self._lockstep.registered_metrics.register(
+                    purpose, given, self.device, lambda: self._lockstep.step.is_borrowed
                 )
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
@@ -306,13 +307,13 @@ class TrainingOperator:
 
     def to_device(self, batch: Any) -> Any:
         """The same batch, of any nesting, with its tensors on this worker's device."""
-        return to_device(batch, self.device)
+        return _moved(batch, self.device)
 
     # -------------------------------------------------------------------------- where it is
 
     @property
     def device(self) -> torch.device:
-        return self._lockstep.setting.device
+        return self._lockstep.context.device
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -325,12 +326,12 @@ class TrainingOperator:
 
     @property
     def world_rank(self) -> int:
-        return self._lockstep.setting.world_rank
+        return self._lockstep.context.world_rank
 
     @property
     def local_rank(self) -> int:
         """This worker's rank among the workers of its node."""
-        return self._lockstep.setting.local_rank
+        return self._lockstep.context.local_rank
 
     @property
     def use_gpu(self) -> bool:
@@ -342,21 +343,21 @@ class TrainingOperator:
 
     @property
     def use_tqdm(self) -> bool:
-        return self._lockstep.setting.options.use_tqdm
+        return self._lockstep.context.options.use_tqdm
 
     @property
     def scheduler_step_freq(self) -> str | None:
-        return self._lockstep.setting.options.scheduler_step_freq
+        return self._lockstep.context.options.scheduler_step_freq
 
     @classmethod
-    def _brings(cls, method: str) -> bool:
-        """Whether the user's class has its own `method` instead of the one above."""
+    def _overrides(cls, method: str) -> bool:
+        """Whether the user's class overrides `method`."""
         return getattr(cls, method) is not getattr(TrainingOperator, method)
 
     @classmethod
-    def _brings_own_loop(cls) -> bool:
-        """Whether something else than the default loop decides when a step begins and ends."""
-        return cls._brings("train_batch") or cls._brings("train_epoch")
+    def _overrides_loop(cls) -> bool:
+        """Whether the user's `train_batch` or `train_epoch` decides when a step begins and ends."""
+        return cls._overrides("train_batch") or cls._overrides("train_epoch")
 
     @classmethod
     def _check(cls, options: Options) -> None:
@@ -376,10 +377,10 @@ class TrainingOperator:
         scheduler_creator: Callable[[Any, Any], Any] | None = None,
         serialize_data_creation: bool = True,
     ) -> type[TrainingOperator]:
-        """An operator class from functions; see `lockstep.operator.creators.from_creators`."""
-        from lockstep.operator import creators
+        """An operator class from functions; see `operator_factories.from_creators`."""
+        from lockstep.operator import operator_factories
 
-        return creators.from_creators(
+        return operator_factories.from_creators(
             cls,
             model_creator,
             optimizer_creator,
@@ -410,10 +411,10 @@ class TrainingOperator:
         validation_loader: Any = None,
     ) -> type[TrainingOperator]:
         """An operator class around your own objects, which hold the trained state afterwards;
-        see `lockstep.operator.creators.from_model`."""
-        from lockstep.operator import creators
+        see `operator_factories.from_model`."""
+        from lockstep.operator import operator_factories
 
-        return creators.from_model(
+        return operator_factories.from_model(
             cls, model, optimizer, criterion, train_loader, validation_loader
         )
 
@@ -423,3 +424,23 @@ def _no_setup(operator_cls: type[TrainingOperator]) -> NotOverriddenError:
         f"{operator_cls.__name__} must override setup(self, config)",
         fix="call self.register(models=..., optimizers=...) in it",
     )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The same structure with every tensor on `device`.
+
+    Follows mappings, lists, tuples and dataclasses; anything else that has a `.to` (a
+    `BatchEncoding`, a `PackedSequence`, a graph batch) is asked itself; the rest (strings,
+    numbers, None) is returned as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if type(batch) in (list, tuple):  # the common case, before slower questions
+        return type(batch)(_moved(child, device) for child in batch)
+    # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    children = children_of(batch)
+    if children is None:
+        return batch
+    return rebuilt(batch, [_moved(child, device) for _, child in children])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a training run, as its operator registered them."""
+"""`TrainingParts`: models, optimizers, schedulers, criterion, as an operator registered them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SyncOptions:
     """How an operator wants its gradients to become one.
 
     Attributes:
@@ -54,7 +54,7 @@ class TrainingParts:
     criterion: Any
     models_given_alone: bool
     sync: Synchroniser | None
-    wanted: Wanted
+    sync_options: SyncOptions
     attached: tuple[nn.Parameter, ...] = ()
     may_join: bool = False
     averages: list[AveragedModel] = field(default_factory=list)
@@ -66,8 +66,8 @@ class TrainingParts:
     def refuse_replaced(self) -> None:
         """Raise if a model holds parameters that it did not hold when it was registered.
 
-        Nobody made them equal on all ranks, and nobody reduces their gradients: each rank
-        would compute with a model of its own.
+        Such parameters were not made equal on all ranks, and their gradients are not reduced: each
+        rank would compute with a model of its own.
 
         Raises:
             UnknownParameterError: names them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages of models' weights: what ``register(ema=...)`` asks for, and when it is updated."""
+"""Averages of models' weights, for ``register(ema=...)``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.errors import ConfigurationError
 from lockstep.operator.model_copies import copied_models
-from lockstep.sync.buffers import fits, write_into
+from lockstep.tensor_copies import fits, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.operator.operator_state import OperatorState
+    from lockstep.operator.training_parts import TrainingParts
 
 _USUAL_DECAY: Final = 0.999
 
@@ -146,11 +146,9 @@ def _places(model: nn.Module) -> list[torch.device]:
     return [each.device for each in (*model.parameters(), *model.buffers())]
 
 
-def update_averages(stage: OperatorState) -> None:
-    """A global batch is over: average the models whose optimizers stepped in it, once each."""
-    stepped, stage.stepped = stage.stepped, []
-    run = stage.registered
-    if not stepped or run is None or not run.averages:
+def update_averages(run: TrainingParts, stepped: Sequence[torch.optim.Optimizer]) -> None:
+    """After a global batch: update the average of each model that an optimizer has changed."""
+    if not stepped or not run.averages:
         return
     for model, average in zip(run.plain_models(), run.averages, strict=True):
         if _holds_any(stepped, model):

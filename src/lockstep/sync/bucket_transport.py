@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.group import Group, Pending
     from lockstep.sync.buckets import Bucket, Slot
     from lockstep.sync.contribution import Fault, Sums
-    from lockstep.sync.shard_order import ShardOrder
+    from lockstep.sync.shard_tree_sum import ShardOrder
     from lockstep.sync.transport import Gradients, RoundOwner
 
 _STALE: Final = (

@@ -22,6 +22,7 @@ import torch
 
 from lockstep.errors import NotAvailableError
 from lockstep.sync.tensor_references import has_aliases, is_in_graph
+from lockstep.tensor_copies import as_bytes, fits, is_block, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +61,7 @@ def broadcast_tensors(
         return
     with torch.no_grad():
         for pack in _packs(tensors, cap_bytes):
-            pieces = [_as_bytes(tensor) for tensor in pack]
+            pieces = [as_bytes(tensor) for tensor in pack]
             message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             group.broadcast(message, source)
             if group.rank != source and message.data_ptr() != pack[0].data_ptr():
@@ -127,7 +128,7 @@ class SyncedBuffers:
                 places[id(block)] = place
         for number, pack in enumerate(list(_packs(blocks, cap_bytes)) or [[]]):
             device = pack[0].device if pack else group.device
-            pieces = [_as_bytes(block) for block in pack]
+            pieces = [as_bytes(block) for block in pack]
             if number == 0:
                 said = torch.full((_HEAD,), is_reshaped, dtype=torch.uint8, device=device)
                 pieces = [said, *pieces]
@@ -195,38 +196,6 @@ def _from_json(told: Any) -> _Shape:
     return (getattr(torch, told[0]), torch.Size(told[1:])) if isinstance(told, list) else told
 
 
-def is_block(tensor: torch.Tensor) -> bool:
-    """It is numbers in memory and strides, nothing else."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
-def is_expanded(block: torch.Tensor) -> bool:
-    """Several of its elements are one number in memory."""
-    return any(
-        not stride and size > 1 for size, stride in zip(block.shape, block.stride(), strict=True)
-    )
-
-
-def fits(value: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """The numbers of `value` can take the place of those of `tensor`, whatever they are."""
-    are_blocks = is_block(value) and is_block(tensor)
-    return are_blocks and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
-
-
-def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy, also where several elements of `tensor` are one number in memory (``expand``)."""
-    if not is_block(tensor):
-        # Not through `detach`: a sparse tensor holds its numbers itself, and would keep its own.
-        with torch.no_grad():
-            tensor.copy_(value)
-        return
-    target = tensor.detach()
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    target.copy_(value)
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Also where numbers are not a number, and in tensors that are no block of memory."""
     kinds = [(x.layout, x.dtype, x.is_quantized, x.is_nested) for x in (one, other)]
@@ -235,7 +204,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_quantized:
         return torch.equal(one, other)  # with what the integers stand for
     if is_block(one):
-        return torch.equal(_as_bytes(one), _as_bytes(other))
+        return torch.equal(as_bytes(one), as_bytes(other))
     pairs = list(zip_longest(_blocks_of(one), _blocks_of(other)))
     return all(a is not None and b is not None and same_bits(a, b) for a, b in pairs)
 
@@ -314,12 +283,6 @@ def _packs(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[tor
             filled += size
         if pack:
             yield pack
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Of a lone number any stride is contiguous.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _unpacked(

@@ -19,9 +19,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
-from lockstep.data.batch_structure import concatenate, map_leaves
+from lockstep.data.batch_structure import concatenate
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
-from lockstep.sync.buffers import fits, same_bits
+from lockstep.sync.buffers import same_bits
+from lockstep.tensor_copies import fits
+from lockstep.tensor_tree import KeyPath, keystr, tensors_in, tree_map_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -241,47 +243,41 @@ def _refuse_synced_statistics(module: nn.Module, count: int) -> None:
 
 def _rows(inputs: Any) -> int | None:
     """The leading length of the first tensor that has one."""
-    found: list[int] = []
-
-    def look(leaf: Any, _: str) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            found.append(leaf.size(0))
-        return leaf
-
-    map_leaves(inputs, look)
-    return found[0] if found else None
+    return next((tensor.size(0) for tensor in tensors_in(inputs) if tensor.ndim), None)
 
 
 def _scattered(inputs: Any, part: slice, rows: int, device: torch.device) -> Any:
-    def cut(leaf: Any, place: str) -> Any:
+    def cut(path: KeyPath, leaf: Any) -> Any:
+        place = f"input{keystr(path)}"
         if isinstance(leaf, torch.Tensor):
             if leaf.ndim == 0:
                 return leaf.to(device)
             if leaf.is_nested or leaf.layout is not torch.strided:
-                raise _without_strides(f"input{place}", leaf)
+                raise _without_strides(place, leaf)
             if leaf.shape[0] != rows:
-                raise _without_rows(f"input{place}", f"shape {tuple(leaf.shape)}", rows)
+                raise _without_rows(place, f"shape {tuple(leaf.shape)}", rows)
             return leaf[part].to(device, non_blocking=True)
         if isinstance(leaf, list) and len(leaf) == rows:
             return leaf[part]
         if isinstance(leaf, list | tuple | str | bytes | int | float | complex | bool | None):
             return leaf
-        raise _without_rows(f"input{place}", f"a {type(leaf).__name__}", rows)
+        raise _without_rows(place, f"a {type(leaf).__name__}", rows)
 
-    return map_leaves(inputs, cut)
+    return tree_map_with_path(cut, inputs)
 
 
 def _checked_output(output: Any, rows: int, device: torch.device) -> Any:
-    def look(leaf: Any, place: str) -> Any:
+    def look(path: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        place = f"output{keystr(path)}"
         if leaf.is_nested or leaf.layout not in _JOINED:
-            raise _without_strides(f"output{place}", leaf)
+            raise _without_strides(place, leaf)
         if leaf.ndim == 0 or leaf.shape[0] != rows:
-            raise _without_rows(f"output{place}", f"shape {tuple(leaf.shape)}", rows)
+            raise _without_rows(place, f"shape {tuple(leaf.shape)}", rows)
         return leaf.to(device)
 
-    return map_leaves(output, look)
+    return tree_map_with_path(look, output)
 
 
 def _without_rows(place: str, got: str, rows: int) -> ConfigurationError:

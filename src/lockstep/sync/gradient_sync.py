@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.errors import WeightError
-    from lockstep.sync.shard_order import ShardOrder
+    from lockstep.sync.shard_tree_sum import ShardOrder
     from lockstep.sync.transport import TransportFactory
 
 

@@ -13,6 +13,7 @@ import torch
 
 from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeError
 from lockstep.sync.local_parameters import is_local
+from lockstep.tensor_copies import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -291,8 +292,7 @@ def sum_of_bits(tensor: torch.Tensor | None) -> int:
     if tensor is None:
         return -1
     plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    plain = plain.resolve_conj().resolve_neg().contiguous()
-    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    flat = as_bytes(plain)
     if flat.storage_offset() % 4:  # a view of small elements may begin in the middle of a word
         flat = flat.clone()
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat

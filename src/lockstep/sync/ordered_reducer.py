@@ -19,7 +19,7 @@ import torch
 
 from lockstep.group import Pending
 from lockstep.sync.reducer import Reducer
-from lockstep.sync.shard_order import Node, ShardOrder, fold, is_one_addition, ordered_sum
+from lockstep.sync.shard_tree_sum import Node, ShardOrder, fold, is_one_addition, ordered_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

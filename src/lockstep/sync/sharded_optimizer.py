@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from torch.optim import Adafactor, Optimizer
 
 from lockstep.errors import LockstepError
-from lockstep.sync.served_optimizer import evaluates_again
+from lockstep.sync.parameter_server.remote_optimizer import needs_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def steps_whole(optimizer: Optimizer) -> bool:
     One that evaluates the loss within a step may compute with what was there before it. Of
     Adafactor's state, a row and a column, nothing is to be saved, and DTensor lacks an operation.
     """
-    return isinstance(optimizer, Adafactor) or evaluates_again(optimizer)
+    return isinstance(optimizer, Adafactor) or needs_closure(optimizer)
 
 
 class ShardedOptimizer:

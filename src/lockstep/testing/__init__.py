@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For our tests and for your own: parity with one process, and failures on purpose.
+"""For our tests and for your own: parity with one process, and fault injection.
 
 Needs torch only, never Ray.
 """
 
-from lockstep.testing.chaos import Strike, struck
-from lockstep.testing.one_process import assert_parity, run_ranks
+from lockstep.testing.fault_injection import Strike, struck
+from lockstep.testing.parity_assertion import assert_parity, run_ranks
 
 __all__ = ["Strike", "assert_parity", "run_ranks", "struck"]

@@ -13,7 +13,7 @@ import torch
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
-from lockstep.operator.optimizer_hooks import OWN_LOOP_LINES, of_default_loop
+from lockstep.operator.default_loop_options import OWN_LOOP_LINES, of_default_loop
 from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
 from lockstep.trainer.unused_definitions import refuse_unused
@@ -309,10 +309,11 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
     """What belongs to the default loop cannot act on a loop that plainly is the user's own.
 
     One that may call the default loop's methods is looked at when an optimizer steps: see
-    `lockstep.operator.optimizer_hooks`. Shards come one by one only to a loop without any override.
+    `lockstep.operator.default_loop_options`. Shards come one by one only to a loop without any
+    override.
     """
     for method in ("train_batch", "train_epoch"):
-        if not operator_cls._brings(method):
+        if not operator_cls._overrides(method):
             continue
         is_apart = not _may_call_default(getattr(operator_cls, method))
         refused = ["reproducible"] if options.reproducible else []

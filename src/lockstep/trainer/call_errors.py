@@ -44,7 +44,7 @@ def no_batch(
     """Why a call came to its end without a step."""
     operator = operator_cls.__name__
     loop = "train_epoch" if purpose == "train" else "validate"
-    if not operator_cls._brings(loop) or not any(w["loaders"][purpose] for w in started):
+    if not operator_cls._overrides(loop) or not any(w["loaders"][purpose] for w in started):
         return _empty(operator, purpose)
     return ConfigurationError(
         f"{operator}.{loop} ended without having read a batch",

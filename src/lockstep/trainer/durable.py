@@ -172,7 +172,7 @@ def _refuse_uncollectable(spec: WorkerSpec) -> None:
     """
     counts_alone = spec.num_workers > 1 and not spec.options.add_dist_sampler
     if spec.checkpoint_every is not None and counts_alone:
-        needed = spec.operator_cls._brings("state_dict")
+        needed = spec.operator_cls._overrides("state_dict")
         if needed or spec.options.sync == "fsdp":
             raise NotAvailableError(
                 "checkpoints cannot be taken in the middle of training here",

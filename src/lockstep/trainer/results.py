@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigurationError, MixedWeightsError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
-from lockstep.metrics.states import computed, was_updated
+from lockstep.metrics.torchmetrics_merge import computed, was_updated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

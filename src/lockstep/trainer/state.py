@@ -65,7 +65,7 @@ class KeepsState(Calls):
 
     def _state(self, method: str) -> dict[str, Any]:
         state: dict[str, Any] = self._from_rank_0(method)
-        if self._spec.num_workers > 1 and self._operator_cls._brings("state_dict"):
+        if self._spec.num_workers > 1 and self._operator_cls._overrides("state_dict"):
             state["operator_by_rank"] = self._call("operator_state")
         return state
 

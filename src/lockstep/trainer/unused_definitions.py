@@ -74,7 +74,7 @@ def refuse_unused(cls: type[Any]) -> None:
 def _refuse_shadows(cls: type[TrainingOperator]) -> None:
     """What the trainer says, said by the class; and methods that are there to be called."""
     said = [name for name, value in vars(TrainingOperator).items() if isinstance(value, property)]
-    for name in filter(cls._brings, said):
+    for name in filter(cls._overrides, said):
         raise ConfigurationError(
             f"{cls.__name__}.{name} cannot be set by the class: the trainer says it",
             fix=f"TorchTrainer(..., {name}=...)"
@@ -82,12 +82,12 @@ def _refuse_shadows(cls: type[TrainingOperator]) -> None:
             else f"read self.{name}, and call yours by another name",
         )
     for name, instead in _NOT_FOR_THE_LOOP.items():
-        if cls._brings(name) and not cls._brings_own_loop():
+        if cls._overrides(name) and not cls._overrides_loop():
             raise ConfigurationError(
                 f"{cls.__name__}.{name} would never be called: the default loop does not",
                 fix=instead,
             )
-    if cls._brings("load_state_dict") and not cls._brings("state_dict"):
+    if cls._overrides("load_state_dict") and not cls._overrides("state_dict"):
         raise ConfigurationError(
             f"{cls.__name__}.load_state_dict would never be called: nothing is saved for it",
             fix="def state_dict(self): return ..., or leave both out",

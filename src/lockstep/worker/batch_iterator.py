@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep import reduction_context
-from lockstep.operator.loss_scope import refuse_borrowed
-from lockstep.operator.optimizer_hooks import refuse_left_out
-from lockstep.operator.read_ahead import ReadAhead
-from lockstep.operator.shard_batch import BatchOrigin, ShardBatch, WindowPosition, WorkerBatch
+from lockstep.operator.default_loop_options import refuse_left_out
+from lockstep.operator.operator_protocol import rank_and_step
+from lockstep.operator.prefetched_batches import PrefetchedBatches
+from lockstep.operator.step_context import ShardBatch, StepContext
+from lockstep.operator.sync_batch_norm import refuse_borrowed
 from lockstep.operator.weight_averages import update_averages
-from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from lockstep import data
     from lockstep.data import Step
     from lockstep.errors import WeightError
-    from lockstep.operator import TrainingOperator
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.reduction_context import ReductionContext
     from lockstep.sync import Synchroniser
-    from lockstep.worker.cursor import Cursor, Tally
+    from lockstep.worker.data_cursor import Cursor, Tally
     from lockstep.worker.rollback import Rollback
 
 
@@ -32,6 +31,7 @@ class BatchIterator:
     """The iterator that `train_epoch` and `validate` receive; ends with the epoch.
 
     Args:
+        reduction: over which ranks the batches' losses become one.
         limit: global batches to deliver at most; None for the rest of the epoch.
         purpose: "train" or "validation", part of every seed.
         rollback: remembers what a step changes until it is committed; None for validation.
@@ -40,9 +40,10 @@ class BatchIterator:
 
     def __init__(
         self,
-        operator: TrainingOperator,
+        operator: Operator,
         cursor: Cursor,
         tally: Tally,
+        reduction: ReductionContext,
         *,
         limit: int | None,
         purpose: str,
@@ -50,16 +51,18 @@ class BatchIterator:
         first_index: int,
     ) -> None:
         self._operator = operator
-        self._stage = operator._lockstep
+        self._state = operator._lockstep
         self._cursor = cursor
         self._tally = tally
+        self._reduction = reduction
         self._limit = limit
         self._purpose = purpose
         self._rollback = rollback
         self.first_index = first_index
         self._open: int | None = None
-        own_loop = purpose == "train" and operator._brings("train_epoch")
-        self._stage.read_ahead = ReadAhead() if own_loop and cursor.source.joint else None
+        own_loop = purpose == "train" and operator._overrides("train_epoch")
+        self._prefetched = PrefetchedBatches() if own_loop and cursor.source.joint else None
+        self._state.step = StepContext(reduction, purpose, prefetched=self._prefetched)
         self.delivered = 0
         self.epoch_over = False
 
@@ -79,20 +82,19 @@ class BatchIterator:
             self.commit()
             if self._tally.at_boundary is not None:
                 self._tally.at_boundary()
-            if self.epoch_over or (self._limit is not None and self.delivered >= self._limit):
+            at_limit = self._limit is not None and self.delivered >= self._limit
+            read = None if self.epoch_over or at_limit else self._cursor.take()
+            if read is None:
+                self.epoch_over = self.epoch_over or not at_limit
                 self._look_for_the_end()
                 self._note_the_end()
                 raise StopIteration
-            step = self._cursor.take()
-            if step is None:
-                self.epoch_over = True
-                self._note_the_end()
-                raise StopIteration
-            self._open = sum(part.num_samples for part in step.parts)
+            self._open = sum(part.num_samples for part in read.parts)
             self.delivered += 1
-            # Without parts nothing of this step is ours, and nobody waits for us (see `borrow`).
-            if step.parts or not self._cursor.source.joint:
-                return self._deliver(step)
+            # Without parts no sample of the batch is this worker's, and no peer waits for it (see
+            # `borrow`): a loop that takes plain batches does not hear of it.
+            if read.parts or not self._cursor.source.joint:
+                return self._deliver(read)
 
     @property
     def step_in_epoch(self) -> int:
@@ -100,45 +102,48 @@ class BatchIterator:
         return self._cursor.step
 
     def commit(self) -> None:
-        """The step in hand has happened.
+        """Count the step in hand as happened; without one, only follow optimizers that stepped.
 
         Raises:
-            PeerLostError: nobody knows whether it has, for the group was given up meanwhile.
+            PeerLostError: the group was given up meanwhile; whether the step has happened on all
+                ranks is unknown.
         """
-        self._stage.setting.group.confirm()
-        if self._purpose == "train":
-            # A loop may step once more after its last batch.
-            update_averages(self._stage)
+        state, step = self._state, self._state.step
+        state.context.group.confirm()
+        training = self._purpose == "train"
+        if training and state.registered is not None:
+            # Without an open batch as well: a loop may step once more after its last one.
+            stepped, step.stepped = step.stepped, []
+            update_averages(state.registered, stepped)
         if self._open is None:
             return
-        if self._purpose == "train":
+        if training:
             refuse_left_out(self._operator)
-            self._stage.num_computed, self._stage.has_scheduled = 0, False
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:
             self._tally.samples += self._open
         else:
-            self._stage.forget_counts()  # an earlier call has counted them
+            state.forget_counts()
         self._open = None
-        self._stage.delivered = None
-        if self._purpose == "train":
-            self._stage.committed += 1
-            self._operator.global_step = self._stage.committed
-            self._note_window()
+        state.step = step.between_batches()
+        if training:
+            state.committed += 1
+            self._operator.global_step = state.committed
+            self._note_window(step)
             if self._rollback is not None:
                 self._rollback.settle(self._cursor)
-            if self._stage.step_log is not None:
+            if state.step_log is not None:
                 is_settled = self._rollback is None or self._rollback.is_settled
                 epoch = self._cursor.epochs_entered
-                self._stage.step_log.commit(self._stage.committed, epoch, is_settled=is_settled)
+                state.step_log.commit(state.committed, epoch, is_settled=is_settled)
         self._look_for_the_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()
 
-    def _note_window(self) -> None:
-        every = self._stage.setting.options.accumulate
-        if self._stage.place.closes or self._cursor.step % every == 0:
+    def _note_window(self, step: StepContext) -> None:
+        every = self._state.context.options.accumulate
+        if step.closes_window or self._cursor.step % every == 0:
             self._cursor.window_start = self._cursor.step
 
     def _look_for_the_end(self) -> None:
@@ -146,58 +151,63 @@ class BatchIterator:
         if self._cursor.step == self._cursor.source.steps_per_epoch:
             self.epoch_over = True
 
-    def _place(self, step: Step) -> WindowPosition:
-        """Windows begin with the epoch; its last one is short if it does not come out even."""
-        every = self._stage.setting.options.accumulate
-        if every == 1:
-            return WindowPosition(opens=True, closes=True)
-        full = (step.index + 1) % every == 0
-        closes = full or self._cursor.is_last(step.index)
-        return WindowPosition(opens=step.index == self._cursor.window_start, closes=closes)
+    def _deliver(self, read: Step) -> Any:
+        """Make the context of a batch that was read, tell the synchronisation, and hand it out.
 
-    def _deliver(self, step: Step) -> Any:
-        if self._purpose == "train":
-            self._stage.place = self._place(step)
+        Returns:
+            The context, for the default loops; the plain batch, for a loop of the user's own.
+        """
+        state, sync, training = self._state, self._state.sync, self._purpose == "train"
+        run_seed, epoch = state.context.placement.seed, self._cursor.epoch
+        shards = tuple(
+            ShardBatch.of(part, run_seed, self._purpose, epoch, read.index) for part in read.parts
+        )
+        is_joint = self._cursor.source.joint
+        step = StepContext(
+            self._reduction, self._purpose, shards, is_joint, prefetched=self._prefetched
+        )
+        if training:
+            step.opens_window, step.closes_window = self._place_in_window(read)
             if self._rollback is not None:
                 self._rollback.keep(self._cursor, self._tally)
-        parts = tuple(self._with_seed(step, part) for part in step.parts)
-        sync = self._stage.sync
-        if sync is not None and self._purpose == "train":
-            sync.begin_step(self._stage.committed)
-        # Each shard's is set when its turn comes.
-        weight = parts[0].num_samples if self._cursor.source.joint else None
-        current = reduction_context.active()
-        if current is not None:
-            current.weight = weight
-        if not self._cursor.source.joint:
-            self._stage.delivered = None
-            return WorkerBatch(parts)
-        part = parts[0]
-        if part.borrowed and self._purpose == "train":
+            if sync is not None:
+                sync.begin_step(state.committed)
+        state.step = step
+        # In the default loops each shard has its weight, which `StepContext.computing` sets.
+        self._reduction.weight = shards[0].num_samples if is_joint else None
+        if not is_joint:
+            return step
+        if training and step.is_borrowed:
             refuse_borrowed(self._operator)
-        self._stage.delivered = part
         if sync is not None:
-            sync.set_delivered_weight(self._weight(sync, part.num_samples))
-        part.seed_randomness()
-        return part.batch
+            step.weight = self._weight(sync, shards[0].num_samples)
+            sync.set_delivered_weight(step.weight)
+        shards[0].seed_randomness()
+        return shards[0].batch
 
-    def _with_seed(self, step: Step, part: data.LoadedPart) -> ShardBatch:
-        shard = part.shards[0] if part.shards else -1
-        run = self._stage.setting.placement.seed
-        seed = derive_seed(run, self._purpose, self._cursor.epoch, step.index, shard)
-        origin = BatchOrigin(self._cursor.epoch, step.index, part.indices)
-        return ShardBatch(part.batch, part.num_samples, seed, shard, origin)
+    def _place_in_window(self, read: Step) -> tuple[bool, bool]:
+        """Whether a batch opens and closes a window: the global batches of one optimizer step.
+
+        Windows begin with the epoch; its last one is short if the epoch does not come out even.
+        """
+        every = self._state.context.options.accumulate
+        if every == 1:
+            return True, True
+        is_full = (read.index + 1) % every == 0
+        closes = is_full or self._cursor.ends_before(read.index + 1)
+        return read.index == self._cursor.window_start, closes
 
     def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
-        """What a backward counts for whose batch is not told: this one's, if it is certain."""
-        ahead = self._stage.read_ahead
+        """The weight of a plain backward: this batch's samples, or an error if the loop has read
+        batches ahead that count differently."""
+        ahead = self._prefetched
         if ahead is None:
             return samples
         ahead.note_read(samples, sync.rounds)
-        where = f"rank {self._operator.world_rank}, step {self._operator.global_step}"
-        return samples if ahead.is_certain or not sync.needs_guard else ahead.unknown_weight(where)
+        if ahead.is_certain or not sync.needs_guard:
+            return samples
+        return ahead.unknown_weight(rank_and_step(self._operator))
 
     def _note_the_end(self) -> None:
-        ahead, sync = self._stage.read_ahead, self._stage.sync
-        if ahead is not None and sync is not None:
-            ahead.note_the_end(sync.rounds)
+        if self._prefetched is not None and self._state.sync is not None:
+            self._prefetched.note_the_end(self._state.sync.rounds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same arithmetic wherever a shard runs: deterministic kernels, one number of threads."""
+"""Deterministic arithmetic: the same kernels and number of threads wherever a shard is computed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaving a group that has broken, and joining the next one in the same process.
+"""Leaving a process group that has broken, and joining the next one in the same process.
 
-A rank counts a step only after everything of it was communicated, so its weights then hold
-every rank's contribution; and nobody can finish the communication of the next step before all
-have entered it. So survivors are at most one step apart, and the furthest one holds the truth:
-the others take it over, and the step that nobody has counted is computed again.
+A rank commits a step only after all communication of the step, so that its weights then hold every
+rank's contribution; and no rank can finish the communication of the next step before all ranks have
+entered it. So the surviving ranks are at most one step apart, and the state of the rank that is
+furthest counts: the other ranks take it over, and the step that no rank has committed is computed
+again.
+
+The state that travels is that of a checkpoint (see `state`), and what a checkpoint leaves to
+`setup`: which parameters train, buffers that are not persistent, gradients of an open window.
 """
 
 from __future__ import annotations
@@ -12,25 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
-from lockstep.sync import is_block, is_expanded
 from lockstep.worker import state_broadcast
+from lockstep.worker.batch_sources import open_source
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.saved_gradients import SavedGradients
-from lockstep.worker.step_sources import open_source
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
 Undone = Literal["all", "step", "cut short", "nothing"]
-"""What of a call was taken back: the whole of it, or the step that was not counted. Or that step
-counts, without the rest of what the loop does behind its optimizers; or there is no way back."""
+"""What of a call was undone: the whole call, or the step that was not committed. Or nothing was,
+and that step counts, cut short behind its optimizers; or there is no way back."""
 
 Point = tuple[int, int]
 """Steps of the run that have happened, and the epoch; further on is larger."""
@@ -38,7 +41,7 @@ Point = tuple[int, int]
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """Where a worker stands after it has left its group.
+    """How far a worker has come, after it has left its group.
 
     Attributes:
         point: how far its state has come; None if it has no state of the run (it is a spare, or
@@ -76,14 +79,14 @@ def stand_down(
     """Leave the group and undo what was not committed. Idempotent.
 
     Args:
-        interrupted: the method that could not be completed by all workers.
-        is_given_up: nobody goes on with that call: it has ended with the last committed step.
+        interrupted: the method that not all workers have completed.
+        is_given_up: the call will not go on: it has ended with the last committed step.
     """
     survivor = _stand_down(worker, interrupted)
     if is_given_up and survivor.point is not None:
         call, worker.loop_run, worker.before_call = worker.loop_run, None, None
         if call is not None and interrupted == "train":
-            # Of a window that an earlier call has begun, and counted.
+            # The first batches of the open window belong to an earlier call, which counted them.
             worker.owed = max(worker.owed, -call.tally.steps)
         return SurvivorState(survivor.point, is_cut_short=survivor.is_cut_short)
     return survivor
@@ -99,9 +102,9 @@ def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
     if survivor.point is None:
         return survivor
     stage = worker.operator._lockstep
-    stage.setting = replace(stage.setting, group=Group(None, stage.setting.device))
+    stage.context = replace(stage.context, group=Group(None, stage.context.device))
     worker.snapshots.forget()
-    rejoin(worker.run, stage.setting, stage.committed)
+    rejoin(worker.run, stage.context, stage.committed)
     worker.expect_usual_weight()
     worker.watch_from(stage.committed)
     return survivor
@@ -112,18 +115,19 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
     worker.leave()
     if not worker.has_state:
         return SurvivorState(None)
-    # A dataset of Ray's was split for the ranks of then.
+    # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
     call = worker.loop_run if interrupted in ("train", "validate") else None
     if holds_own_part:
-        # Nobody else has it, and with a lost worker its part is gone: all begin the window anew.
+        # No other rank has these gradients, and those of a lost worker are lost: all ranks begin
+        # the window anew.
         if call is not None and interrupted == "train":
             call.is_over = False
         elif not worker.return_to_window():
             worker.has_state = False
             return SurvivorState(None)
-    # Who has trained to the end of the call is ahead. A validation is done again by all:
-    # what a lost worker had counted is not to be had otherwise.
+    # A rank that has trained to the end of the call is ahead. A validation is done again by all
+    # ranks: the counts of a lost worker are lost.
     if call is None or (call.is_over and interrupted == "train"):
         return SurvivorState(_point(worker), None if call is None else call.progress)
     undone = worker.undo(call)
@@ -149,19 +153,19 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     """Become rank `rank` of the next generation.
 
     Collective:
-        Every rank of `formation`: forms the group, hands the state over where somebody needs
-        it, attaches the gradients' synchronisation, compares the bits.
+        Every rank of `formation`: forms the group, broadcasts the state if there are stale ranks,
+        attaches the gradients' synchronisation, compares the bits.
 
     Raises:
         PeerLostError: a rank did not come, or went away.
         ReplicasDifferError: the ranks do not hold the same state; on every rank.
     """
     _take_place(worker, rank, formation)
-    operator, group = worker.operator, worker.operator._lockstep.setting.group
+    operator, group = worker.operator, worker.operator._lockstep.context.group
     if formation.stale:
         _hand_over(worker, group, rank, formation)
     worker.snapshots.forget()
-    rejoin(worker.run, operator._lockstep.setting, operator._lockstep.committed)
+    rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     state_broadcast.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
@@ -172,12 +176,12 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
 def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
     operator = worker.operator
     worker.take_rank(rank, formation.size)
-    before = operator._lockstep.setting
+    before = operator._lockstep.context
     if worker.before_meeting is not None:
         worker.before_meeting()
     group = worker.meet(formation.rendezvous, before.device)
     placement = worker.placement_for(before.placement)
-    operator._lockstep.setting = replace(
+    operator._lockstep.context = replace(
         before,
         world_rank=rank,
         world_size=formation.size,
@@ -208,12 +212,12 @@ def _hand_over(worker: Worker, group: Group, rank: int, formation: Formation) ->
 
 
 def _everything(worker: Worker) -> dict[str, Any]:
-    """The state of a checkpoint, and what a checkpoint leaves to `setup`."""
+    """What a rank needs to go on as this one: the state of a checkpoint, and what it leaves out."""
     run, carried = worker.run, worker.carried
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": [(buffer, _strides(buffer)) for buffer in _buffers(run)],
+        "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "carried": None if carried is None else list(carried.gradients),
         "owed": worker.owed,
@@ -226,12 +230,8 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
     run: TrainingParts = worker.run
     for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    for mine, (theirs, strides) in zip(_buffers(run), given["buffers"], strict=True):
-        value = theirs.to(mine.device)
-        if strides is not None:
-            # Ranks agree on layouts, and what travels is contiguous.
-            value = torch.empty_strided(value.shape, strides, **_kind(value)).copy_(value)
-        mine.data = value
+    for mine, theirs in zip(_buffers(run), given["buffers"], strict=True):
+        mine.data = theirs.to(mine.device, copy=True)
     worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
     if given["carried"] is not None:
         worker.carried = SavedGradients(given["carried"])
@@ -240,14 +240,6 @@ def _take_over(worker: Worker, given: dict[str, Any]) -> None:
 
 
 def _buffers(run: TrainingParts) -> list[torch.Tensor]:
-    """Those of a state, and those that no state holds."""
+    """All buffers: a state leaves out those that are not persistent."""
     modules = [*run.modules(), *run.averages]
     return [buffer for module in modules for buffer in module.buffers()]
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if is_block(tensor) and not is_expanded(tensor) else None
-
-
-def _kind(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a batch changes before an optimizer steps.
+"""Weights that a forward writes to, before an optimizer steps.
 
-A momentum encoder follows in the forward; prototypes are normalised there. Which weights they are
-is learned in the first steps, for which all are copied; from then on only those are. A loop that
-updates its weights by hand, and lets no optimizer step, stays among the first ones.
+A momentum encoder follows the weights in the forward; prototypes are normalised there. The tracker
+learns which weights these are in the first steps, in which it copies all weights; from then on it
+copies only those. A loop that updates its weights by hand, and lets no optimizer step, stays in the
+first steps.
 
-A write that begins later is seen by torch's version counters, which costs nothing, and is copied
-from then on; the step in which it came first cannot be undone. What raises no counter (`.data`,
-fused kernels, kernels of the user's own) is seen in the first steps only, by its value.
+A write that begins later is seen by torch's version counters, which costs nothing. The weight is
+copied from then on; the step in which the write came first cannot be undone. A write that raises no
+counter (`.data`, fused kernels, kernels of the user's own) is seen in the first steps only, by the
+value.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.lazy_dynamo_import import outside_graphs
-from lockstep.sync import copy_over, overwrite
+from lockstep.tensor_copies import TensorCopies, overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,10 +31,10 @@ _STEPS: Final = 3
 
 
 class InPlaceWriteTracker:
-    """Copies of these weights, from before the batch that comes.
+    """Copies of the weights that a batch may write to, from before the batch.
 
     Args:
-        optimizers: before the first of them steps, what has changed is looked for.
+        optimizers: before the first of them steps, the tracker looks which weights have changed.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -40,7 +42,7 @@ class InPlaceWriteTracker:
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._held: dict[nn.Parameter, None] = {}
-        self._kept: list[torch.Tensor] = []
+        self._copies = TensorCopies()
         self._is_ahead_of_step = False
         self._has_missed = False
         self._steps_left = _STEPS
@@ -55,34 +57,34 @@ class InPlaceWriteTracker:
         for handle in self._handles:
             handle.remove()
 
-    def keep(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Copy what may be written, as it is now.
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Copy the weights that the next batch may write to.
 
         Args:
-            parameters: all that there are.
+            parameters: all parameters of the run.
         """
         self._parameters = list(parameters)
         self._versions = [parameter._version for parameter in parameters]
         self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
-        copy_over([held.detach() for held in self._held], self._kept)
+        self._copies.take(list(self._held))
         self._is_ahead_of_step, self._has_missed = True, False
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._found
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From the next batch on, these are copied."""
+        """Copy these from the next batch on."""
         self._found.update(dict.fromkeys(parameters))
 
     def has_missed(self) -> bool:
-        """Before an optimizer stepped, something was written of which there is no copy."""
+        """Before an optimizer stepped, the batch wrote to a weight of which there is no copy."""
         return self._misses(self._moved()) if self._is_ahead_of_step else self._has_missed
 
-    def put_back(self) -> None:
-        """Undo what the batches since `keep` wrote; what an optimizer did is not ours."""
-        for held, value in zip(self._held, self._kept, strict=True):
+    def restore(self) -> None:
+        """Undo what the batches since `take` wrote; the steps of optimizers are not undone here."""
+        for held, value in zip(self._held, self._copies.values, strict=True):
             if self._is_ahead_of_step or held in self._found:
-                overwrite([held.detach()], [value])
+                overwrite([held], [value])
 
     def _misses(self, moved: Iterable[nn.Parameter]) -> bool:
         return any(parameter not in self._held for parameter in moved)
@@ -99,5 +101,5 @@ class InPlaceWriteTracker:
         self.expect(moved)
         if self._steps_left:
             self._steps_left -= 1
-            pairs = zip(self._held, self._kept, strict=True)
+            pairs = zip(self._held, self._copies.values, strict=True)
             self.expect([held for held, value in pairs if not torch.equal(held.detach(), value)])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of `train` or `validate` while it runs: passes over the data, and what they gave.
+"""`LoopRun`: a worker's side of one `train` or `validate`, over one or more epochs.
 
-It outlives a failure of the group: what was committed before stays counted, and the call goes
-on from there with the peers that are left.
+A `LoopRun` outlives a failure of the group: the steps committed before stay counted, and the call
+goes on from there with the workers that are left.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lockstep.keys import (
     SCHEDULER_STEP_EPOCH,
     USE_FP16,
 )
-from lockstep.operator.loops import checked_metrics, follow_batch, registered
-from lockstep.operator.loss_scope import reduction_of
-from lockstep.operator.non_finite_report import explained
+from lockstep.operator.default_loss import registered
+from lockstep.operator.loops import checked_metrics, follow_batch
+from lockstep.operator.nan_origin import explained
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
-from lockstep.reduction_context import activate
+from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
-from lockstep.worker.cursor import Tally
+from lockstep.worker.data_cursor import Tally
 from lockstep.worker.report import Counted, Report
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.cursor import Cursor
+    from lockstep.operator.operator_state import OperatorState
+    from lockstep.worker.data_cursor import Cursor
     from lockstep.worker.rollback import Rollback
 
 _COUNT_EVERY_S: Final = 0.25
@@ -40,7 +41,7 @@ _COUNT_EVERY_S: Final = 0.25
 
 @dataclass(frozen=True)
 class LoopRequest:
-    """What was asked for.
+    """The arguments of one `train` or `validate`.
 
     Attributes:
         purpose: "train" or "validation".
@@ -57,7 +58,7 @@ class LoopRequest:
 
 @dataclass(frozen=True)
 class LoopProgress:
-    """How far all workers have come with a call that was interrupted.
+    """How far all workers have come with a call that a failure has interrupted.
 
     Attributes:
         epoch: the one in which the call began.
@@ -78,11 +79,11 @@ class LoopRun:
     """One worker's side of a call.
 
     Args:
-        operator: whose loops run.
+        operator: its loops run.
         cursor: the position in the data, which moves on.
         request: what was asked for.
         arithmetic: entered around the passes.
-        on_commit: told of every step.
+        on_commit: called after every step.
         rollback: remembers what a step changes before it is committed; None for validation.
         owed: batches before the call's own that are computed again, for a window that is open.
         progress: where the other workers stand, for a worker that joins in the middle.
@@ -91,7 +92,7 @@ class LoopRun:
         cursor: the position in the data.
         tally: what was delivered and committed so far.
         is_over: all that was asked for has happened.
-        counted: what was counted a moment ago.
+        counted: samples and sums of at most a moment ago, for other threads.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class LoopRun:
         progress: LoopProgress | None,
     ) -> None:
         self._operator = operator
+        self._state: OperatorState = operator._lockstep
         self.cursor = cursor
         self.request = request
         self._info = {
@@ -120,19 +122,19 @@ class LoopRun:
         self.tally = Tally(steps=-owed, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
-        self._shards = operator._lockstep.setting.placement.shards
+        self._shards = self._state.context.placement.shards
         self._pass_began = 0
         self._deliveries: BatchIterator | None = None
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
-        # A newcomer's steps before were those of somebody who is gone.
+        # A worker that joins in the middle has not computed the steps before.
         self._steps_of_others = 0 if progress is None else progress.steps
         if progress is not None:
             self._take_over(progress)
         self._metrics: list[dict[str, Any]] = []
         self._summaries: list[dict[str, Any] | None] = []
         self._samples_by_pass: list[int] = []
-        operator._lockstep.begin_call(request.purpose)
+        self._state.begin_call(request.purpose)
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
 
@@ -144,17 +146,17 @@ class LoopRun:
 
     @property
     def own_steps(self) -> int:
-        """Those that this process has computed itself."""
+        """The steps of the call that this process has computed itself."""
         return self.tally.steps - self._steps_of_others
 
     def catch_up(self, progress: LoopProgress) -> None:
-        """Count a step that the others have committed, and this worker has taken part in."""
+        """Count a step that the other workers have committed, and this one has taken part in."""
         counted = max(self.tally.steps, 0)
         first, missed = self.first_step + counted, max(progress.steps - counted, 0)
-        # Those that it carried then: with fewer workers they have been dealt out anew since.
+        # Of the shards at that time: since then fewer workers may have been dealt the shards anew.
         samples = self.cursor.source.samples_of(self._shards, first, missed) or 0
         self.tally.samples += samples
-        self._operator._lockstep.meters.n += samples
+        self._state.meters.n += samples
         self._take_over(progress)
 
     def _take_over(self, progress: LoopProgress) -> None:
@@ -165,17 +167,17 @@ class LoopRun:
     def finish_step(self) -> None:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
         assert self._deliveries is not None
-        if not self._operator._lockstep.has_scheduled:
-            follow_batch(self._operator, self._info)
+        if not self._state.step.has_scheduled:
+            follow_batch(self._state, self._info)
         self._deliveries.commit()
 
     def note_counts(self) -> None:
-        """Now and then, for who asks from another thread; the meters are not to be read there."""
+        """Copy the counts now and then: another thread reads the copy, and must not read meters."""
         now = time.monotonic()
         if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
             return  # reading a number would make the host wait for the device
         self._counted_at = now
-        sums = self._operator._lockstep.meters.state()
+        sums = self._state.meters.state()
         self.counted = Counted(self.tally.samples, sums)
 
     def rewind(self) -> None:
@@ -188,21 +190,23 @@ class LoopRun:
         Collective:
             What the operator's loop communicates, and one exchange at the start of an epoch.
         """
-        self._shards = self._operator._lockstep.setting.placement.shards
-        with preserved(), self._arithmetic(), activate(reduction_of(self._operator, None)):
+        self._shards = self._state.context.placement.shards
+        averages = self._operator.loss_reduction == "mean"
+        reduction = ReductionContext(self._state.context.group, averages=averages)
+        with preserved(), self._arithmetic(), activate(reduction):
             while not self.is_over:
-                self.is_over = self._pass()
+                self.is_over = self._pass(reduction)
         return self.report()
 
-    def _pass(self) -> bool:
+    def _pass(self, reduction: ReductionContext) -> bool:
         """One pass over (the rest of) an epoch; whether it was the last one."""
         operator, cursor, tally = self._operator, self.cursor, self.tally
         purpose, num_steps = self.request.purpose, self.request.num_steps
-        if not cursor.at_epoch_start and cursor.is_exhausted():
+        if not cursor.at_epoch_start and cursor.ends_before(cursor.step):
             self._end_epoch()
         if cursor.at_epoch_start:
-            cursor.source.agree(operator._lockstep.setting.group, cursor.epoch)
-        operator._lockstep.summary = None
+            cursor.source.agree(self._state.context.group, cursor.epoch)
+        self._state.summary = None
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
         left = None if num_steps is None else num_steps - tally.steps
@@ -210,6 +214,7 @@ class LoopRun:
             operator,
             cursor,
             tally,
+            reduction,
             limit=left,
             purpose=purpose,
             rollback=self._rollback,
@@ -219,7 +224,7 @@ class LoopRun:
         metrics = self._loop(deliveries)
         deliveries.commit()
         self._metrics.append(metrics)
-        self._summaries.append(operator._lockstep.summary)
+        self._summaries.append(self._state.summary)
         self._pass_began = tally.steps
         self._samples_by_pass.append(tally.samples - sum(self._samples_by_pass))
         if deliveries.epoch_over:
@@ -238,29 +243,32 @@ class LoopRun:
         return checked_metrics(operator, "train_epoch", result)
 
     def _end_epoch(self) -> None:
-        """Also where an epoch of unknown length turns out to have ended with the last call."""
+        """Step the schedulers of an epoch, and move to the next one.
+
+        An epoch of unknown length may turn out to have ended with the call before.
+        """
         operator = self._operator
         training = self.request.purpose == "train"
         wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-        # A loop of the user's own steps them itself, unless it ran ours.
-        if wanted and (operator._lockstep.ran_our_epoch or not operator._brings("train_epoch")):
+        # A `train_epoch` of the user's own steps its schedulers, unless it called the default one.
+        if wanted and (self._state.ran_default_epoch or not operator._overrides("train_epoch")):
             step_schedulers(registered(operator).schedulers)
-        operator._lockstep.ran_our_epoch = False
+        self._state.ran_default_epoch = False
         self.cursor.finish_epoch()
 
     def report(self) -> Report:
         operator, training = self._operator, self.request.purpose == "train"
-        log = operator._lockstep.step_log
+        log = self._state.step_log
         return Report(
             metrics=self._metrics,
             summaries=self._summaries,
-            sums=operator._lockstep.meters.state(),
+            sums=self._state.meters.state(),
             samples_by_pass=self._samples_by_pass,
             samples=self.tally.samples,
             steps=self.tally.steps,
             epoch=self.cursor.epochs_entered if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
-            weighed_by=operator._lockstep.weighed_by.get(self.request.purpose),
-            measured=operator._lockstep.measures.collected(self.request.purpose),
+            weighed_by=self._state.weighed_by.get(self.request.purpose),
+            measured=self._state.registered_metrics.collected(self.request.purpose),
             rows=log.newer_than(0) if training and log is not None else [],
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizers of an operator consume, step by step, and what they make of it."""
+"""Records, step by step, the gradients that an operator's optimizers use and the weights after."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Recorded:
 
 
 class OptimizerRecorder:
-    """Hooks on the optimizers of `operator`; take what happened with `take`."""
+    """Hooks on the optimizers of `operator`, which record; `take` gives the record of a step."""
 
     def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
         self._operator = operator
@@ -67,7 +67,7 @@ class OptimizerRecorder:
         self._linear = frozenset(linear)
 
     def take(self) -> Recorded:
-        """What happened since the last call."""
+        """The record of the steps since the last call."""
         taken, self._current = self._current, Recorded()
         taken.linear = self._linear
         for parameter, name in self._names.values():
@@ -92,7 +92,7 @@ class OptimizerRecorder:
         self._current.gradients.append(
             {name: None if p.grad is None else copied(p.grad) for name, p in held}
         )
-        delivered = self._operator._lockstep.delivered
+        delivered = self._operator._lockstep.step.delivered
         if delivered is not None:
             self._current.drew |= _has_drawn_since(delivered.seed)
 
@@ -104,7 +104,7 @@ class OptimizerRecorder:
 
 
 def names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
-    """Every parameter that workers share, with the name that a user knows it by."""
+    """The parameters that workers share, by identity, each with the name that a user knows."""
     count = len(run.models)
     prefixes = [""] if count == 1 else [f"models[{number}]." for number in range(count)]
     modules = zip([*prefixes, "criterion."], run.plain_modules(), strict=False)

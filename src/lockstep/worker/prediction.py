@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data import ShardedLoader
-from lockstep.data.batch_structure import map_leaves
-from lockstep.operator.loss_scope import computing
-from lockstep.operator.shard_batch import ShardBatch, WorkerBatch
-from lockstep.randomness import derive_seed, preserved
+from lockstep.data import BatchParts, ShardedLoader
+from lockstep.operator.step_context import ShardBatch, StepContext
+from lockstep.randomness import preserved
+from lockstep.reduction_context import ReductionContext
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from lockstep.data import LoadedPart, ShardPlacement
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
@@ -53,43 +54,36 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
         None.
     """
     operator, run = worker.operator, worker.run
-    options, placement = worker.spec.options, operator._lockstep.setting.placement
-    whole = options.sync == "data_parallel"
-    source = ShardedLoader(
-        loader, placement, joint=whole, borrow=False, keeps_last=True, keeps_generators=False
-    )
+    options, placement = worker.spec.options, operator._lockstep.context.placement
+    in_one_batch = options.sync == "data_parallel"
+    parts = BatchParts.JOINT if in_one_batch else BatchParts.BY_SHARD
+    source = ShardedLoader(loader, placement, parts=parts, keeps_last=True, keeps_generators=False)
     try:
         with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
             return [
-                _predicted(operator, step.index, part.shards[0], part.indices, staged)
+                _predicted(operator, step.index, part, placement)
                 for step in source.batches(epoch=0)
                 for part in step.parts
-                for staged in [_staged(placement.seed, step.index, part)]
             ]
     finally:
         source.close()
 
 
-def _staged(seed: int, step: int, part: Any) -> ShardBatch:
-    shard = part.shards[0]
-    own_seed = derive_seed(seed, "predict", 0, step, shard)
-    return ShardBatch(part.batch, part.num_samples, own_seed, shard)
-
-
 def _predicted(
-    operator: TrainingOperator, step: int, shard: int, indices: tuple[Any, ...], part: ShardBatch
+    operator: TrainingOperator, step: int, part: LoadedPart, placement: ShardPlacement
 ) -> Predicted:
-    part.seed_randomness()
-    with (
-        operator._lockstep.precision.autocast(),
-        computing(operator, WorkerBatch((part,)), part.num_samples),
-    ):
-        batch = operator.to_device(part.batch)
+    shard = ShardBatch.of(part, placement.seed, "predict", epoch=0, step=step)
+    state = operator._lockstep
+    context = StepContext(ReductionContext(state.context.group), "predict", (shard,))
+    per_shard = placement.num_shards > 1
+    with state.precision.autocast(), context.computing(shard, per_shard=per_shard):
+        batch = operator.to_device(shard.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
-    return Predicted(step, shard, indices, part.num_samples, map_leaves(output, _to_travel))
+    output = tree_map(_to_travel, output)
+    return Predicted(step, shard.shard, part.indices, part.num_samples, output)
 
 
-def _to_travel(leaf: Any, place: str) -> Any:
+def _to_travel(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     moved = leaf.detach().to(_CPU)

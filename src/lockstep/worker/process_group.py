@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forming a process group from a store that the driver holds, and really closing it."""
+"""Forms process groups over the driver's store, and closes them so that waiting ranks are freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.worker.network_interface import interface_towards
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.sync import OwnerAddress
+    from lockstep.sync import ServerAddress
 
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
@@ -49,7 +49,7 @@ class Rendezvous:
     one_node: bool
     timeout_s: float
     as_default: bool = True
-    owner: OwnerAddress | None = None
+    owner: ServerAddress | None = None
 
 
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
@@ -159,7 +159,7 @@ def form_second_group(
 
 
 class HasGroup(Protocol):
-    """A worker, as far as its group goes; for what must not hold on to the group itself."""
+    """A worker, asked for its group each time: holding the group itself would keep it open."""
 
     @property
     def process_group(self) -> Any: ...
@@ -185,7 +185,7 @@ def taken_for_world(member: HasGroup) -> Iterator[None]:
 
 
 def arrival_key(rank: int) -> str:
-    """The key that a rank sets when it has come this far, before it waits for the others."""
+    """The key that a rank sets in the driver's store before it waits for the other ranks."""
     return f"arrived-{rank}"
 
 
@@ -201,10 +201,10 @@ def _excepthook_kept() -> Iterator[None]:
 
 @contextmanager
 def _gloo_within_reach(rendezvous: Rendezvous) -> Iterator[None]:
-    """Gloo listens where the other ranks can reach it, and nobody else where that can be had.
+    """Let gloo listen where the other ranks reach it, and on one machine nowhere else.
 
-    By itself it would look up the machine's own name and listen on whatever address it finds:
-    one that strangers reach, or on many systems one (127.0.1.1) that no other machine does.
+    By itself gloo would look up the machine's own name and listen on whatever address it finds:
+    one that strangers reach, or on many systems one (127.0.1.1) that no other machine reaches.
     The variable is put back: rank 0 may live in the user's own process.
     """
     before = os.environ.get(_GLOO_INTERFACE)

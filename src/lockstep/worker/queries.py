@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.metrics.numeric import as_number
+from lockstep.metrics.metric_values import as_number
 from lockstep.worker.worker_status import status_of_thread
 
 if TYPE_CHECKING:
     from lockstep.metrics.step_log import StepRow
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.cursor import Cursor
+    from lockstep.worker.data_cursor import Cursor
     from lockstep.worker.loop_run import LoopRun
     from lockstep.worker.worker_status import WorkerStatus
 
@@ -30,7 +30,7 @@ class Queries:
         if operator is None or call is None:
             return {}
         tally = call.tally
-        placement = operator._lockstep.setting.placement
+        placement = operator._lockstep.context.placement
         samples = tally.samples * placement.num_shards / len(placement.shards)
         latest = operator._lockstep.latest
         loss = as_number(latest.get("train_loss", latest.get("val_loss")))

@@ -1,16 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step changes before it is committed, as it was when the step began.
+"""The undo of a step that is not committed: back to where its first batch began.
 
-A step that is interrupted, by a peer's death, by an error or by Ctrl-C, is computed again. In the
-default loop nothing but buffers (running statistics) has changed when a peer dies, for the
-optimizer steps when everything has been communicated; an error that comes behind that step leaves
-weights that cannot be had back: then the step counts, if it is complete. A `train_batch` of the
-user's own may communicate after an optimizer has stepped (two models with two optimizers): then the
-weights and the optimizers' state are copied before the first of them steps. Whether it does is
-learned from its first batches, which are copied in any case: until each optimizer has stepped, for
-one may do so in few batches only. Optimizers that step elsewhere, at a parameter server, are told
-to which step they may have to go back, and do so there; a step of theirs communicates, so that the
-weights are copied here before each. A forward may write to weights in any loop; see `written`.
+A step is open from its first batch until all ranks have committed it. A peer's death, an error or
+Ctrl-C in an open step leads back to its beginning, and the step is computed again. So `keep`
+copies, before the first batch, what the step may change; `settle` lets go of the copies when the
+step is committed; `undo` writes them back.
+
+What has to be copied depends on when a rank can still be interrupted:
+
+1. Buffers (running statistics) change in every forward. They are copied in every step.
+2. In the default loop an optimizer steps when everything of the step has been communicated. A peer
+   that dies before has left weights and optimizer as they were: nothing more is copied. An error
+   that comes behind the optimizer's step leaves weights that cannot be had back; then the step
+   counts, if it is complete (`is_complete`), or the run ends.
+3. A loop of the user's own may communicate after an optimizer has stepped (two models with two
+   optimizers). Then weights, averages, optimizers and schedulers are copied before the first of
+   the step's optimizers steps. Whether the loop does so is learned from its first steps
+   (`_steps_early`), in which everything is copied in any case: until each optimizer has stepped,
+   for one may do so in few batches only.
+4. Optimizers that step elsewhere, at a parameter server, keep an undo log there. The server is told
+   to which step it may have to go back (`_tell_server`). A step of theirs communicates, so that the
+   weights are copied here before each.
+5. A forward may write to weights in any loop; see `in_place_writes`.
+6. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
+   They are copied where the loop adds to them (`_adds_up`, learned like `_steps_early`); see
+   `saved_gradients`.
+
+Copies lie in memory that the next step uses again, and are written over the tensors where they are:
+a step must not pay for allocations, and users hold on to the tensors. That is why the undo does not
+take the way of a checkpoint, through ``state_dict`` (see `state`).
 """
 
 from __future__ import annotations
@@ -22,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
-from lockstep.sync import copy_over, overwrite
+from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.saved_gradients import SavedGradients
 
@@ -33,14 +51,14 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
-    from lockstep.worker.cursor import Cursor, Tally
+    from lockstep.worker.data_cursor import Cursor, Tally
 
 
 _STEPS_TO_LEARN: Final = 3
 
 
 @dataclass(frozen=True)
-class Mark:
+class StepStart:
     """Where a step began: position in the data, steps of the run, counts of the call."""
 
     epoch: int
@@ -57,21 +75,22 @@ class OpenStep:
     """A step from its first batch on, until it is committed.
 
     Attributes:
-        mark: where it began.
-        buffers: the modules', by their places; copies of their values are kept beside it.
-        rounds: reductions that had happened when it began.
-        settings: what schedulers change; None in the default loop, where nothing but buffers
-            changes before all is communicated.
-        stepped_at: reductions that had happened when its first optimizer stepped; None: none has.
-        num_stepped: steps of optimizers that have begun since.
-        everything: copies that were made then.
+        start: where the step began.
+        buffers: the modules' buffers, by their places; `Rollback` holds copies of their values.
+        rounds: reductions that had happened when the step began.
+        schedules: what schedulers change; None in the default loop, where nothing but buffers
+            changes before everything is communicated.
+        stepped_at: reductions that had happened when the first optimizer of this step stepped;
+            None: no optimizer has stepped.
+        num_stepped: steps of optimizers that have begun in this step.
+        everything: copies from before the first optimizer's step; None where none were needed.
         gradients: those that earlier steps left, where the loop adds to them.
     """
 
-    mark: Mark
+    start: StepStart
     buffers: list[Any]
     rounds: int
-    settings: _Settings | None
+    schedules: _Schedules | None
     stepped_at: int | None = None
     num_stepped: int = 0
     everything: StateCopy | None = None
@@ -90,29 +109,30 @@ class Rollback:
         self._operator = operator
         self._run = run
         self._open: OpenStep | None = None
-        self._places: list[tuple[nn.Module, str]] = []
-        self._kept: list[torch.Tensor] = []
+        self._buffer_places: list[tuple[nn.Module, str]] = []
+        self._buffers = TensorCopies()
         self._parameters: list[nn.Parameter] = []
-        # None: not known yet.
+        # Whether ranks communicate after an optimizer of the same step has stepped; None: unknown.
         self._steps_early: bool | None = None
         self._stepped_once: set[int] = set()
         self._usual_steps = 0
-        # Of a `train_epoch` of the user's own all is undone, and nothing of another loop's call.
+        # Where a call of a `train_epoch` of the user's own began; None for another loop's call.
         self._call_began: int | None = None
+        # Gradients that an open window held when this pass over the data, or this call, began.
         self._carried: SavedGradients | None = None
         self._at_call: SavedGradients | None = None
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._adds_up = False
-        self._steps_to_learn = _STEPS_TO_LEARN if operator._brings_own_loop() else 0
+        self._steps_to_learn = _STEPS_TO_LEARN if operator._overrides_loop() else 0
         self._written = InPlaceWriteTracker(run.optimizers)
         self._has_own_loop = (
             # What a user does after a step may communicate, and may fail, as a loop of one's own.
-            operator._brings_own_loop() or operator._brings("after_step")
+            operator._overrides_loop() or operator._overrides("after_step")
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
-        before = outside_graphs(lambda each, *_: self._about_to_step(each))
-        after = outside_graphs(lambda each, *_: self._has_stepped(each))
+        before = outside_graphs(lambda each, *_: self._before_optimizer(each))
+        after = outside_graphs(lambda each, *_: self._after_optimizer(each))
         self._handles: list[Any] = []
         for each in run.optimizers:
             self._handles += [each.register_step_pre_hook(before)]
@@ -125,20 +145,20 @@ class Rollback:
         self._written.close()
 
     def begin_call(self, cursor: Cursor) -> None:
-        """Look where the modules' parameters and buffers are: too dear for every step."""
+        """Find the modules' parameters and buffers, which takes too long for every step."""
         stage = self._operator._lockstep
         began = stage.committed
         if self._open is not None and cursor.has_open_window:
-            # Its first batches belong to the call before, which has counted them.
-            mark, fresh = self._open.mark, AverageMeterCollection()
-            began = mark.committed
+            # The window's first batches belong to the call before, which has counted them.
+            start, fresh = self._open.start, AverageMeterCollection()
+            began = start.committed
             steps = began - stage.committed
-            self._open.mark = replace(mark, tally_steps=steps, tally_samples=0, meters=fresh)
+            self._open.start = replace(start, tally_steps=steps, tally_samples=0, meters=fresh)
         # Of a `train_epoch` of the user's own the whole call is undone.
-        self._call_began = began if self._operator._brings("train_epoch") else None
+        self._call_began = began if self._operator._overrides("train_epoch") else None
         self._at_call = None if cursor.has_open_window else self.carried()
         self._parameters = list(self._run.parameters())
-        self._places = [
+        self._buffer_places = [
             (owner, key)
             for module in self._run.modules()
             for owner in module.modules()
@@ -147,15 +167,15 @@ class Rollback:
         ]
 
     def end_call(self) -> None:
-        """What has happened stays."""
+        """The call returns: it is not undone as a whole any more."""
         self._call_began = None
         if self._open is None:
-            self._tell(None)
+            self._tell_server(None)
 
     def forget(self) -> None:
-        """Another state is about to be put in the place of this one."""
+        """Another state of the run is about to be loaded: nothing leads back any more."""
         self._open = self._call_began = self._carried = None
-        self._tell(None)
+        self._tell_server(None)
 
     @property
     def _sync(self) -> Synchroniser | None:
@@ -165,15 +185,15 @@ class Rollback:
     def _rounds(self) -> int:
         return 0 if self._sync is None else self._sync.rounds
 
-    def _tell(self, may_go_back_to: int | None) -> None:
-        """Tell who steps elsewhere; after a recovery it is somebody else."""
+    def _tell_server(self, may_go_back_to: int | None) -> None:
+        """Tell the parameter server, where there is one, to which step it may have to return."""
         sync = self._sync
         if sync is not None:
             began = self._call_began
             sync.may_go_back_to(may_go_back_to if began is None else began)
 
     def holds_own_part(self, cursor: Cursor) -> bool:
-        """There are gradients that this rank alone knows of: they have not been reduced."""
+        """This rank holds gradients that have not been reduced, and that no other rank knows."""
         waits = self._open is not None and self._sync is not None and self._sync.has_open_window
         return cursor.has_open_window or waits
 
@@ -182,7 +202,7 @@ class Rollback:
         return self.carry(self._at_call)
 
     def begin_pass(self, cursor: Cursor) -> None:
-        """What a window of the loop's own has gathered is kept, and not computed again."""
+        """A pass over the data begins: gradients of a window that is open are kept as they are."""
         if cursor.has_open_window:
             return
         self._carried = self.carried()
@@ -192,63 +212,63 @@ class Rollback:
         """Gradients that a window of the loop's own holds between two passes; None without one."""
         sync = self._sync
         if self._open is None or sync is None:
-            return self._left() or self._carried
-        return SavedGradients.of(self._run.parameters(), is_torn=sync.has_open_window)
+            return self._earlier_gradients() or self._carried
+        return SavedGradients.take(self._run.parameters(), is_unreduced=sync.has_open_window)
 
-    def _left(self) -> SavedGradients | None:
+    def _earlier_gradients(self) -> SavedGradients | None:
         """Gradients of earlier steps, where the loop adds to them; None where it clears them."""
         sync, may_add = self._sync, self._adds_up or self._steps_to_learn > 0
         if sync is None or sync.has_open_window or not may_add:
             return None
         if all(parameter.grad is None for parameter in self._run.parameters()):
             return None
-        return SavedGradients.of(self._run.parameters(), is_torn=False)
+        return SavedGradients.take(self._run.parameters(), is_unreduced=False)
 
     def carry(self, carried: SavedGradients | None) -> bool:
-        """Go on with these gradients; False if they are not to be had any more."""
+        """Go on with these gradients; False if parts of them are lost with another rank."""
         self._carried = carried
-        if carried is not None and not carried.is_torn:
-            carried.put_into(self._run.parameters())
-        return carried is None or not carried.is_torn
+        if carried is not None and not carried.is_unreduced:
+            carried.restore(self._run.parameters())
+        return carried is None or not carried.is_unreduced
 
     def keep(self, cursor: Cursor, tally: Tally) -> None:
-        """A batch is about to be computed on; the first one of a step, unless one is open."""
+        """Before a batch: open a step and copy what it may change, unless a step is open."""
         if self._open is not None:
-            self._tell(self._open.mark.committed)
+            self._tell_server(self._open.start.committed)
             return
         stage, has_own_loop = self._operator._lockstep, self._has_own_loop
         # Several batches a step: those of an interrupted one are counted again.
-        counts = has_own_loop or stage.setting.options.accumulate > 1
-        mark = Mark(
+        counts = has_own_loop or stage.context.options.accumulate > 1
+        start = StepStart(
             cursor.epoch,
             cursor.step,
             stage.committed,
             tally.steps,
             tally.samples,
             _counts_to_keep(stage.meters, tally) if counts else None,
-            stage.measures.mark(),
+            stage.registered_metrics.mark(),
         )
-        self._tell(stage.committed)
+        self._tell_server(stage.committed)
         stage.steps_taken_back = 0
         opened = OpenStep(
-            mark,
-            buffers=[owner._buffers[key] for owner, key in self._places],
+            start,
+            buffers=[owner._buffers[key] for owner, key in self._buffer_places],
             rounds=self._rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
-            settings=_Settings(self._run) if has_own_loop else None,
-            gradients=self._left(),
+            schedules=_Schedules(self._run) if has_own_loop else None,
+            gradients=self._earlier_gradients(),
         )
         if self._sync is not None:
             self._sync.watch_gradients()
-        copy_over(opened.buffers, self._kept)
-        self._written.keep(self._parameters)
+        self._buffers.take(opened.buffers)
+        self._written.take(self._parameters)
         # Last: Ctrl-C may come in between, and what is open has all its copies.
         self._open = opened
 
     def settle(self, cursor: Cursor) -> None:
-        """A batch is committed, and its step with it, unless gradients wait for further ones."""
+        """A batch is committed, and its step with it, unless gradients wait for further batches."""
         opened = self._open
-        if cursor.has_open_window or (opened is not None and self._gathers(opened)):
+        if cursor.has_open_window or (opened is not None and self._holds_unused_gradients(opened)):
             return
         if opened is not None and opened.stepped_at is not None:
             if self._rounds > opened.stepped_at:
@@ -257,16 +277,16 @@ class Rollback:
                 self._steps_early = bool(self._steps_early)
         if opened is not None:
             self._learn(opened)
-            self._usual_steps = max(self._usual_steps, self._taken(opened))
+            self._usual_steps = max(self._usual_steps, self._num_steps(opened))
         self._open = self._carried = None
-        self._tell(None)
+        self._tell_server(None)
 
     def _learn(self, opened: OpenStep) -> None:
-        self._adds_up = self._adds_up or self._has_added(opened)
+        self._adds_up = self._adds_up or self._has_added_up(opened)
         self._steps_to_learn = max(0, self._steps_to_learn - 1)
 
-    def _has_added(self, opened: OpenStep) -> bool:
-        """Gradients of earlier steps have been used in this one."""
+    def _has_added_up(self, opened: OpenStep) -> bool:
+        """An optimizer has used gradients of earlier steps in this one."""
         sync = self._sync
         if not self._has_own_loop or sync is None:
             return False
@@ -274,29 +294,29 @@ class Rollback:
         stepped_on_old = sync.needs_guard and opened.stepped_at == opened.rounds
         return sync.has_added or stepped_on_old
 
-    def _gathers(self, opened: OpenStep) -> bool:
-        """Gradients have come that no optimizer has consumed."""
-        if not self._operator._brings_own_loop() or self._sync is None:
+    def _holds_unused_gradients(self, opened: OpenStep) -> bool:
+        """Gradients have been reduced that no optimizer has used."""
+        if not self._operator._overrides_loop() or self._sync is None:
             return False  # the default loop's windows are the cursor's
         waits = opened.stepped_at is None and self._rounds > opened.rounds
         return waits or self._sync.has_open_window
 
-    def _about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         opened = self._open
         if self._has_own_loop:
-            self._keep_everything(optimizer)
-        # One that steps elsewhere moves nothing here before it was answered.
+            self._copy_before_first_step(optimizer)
+        # An optimizer at a parameter server changes nothing here before the server has answered.
         if opened is not None and not self._steps_elsewhere(optimizer):
             opened.num_stepped += 1
 
-    def _has_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._open is not None and self._steps_elsewhere(optimizer):
             self._open.num_stepped += 1
 
     def _steps_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._sync is not None and self._sync.has_state_of(optimizer)
 
-    def _keep_everything(self, optimizer: torch.optim.Optimizer) -> None:
+    def _copy_before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._stepped_once.add(id(optimizer))
         opened = self._open
         if opened is None or opened.stepped_at is not None:
@@ -309,32 +329,37 @@ class Rollback:
 
     @property
     def is_past_undoing(self) -> bool:
-        """An optimizer has begun to step, and there is no copy of what it changes."""
+        """An optimizer has begun to step, and nothing was copied before."""
         opened = self._open
-        return opened is not None and self._has_moved(opened)
+        return opened is not None and self._has_uncopied_step(opened)
 
-    def _has_moved(self, opened: OpenStep) -> bool:
+    def _has_uncopied_step(self, opened: OpenStep) -> bool:
         # Whether weights have changed cannot be asked: fused kernels raise no version counter.
-        return self._taken(opened) > 0 and opened.everything is None
+        return self._num_steps(opened) > 0 and opened.everything is None
 
-    def _taken(self, opened: OpenStep) -> int:
+    def _num_steps(self, opened: OpenStep) -> int:
         return opened.num_stepped - self._operator._lockstep.steps_taken_back
 
     @property
     def is_complete(self) -> bool:
         """There is no way back, and as many optimizers have stepped as in any step before.
 
-        What a loop of the user's own does behind them is not known, and communicates nothing.
+        Then the step counts. What a loop of the user's own does after its optimizers is not known,
+        but communicates nothing.
         """
         opened = self._open
-        if opened is None or not self._has_moved(opened) or self._rounds != opened.stepped_at:
+        if (
+            opened is None
+            or not self._has_uncopied_step(opened)
+            or self._rounds != opened.stepped_at
+        ):
             return False
-        has_old = opened.gradients is not None or self._has_added(opened)
-        return self._taken(opened) == self._usual_steps and not has_old
+        has_old = opened.gradients is not None or self._has_added_up(opened)
+        return self._num_steps(opened) == self._usual_steps and not has_old
 
     @property
     def is_settled(self) -> bool:
-        """What has happened is not taken back any more."""
+        """No step is open: nothing will be taken back."""
         return self._open is None
 
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
@@ -347,30 +372,30 @@ class Rollback:
             cursor.move_to(cursor.epoch, cursor.step)
             return True
         is_undone = self._undo(opened, cursor, tally)
-        # Last: who is interrupted in it begins it anew.
+        # Last: after Ctrl-C in the undo, the step is still open and the undo is done again.
         self._open = None
         return is_undone
 
     def _undo(self, opened: OpenStep, cursor: Cursor, tally: Tally) -> bool:
-        self._count_from(opened.mark, cursor, tally)
+        self._return_counts(opened.start, cursor, tally)
         self.put_buffers_back()
         for parameter in self._run.parameters():
             parameter.grad = None
         gathered = opened.gradients or self._carried
         if not self.carry(gathered):
             return False
-        # Of an optimizer that has stepped weights and state would be those of after.
-        has_stepped = self._has_moved(opened)
+        # Weights and states of an optimizer that has stepped would be those after its step.
+        has_stepped = self._has_uncopied_step(opened)
         is_lost = has_stepped or self._written.has_missed()
-        if gathered is None and self._has_added(opened):
+        if gathered is None and self._has_added_up(opened):
             is_lost = self._adds_up = True
         if opened.everything is not None:
-            opened.everything.put_back()
-        # After it: a forward that writes comes before the step for which everything is copied.
-        self._written.put_back()
-        if opened.settings is not None:
-            # After it: schedulers may have stepped between the batches of a window.
-            opened.settings.put_back()
+            opened.everything.restore()
+        # Later: a forward writes before the optimizer's step, for which everything was copied.
+        self._written.restore()
+        if opened.schedules is not None:
+            # Later: schedulers may have stepped between the batches of a window, before the copy.
+            opened.schedules.restore()
         if has_stepped and self._has_own_loop:
             self._steps_early = True
         return not is_lost
@@ -379,30 +404,30 @@ class Rollback:
         """Give buffers the values that they had when the open step began."""
         if self._open is None:
             return
-        for (owner, key), buffer in zip(self._places, self._open.buffers, strict=True):
+        for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
             owner._buffers[key] = buffer
-        overwrite(self._open.buffers, self._kept)
+        self._buffers.restore()
 
     @property
     def written(self) -> list[int]:
-        """Which parameters a batch writes before an optimizer steps, by their numbers."""
+        """Numbers of the parameters that a batch writes to before an optimizer steps."""
         return [n for n, each in enumerate(self._run.parameters()) if each in self._written]
 
     def expect_written(self, places: list[int]) -> None:
-        """Others have learned which ones they are."""
+        """Other ranks have learned which parameters a batch writes to."""
         parameters = list(self._run.parameters())
         self._written.expect(parameters[place] for place in places)
 
-    def _count_from(self, mark: Mark, cursor: Cursor, tally: Tally) -> None:
-        cursor.move_to(mark.epoch, mark.step)
+    def _return_counts(self, start: StepStart, cursor: Cursor, tally: Tally) -> None:
+        cursor.move_to(start.epoch, start.step)
         stage = self._operator._lockstep
-        stage.committed = self._operator.global_step = mark.committed
+        stage.committed = self._operator.global_step = start.committed
         if stage.step_log is not None:
-            stage.step_log.back_to(mark.committed)
-        tally.steps, tally.samples = mark.tally_steps, mark.tally_samples
-        if mark.meters is not None:
-            stage.meters = mark.meters
-        stage.measures.back_to(mark.measures)
+            stage.step_log.back_to(start.committed)
+        tally.steps, tally.samples = start.tally_steps, start.tally_samples
+        if start.meters is not None:
+            stage.meters = start.meters
+        stage.registered_metrics.back_to(start.measures)
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:
@@ -410,7 +435,7 @@ def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMete
     return AverageMeterCollection() if tally.steps < 0 else meters.copy()
 
 
-class _Settings:
+class _Schedules:
     """What schedulers change: their own state, and the optimizers' learning rates."""
 
     def __init__(self, run: TrainingParts) -> None:
@@ -421,7 +446,7 @@ class _Settings:
             for groups in (optimizer.param_groups for optimizer in run.optimizers)
         ]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
@@ -432,8 +457,9 @@ class _Settings:
 
 
 def _everything(run: TrainingParts, optimizers: list[torch.optim.Optimizer]) -> StateCopy:
-    """Weights, their averages, and the states of schedulers and of these optimizers."""
+    """Weights, their averages, and the states of these optimizers; not those of schedulers, of
+    which `_Schedules` has older copies."""
     averages = [
         each for average in run.averages for each in (*average.parameters(), *average.buffers())
     ]
-    return StateCopy((*run.parameters(), *averages), (*optimizers, *run.schedulers))
+    return StateCopy((*run.parameters(), *averages), optimizers)

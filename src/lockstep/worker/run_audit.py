@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watch over a run: what this worker's optimizers use and leave, for the driver to compare.
+"""The audit of a run: what this worker's optimizers use and leave, for the driver to compare.
 
-It reads and communicates nothing. The audit's hooks are in torch only while the operator's `setup`
-and training loop run, so that nothing of the user's own process is watched in between; what was
-seen goes to the driver with the worker's report (see `lockstep.audit.ledger`).
+The audit only reads, and communicates nothing. Its hooks are in torch only while the operator's
+`setup` and training loop run, so that nothing else of the user's process is watched. The records go
+to the driver with the worker's report (see `lockstep.audit.ledger`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 WATCHED_EVERY: Final = 64
-"""Steps; replicas that have drifted apart stay apart. The first ones are looked at more often."""
+"""Every so many steps replicas are compared: those that have drifted apart stay apart. The first
+steps are compared more often."""
 
 
 class RunAudit:
-    """One worker's watch, from one formation of the group to the next.
+    """The audit of one worker, from one formation of the group to the next.
 
     Without `attach` (a copy that `verify` makes, ``audit="off"``) it does nothing.
     """
@@ -60,14 +61,14 @@ class RunAudit:
             self._probe = Probe(mode=self._mode, run=run)
 
     def detach(self) -> None:
-        """The group is left, or lost: what was seen of it is forgotten. Idempotent."""
+        """The group is left, or lost: drop the records of it. Idempotent."""
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.stop()
 
     @contextmanager
     def during_setup(self) -> Iterator[None]:
-        """While wrappers and optimizers are made; lockstep's own need not be seen being made."""
+        """While `setup` makes wrappers and optimizers; lockstep's own need not be watched."""
         if self._synchronised:
             yield
         else:
@@ -81,7 +82,7 @@ class RunAudit:
             self._probe.run.modules = run.plain_modules()
             self._probe.run.optimizers = run.optimizers
             for track in self._probe.ledger.tracks:
-                # The last one is where the next call's begin.
+                # The records of the next call begin with the last step of this one.
                 track.steps = track.steps[-1:]
                 self._before[track.key] = len(track.steps)
         with self._hooked():
@@ -101,7 +102,7 @@ class RunAudit:
             probe.pause()
 
     def seen(self) -> Ledger | None:
-        """What this worker saw in the last call; the driver's to keep."""
+        """The records of the last call, copied for the driver; None without an audit."""
         if self._probe is None:
             return None
         ledger = self._probe.ledger

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that one pass over the data, or one call, leaves to the next.
 
-A loop of the user's own may gather gradients over batches of two passes. What came before a pass
-is not computed again in it: only the loop knows how passes differ (the numbers of its batches start
-anew). So the gradients themselves are kept, which every rank holds alike once they are reduced.
+A loop of the user's own may accumulate gradients over the batches of two passes. A pass that is
+begun anew cannot compute the batches of the pass before again: only the loop knows how passes
+differ (the numbers of its batches start anew). So the gradients themselves are copied. Once they
+are reduced, every rank holds the same ones.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ class SavedGradients:
     """Copies of gradients, by parameter.
 
     Attributes:
-        is_torn: some of it had not been reduced: each rank held its own part, and that of a rank
-            that is gone is gone.
+        is_unreduced: some gradients had not been reduced: each rank held a part of its own, and the
+            part of a rank that has died is lost.
     """
 
     gradients: Sequence[torch.Tensor | None]
-    is_torn: bool = False
+    is_unreduced: bool = False
 
     @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter], *, is_torn: bool) -> SavedGradients:
-        """What `parameters` hold now."""
+    def take(cls, parameters: Iterable[nn.Parameter], *, is_unreduced: bool) -> SavedGradients:
+        """Copies of the gradients that `parameters` hold now."""
         held = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
-        return cls(held, is_torn)
+        return cls(held, is_unreduced)
 
-    def put_into(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make them the parameters' gradients again; they can be put back once more."""
+    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make copies of them the parameters' gradients again."""
         for parameter, gradient in zip(parameters, self.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)

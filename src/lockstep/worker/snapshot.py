@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a run's state, taken between two steps while training goes on.
+"""Snapshots for checkpoints: copies of a run's state, taken between two steps of a call.
 
-All ranks hold the same state, so one of them copies it and the others merely wait for it in their
-next step. Two things only all ranks together know, and then all take part: optimizers' states in
-shards, and what operators with a `state_dict` of their own keep. So when a copy is due must follow
-from what all ranks count alike: the steps of the run.
+All ranks hold the same state, so rank 0 copies it, and the others merely wait for rank 0 in their
+next step. Two parts of a state only all ranks together know: optimizers' states in shards, and the
+states that operators with a `state_dict` of their own return. Then all ranks take part. So the
+moment at which a snapshot is due must follow from a number that all ranks count alike: the steps of
+the run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lockstep.worker.tensor_pool import TensorPool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.worker.worker import Worker
+    from lockstep.worker.state_access import StateAccess
 
 
 @dataclass(frozen=True)
@@ -31,29 +32,29 @@ class Snapshot:
     Attributes:
         step: global batches that the run has committed.
         state: as `TorchTrainer.state_dict` returns it.
-        shelf: where its memory goes when it is not needed any more.
+        pool: takes the memory of the copy when the snapshot has been written.
     """
 
     step: int
     state: dict[str, Any]
-    shelf: TensorPool | None = None
+    pool: TensorPool | None = None
 
     def give_back(self) -> None:
-        """Nobody needs it any more; the next copy will be written over it."""
-        if self.shelf is not None:
-            self.shelf.put_back(self.state)
+        """The snapshot has been written, or left out: the next one may use its memory."""
+        if self.pool is not None:
+            self.pool.put_back(self.state)
 
 
-class Snapshots:
-    """When a worker copies its state, and the latest copy until somebody fetches it.
+class SnapshotTaker:
+    """Takes a worker's snapshots when they are due; holds the latest until the driver fetches it.
 
     `take` and `request` alone may be called from another thread.
 
     Attributes:
-        give: called with each copy in the worker's own process, instead of keeping it.
+        give: called with each snapshot in the worker's own process, instead of holding it.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: StateAccess) -> None:
         self.give: Callable[[Snapshot], None] | None = None
         self._worker = worker
         self._seen: int | None = None
@@ -62,7 +63,7 @@ class Snapshots:
         self._latest: Snapshot | None = None
         self._has_stepped = False
         self._handles: list[Any] = []
-        self._shelf = TensorPool()
+        self._pool = TensorPool()
         self._on_its_way: Snapshot | None = None
 
     # ---------------------------------------------------------------- from another thread
@@ -72,7 +73,7 @@ class Snapshots:
         self._is_requested = True
 
     def take(self) -> Snapshot | None:
-        """The latest copy that nobody has had yet. Who asks again has done with the one before."""
+        """The latest snapshot, once. A driver that asks again is done with the one before."""
         if self._on_its_way is not None:
             self._on_its_way.give_back()
         with self._lock:
@@ -80,12 +81,12 @@ class Snapshots:
         return self._on_its_way
 
     def finish(self) -> None:
-        """Nothing is on its way to who is in the same process."""
+        """See `SnapshotFetcher`: in the driver's own process no snapshot is on its way."""
 
     # --------------------------------------------------------------------------- training
 
     def watch_optimizers(self) -> None:
-        """A loop of the user's own says by its optimizers' steps where its windows end."""
+        """Learn from optimizers' steps where the windows of a loop of the user's own end."""
         if self._has_own_loop:
             self._handles = [
                 optimizer.register_step_post_hook(self._note_step)
@@ -106,7 +107,7 @@ class Snapshots:
             self._seen = self._committed
 
     def forget(self) -> None:
-        """What some ranks have copied and others perhaps not is nobody's copy."""
+        """The group forms anew: ranks may have counted different snapshots, and begin again."""
         self._seen, self._has_stepped = None, False
         self.begin()
 
@@ -122,12 +123,13 @@ class Snapshots:
             self._answer(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_everybody):
             return
-        # Only it knows what it holds between two batches: its turn is after the call.
-        if not self._worker.operator._brings("train_epoch"):
+        # Only a `train_epoch` of the user's own knows what it holds between two batches: then the
+        # snapshot is taken after the call.
+        if not self._worker.operator._overrides("train_epoch"):
             self._copy()
 
     def after_call(self) -> None:
-        """A call of `train` has ended; what could not be copied in the middle of it is now."""
+        """A call of `train` has ended: take the snapshot that was not possible within the call."""
         if self._is_due and (self._has_own_loop or self._is_settled):
             self._copy()
 
@@ -145,12 +147,12 @@ class Snapshots:
     @property
     def _needs_everybody(self) -> bool:
         spec, operator = self._worker.spec, self._worker.operator
-        keeps_its_own = spec.num_workers > 1 and operator._brings("state_dict")
+        keeps_its_own = spec.num_workers > 1 and operator._overrides("state_dict")
         return spec.options.sync == "fsdp" or keeps_its_own
 
     @property
     def _has_own_loop(self) -> bool:
-        return self._worker.operator._brings_own_loop()
+        return self._worker.operator._overrides_loop()
 
     @property
     def _is_settled(self) -> bool:
@@ -160,7 +162,7 @@ class Snapshots:
         return not self._worker.cursors["train"].has_open_window
 
     def _answer(self, is_settled: bool) -> None:
-        """What was asked for by somebody who cannot wait for the end of the call."""
+        """Take the snapshot that the driver has requested, and that cannot wait for the call."""
         if self._worker.rank != 0:
             self._is_requested = False
         elif self._worker.before_call is not None:
@@ -181,19 +183,19 @@ class Snapshots:
         if worker.rank != 0 and not everybody:
             return
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
-        state = worker.state_dict(partial(copied, clone=self._shelf.copy_of)) if whole else {}
-        self._shelf.clear()
-        if everybody and worker.operator._brings("state_dict"):
+        state = worker.state_dict(partial(copied, clone=self._pool.copy_of)) if whole else {}
+        self._pool.clear()
+        if everybody and worker.operator._overrides("state_dict"):
             own = state["operator"] if whole else copied(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:
-            self._keep(Snapshot(state["global_step"], state, self._shelf))
+            self._keep(Snapshot(state["global_step"], state, self._pool))
 
     def _by_rank(self, own: Any) -> list[Any]:
         worker, found = self._worker, []
         if worker.spec.num_workers == 1:
             return [own]
-        group = worker.operator._lockstep.setting.group
+        group = worker.operator._lockstep.context.group
         for source in range(worker.spec.num_workers):
             if source == worker.rank:
                 state_broadcast.send(group, own)

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import split_batch_size
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
+from lockstep.serialization import pickled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from lockstep.operator import TrainingOperator
 
@@ -51,6 +53,20 @@ class WorkerSpec:
             and options.add_dist_sampler
             and options.sync in _RECOVERABLE
         )
+
+    def pickled(self) -> bytes:
+        """The spec as bytes.
+
+        Raises:
+            NotPicklableError: names the argument that cannot be pickled, and the key of `config`.
+        """
+        if isinstance(self.config, Mapping):
+            for key, value in self.config.items():
+                pickled(value, f"config[{key!r}]")
+        if self.initialization_hook is not None:
+            pickled(self.initialization_hook, "initialization_hook")
+        pickled(self.operator_cls, f"the operator class {self.operator_cls.__name__}")
+        return pickled(self, "the trainer's arguments")
 
     @property
     def can_go_back(self) -> bool:

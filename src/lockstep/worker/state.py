@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's state as plain tensors and Python, and back.
+"""A run's state as plain tensors and Python, and back.
 
-Taking a state over is all or nothing: everything that can be compared is compared before
-anything is changed, and what fails later is undone from a copy.
+What a state consists of stands in `_parts`: models, averages, optimizers and schedulers each give a
+``state_dict`` and load one. A checkpoint, the state that a joining worker receives, the copy that
+`verify` makes and the return to an older state all go through `collect` and `apply`. The undo of a
+single step does not: it writes over tensors where they are (see `rollback`).
+
+Taking a state over is all or nothing: `check` compares everything that can be compared before
+`apply` changes anything, and the caller undoes what fails later from a copy.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -18,13 +23,26 @@ from torch import nn
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.operator.state_copy import load_state
-from lockstep.sync import is_block, is_expanded
+from lockstep.tensor_copies import is_block, is_expanded
+from lockstep.tensor_tree import rebuilt, tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
+
+_AVERAGES: Final = "ema"
+"""The key of the one part that a state may lack: averages begin at its weights."""
+
+
+def _parts(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
+    """Everything registered that has a ``state_dict``, by its key in a state, under which stands a
+    list: the noun for one of them in messages, and all of them."""
+    return {
+        "models": ("model", run.plain_models()),
+        _AVERAGES: ("average (ema)", run.averages),
+        "optimizers": ("optimizer", run.optimizers),
+        "schedulers": ("scheduler", run.schedulers),
+    }
 
 
 def collect(
@@ -33,21 +51,19 @@ def collect(
     """Everything that the operator registered, on the CPU.
 
     Args:
-        take: `copied`, or `moved` for who is done with it before training goes on.
+        take: `copied`; or `moved`, for a caller that is done with the state before training goes
+            on.
     """
     state: dict[str, Any] = {
-        "models": [take(model.state_dict()) for model in run.plain_models()],
-        "optimizers": [take(optimizer.state_dict()) for optimizer in run.optimizers],
-        "schedulers": [take(scheduler.state_dict()) for scheduler in run.schedulers],
-        "criterion": take(run.plain_criterion().state_dict())
-        if isinstance(run.criterion, nn.Module)
-        else None,
-        "precision": take(operator._lockstep.precision.state_dict()),
-        "operator": _state_of_its_own(operator, take),
-        "global_step": operator._lockstep.committed,
+        key: [take(member.state_dict()) for member in members]
+        for key, (_, members) in _parts(run).items()
+        if members or key != _AVERAGES
     }
-    if run.averages:
-        state["ema"] = [take(average.state_dict()) for average in run.averages]
+    is_module = isinstance(run.criterion, nn.Module)
+    state["criterion"] = take(run.plain_criterion().state_dict()) if is_module else None
+    state["precision"] = take(operator._lockstep.precision.state_dict())
+    state["operator"] = _state_of_its_own(operator, take)
+    state["global_step"] = operator._lockstep.committed
     return state
 
 
@@ -82,56 +98,34 @@ def copied(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _cloned) 
     Args:
         clone: copies one tensor to the CPU, into memory of its choice.
     """
-    return _rebuilt(value, clone, copy.deepcopy)
+    return _converted(value, clone, copy.deepcopy)
 
 
 def moved(value: Any) -> Any:
     """The same structure on the CPU; what is there already is not copied."""
-    return _rebuilt(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
+    return _converted(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
 
 
-def _rebuilt(
+def _converted(
     value: Any, move: Callable[[torch.Tensor], torch.Tensor], keep: Callable[[Any], Any]
 ) -> Any:
-    if isinstance(value, torch.Tensor):
-        return move(whole(value.detach()))
-    if isinstance(value, Mapping):
-        copies = OrderedDict((key, _rebuilt(item, move, keep)) for key, item in value.items())
-        # A module's `state_dict()` carries the versions of its layouts.
-        metadata = getattr(value, "_metadata", None)
-        if metadata is None:
-            return dict(copies)
-        vars(copies)["_metadata"] = copy.deepcopy(metadata)
-        return copies
-    if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, move, keep) for item in value)
-    return keep(value)
+    def convert(leaf: Any) -> Any:
+        return move(whole(leaf.detach())) if isinstance(leaf, torch.Tensor) else keep(leaf)
+
+    return tree_map(convert, value, _as_plain)
 
 
-def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
-    """What is there in another number, or is nothing that `state_dict` returns."""
-    found: list[str] = []
-    for what, mine in (
-        ("models", run.models),
-        ("optimizers", run.optimizers),
-        ("schedulers", run.schedulers),
-        ("averages (ema)", run.averages),
-    ):
-        is_average = mine is run.averages
-        theirs = state.get("ema" if is_average else what) or []
-        if not isinstance(theirs, list | tuple) or any(
-            not isinstance(each, Mapping) for each in theirs
-        ):
-            found.append(f"its {what} are no list of state_dicts")
-        # A state without averages fits, for they begin at its weights.
-        elif len(theirs) != len(mine) and (theirs or not is_average):
-            found.append(f"it holds {len(theirs)} {what}, the operator registered {len(mine)}")
-    for what in ("criterion", "precision"):
-        if not isinstance(state.get(what) or {}, Mapping):
-            found.append(f"its {what} is no state_dict")
-    if not isinstance(state.get("global_step", 0), int):
-        found.append("its global_step is no number")
-    return found
+def _as_plain(like: Any, values: list[Any]) -> Any:
+    """Mappings of any class become dicts: a checkpoint holds no other."""
+    if not isinstance(like, Mapping):
+        return rebuilt(like, values)
+    # A module's `state_dict()` carries the versions of its layouts.
+    metadata = getattr(like, "_metadata", None)
+    if metadata is None:
+        return dict(zip(like, values, strict=True))
+    copies = OrderedDict(zip(like, values, strict=True))
+    vars(copies)["_metadata"] = copy.deepcopy(metadata)
+    return copies
 
 
 def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
@@ -139,24 +133,44 @@ def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     found = _kind_problems(run, state)
     if found:
         return found
-    for index, (model, saved) in enumerate(zip(run.plain_models(), state["models"], strict=True)):
-        found += _module_problems(f"model {index}", model, saved)
+    for key, (noun, members) in _parts(run).items():
+        for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=False)):
+            found += _member_problems(f"{noun} {index}", member, saved)
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
         found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
-    for index, pair in enumerate(zip(run.averages, state.get("ema") or [], strict=False)):
-        found += _module_problems(f"average (ema) {index}", *pair)
-    for index, (optimizer, saved) in enumerate(
-        zip(run.optimizers, state["optimizers"], strict=True)
-    ):
-        mine_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved.get("param_groups", [])]
-        if mine_sizes != saved_sizes:
-            found.append(
-                f"optimizer {index} holds parameter groups of sizes {saved_sizes} there,"
-                f" {mine_sizes} here"
-            )
     return found
+
+
+def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
+    """Parts of `state` that are too many or too few, or nothing that `state_dict` returns."""
+    found: list[str] = []
+    for key, (_, members) in _parts(run).items():
+        saved, plural = state.get(key) or [], "averages (ema)" if key == _AVERAGES else key
+        is_list = isinstance(saved, list | tuple)
+        if not is_list or not all(isinstance(each, Mapping) for each in saved):
+            found.append(f"its {plural} are no list of state_dicts")
+        # A state without averages fits, for they begin at its weights.
+        elif len(saved) != len(members) and (saved or key != _AVERAGES):
+            found.append(f"it holds {len(saved)} {plural}, the operator registered {len(members)}")
+    for key in ("criterion", "precision"):
+        if not isinstance(state.get(key) or {}, Mapping):
+            found.append(f"its {key} is no state_dict")
+    if not isinstance(state.get("global_step", 0), int):
+        found.append("its global_step is no number")
+    return found
+
+
+def _member_problems(name: str, member: Any, saved: Mapping[str, Any]) -> list[str]:
+    if isinstance(member, nn.Module):
+        return _module_problems(name, member, saved)
+    if not isinstance(member, torch.optim.Optimizer):
+        return []
+    here = [len(group["params"]) for group in member.param_groups]
+    there = [len(group["params"]) for group in saved.get("param_groups", [])]
+    if here == there:
+        return []
+    return [f"{name} holds parameter groups of sizes {there} there, {here} here"]
 
 
 def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
@@ -195,34 +209,33 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
 
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
-    for model, saved in zip(run.plain_models(), state["models"], strict=True):
-        _load(model, saved)
+    for key, (_, members) in _parts(run).items():
+        if key == _AVERAGES and not state.get(key):
+            _begin_averages(run)
+            continue
+        for member, saved in zip(members, state.get(key) or [], strict=True):
+            if isinstance(member, nn.Module):
+                _load_module(member, saved)
+            else:
+                # Optimizers keep what they are given; another rank's copy must not be shared.
+                load_state(member, copied(saved))
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
-        _load(run.plain_criterion(), state["criterion"])
-    _load_averages(run, state.get("ema"))
-    for optimizer, saved in zip(run.optimizers, state.get("optimizers") or [], strict=True):
-        # Optimizers keep what they are given; another rank's copy must not be shared.
-        load_state(optimizer, copied(saved))
-    for scheduler, saved in zip(run.schedulers, state.get("schedulers") or [], strict=True):
-        scheduler.load_state_dict(copy.deepcopy(saved))
+        _load_module(run.plain_criterion(), state["criterion"])
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
     if state.get("operator") is not None:
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 
 
-def _load_averages(run: TrainingParts, saved: Sequence[Mapping[str, Any]] | None) -> None:
-    for number, (model, average) in enumerate(zip(run.plain_models(), run.averages, strict=False)):
-        if saved:
-            _load(average, saved[number])
-        else:
-            # An average that has averaged nothing takes the weights as they are.
-            average.n_averaged.zero_()
-            average.update_parameters(model)
-            average.n_averaged.zero_()
+def _begin_averages(run: TrainingParts) -> None:
+    """An average that has averaged nothing takes the weights as they are."""
+    for model, average in zip(run.plain_models(), run.averages, strict=False):
+        average.n_averaged.zero_()
+        average.update_parameters(model)
+        average.n_averaged.zero_()
 
 
-def _load(module: nn.Module, saved: Mapping[str, Any]) -> None:
+def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """``load_state_dict``, also of buffers into which torch refuses to write."""
     places: dict[int, torch.Tensor] = {}
     for path, part in module.named_modules():
@@ -238,7 +251,7 @@ def _load(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def _takes(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether it can be written over, or is nothing that torch would write over."""
+    """Whether torch can write `value` over the buffer, or would refuse it by its shape."""
     if buffer.is_nested or value.is_nested or buffer.shape != value.shape:
         return True
     if is_block(buffer) and is_block(value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run, out of a worker and into it."""
+"""A worker's state of the run: what the operator registered, and the place in the data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardPlacement, shards_of
 from lockstep.errors import CheckpointError
-from lockstep.operator.loops import registered
+from lockstep.operator.default_loss import registered
 from lockstep.worker import state as states
-from lockstep.worker.cursor import Cursor
+from lockstep.worker.batch_sources import open_source
+from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.queries import Queries
-from lockstep.worker.step_sources import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.dataset_source import DatasetSource
+    from lockstep.worker.dataset_switch import DatasetSwitch
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
 
@@ -32,8 +32,9 @@ class StateAccess(Queries):
     spec: WorkerSpec
     rank: int
     owed: int
+    before_call: dict[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
-    _feed: DatasetSource
+    _feed: DatasetSwitch
     _rollback: Rollback | None
 
     @property
@@ -68,7 +69,7 @@ class StateAccess(Queries):
         self.cursors.clear()
 
     def state_to_write(self) -> dict[str, Any]:
-        """`state_dict` for who is done with it before training goes on: not all is copied."""
+        """`state_dict` for a caller that is done with it before training goes on: copies less."""
         return self.state_dict(states.moved)
 
     def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class StateAccess(Queries):
             for purpose, cursor in self.cursors.items()
         }
         self._rewind_to_window(state)
-        placement = self.operator._lockstep.setting.placement
+        placement = self.operator._lockstep.context.placement
         state["seed"], state["num_shards"] = placement.seed, placement.num_shards
         return state
 
@@ -94,7 +95,7 @@ class StateAccess(Queries):
             cursor = self.cursors["train"]
             state["position"]["train"]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
-            before = self.operator._lockstep.buffers_before
+            before = self.operator._lockstep.window.buffers_before
             if before is not None and cursor.has_open_window:
                 before.put_into([*state["models"], state["criterion"]])
 
@@ -142,12 +143,12 @@ class StateAccess(Queries):
             operator._lockstep.step_log.back_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
-        before = operator._lockstep.setting.placement
+        before = operator._lockstep.context.placement
         placement = self._placement(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
         )
         if placement != before:
-            operator._lockstep.setting = replace(operator._lockstep.setting, placement=placement)
+            operator._lockstep.context = replace(operator._lockstep.context, placement=placement)
             self._open_loaders(operator)
         places = state.get("position", {})
         if not places and "epoch" in state:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of copies that nobody needs any more, for the next ones.
+"""Memory of snapshots that have been written, for the next ones.
 
 Memory fresh from the operating system is mapped page by page as it is written to. Measured for
 400 MB: a copy into it takes ten times as long as one into memory that was written to before.
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-from lockstep.operator.model_copies import tensors_in
-from lockstep.sync import is_block
+from lockstep.tensor_copies import is_block
+from lockstep.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class TensorPool:
-    """Tensors on the CPU, waiting to be written over.
+    """Tensors on the CPU that may be written over.
 
-    They may be put back from another thread than the one that takes them.
+    `put_back` may be called from another thread than `copy_of`.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TensorPool:
         return place.copy_(tensor)
 
     def put_back(self, state: Any) -> None:
-        """Take the tensors of a copy that nobody will look at again."""
+        """Take the tensors of a state that is not needed any more."""
         # By identity: what stands in two places of a state must not become two copies' memory.
         tensors = {id(tensor): tensor for tensor in tensors_in(state)}
         for tensor in tensors.values():
@@ -47,7 +47,7 @@ class TensorPool:
                 self._free[_kind(tensor)].append(tensor)
 
     def clear(self) -> None:
-        """Let go of what was not needed; the model may have changed."""
+        """Free the tensors that the latest snapshot did not need; the model may have changed."""
         self._free.clear()
 
 

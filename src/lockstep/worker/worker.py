@@ -13,20 +13,20 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.step_log import StepLog
-from lockstep.operator.loops import registered
+from lockstep.operator.default_loss import registered
 from lockstep.operator.non_finite_check import watch_optimizers
-from lockstep.operator.optimizer_checks import agree_on_steps
+from lockstep.operator.optimizer_comparison import agree_on_steps
 from lockstep.operator.optimizer_hooks import follow_steps
 from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.randomness import derive_seed, preserved
-from lockstep.worker import group_formation, prediction, trial
-from lockstep.worker.connections import Connections
-from lockstep.worker.cursor import Tally
-from lockstep.worker.dataset_source import DatasetSource
+from lockstep.worker import group_formation, parity_trial, prediction
+from lockstep.worker.data_cursor import Tally
+from lockstep.worker.dataset_switch import DatasetSwitch
 from lockstep.worker.determinism import deterministic
 from lockstep.worker.device import pick_device
+from lockstep.worker.gloo_sockets import GlooSockets
 from lockstep.worker.loop_run import LoopRequest, LoopRun
 from lockstep.worker.process_group import (
     Rendezvous,
@@ -37,7 +37,7 @@ from lockstep.worker.process_group import (
 )
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.run_audit import RunAudit
-from lockstep.worker.snapshot import Snapshots
+from lockstep.worker.snapshot import SnapshotTaker
 from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
 
@@ -80,11 +80,11 @@ class Worker(StateAccess):
         self._group: dist.ProcessGroup | None = None
         self._handle: Group | None = None
         self._rendezvous: Rendezvous | None = None
-        self._connections = Connections()
+        self._connections = GlooSockets()
         self._num_copies = 0
         self._operator = None
         self.cursors = {}
-        self._feed = DatasetSource()
+        self._feed = DatasetSwitch()
         self._before_load: tuple[dict[str, Any], int] | None = None
         self.before_call: dict[str, Any] | None = None
         self.owed = 0
@@ -96,7 +96,7 @@ class Worker(StateAccess):
         self._threads_before: int | None = None
         self.has_state = False
         self.loop_run = None
-        self.snapshots = Snapshots(self)
+        self.snapshots = SnapshotTaker(self)
         self._watch = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None
         self.on_boundary: Callable[[], None] | None = None
@@ -151,7 +151,7 @@ class Worker(StateAccess):
         spec = self.spec
         if self._handle is None:
             self._handle = Group(self._group, device)
-        setting = RankContext(
+        context = RankContext(
             world_rank=self.rank,
             world_size=spec.num_workers,
             local_rank=self.local_rank,
@@ -164,8 +164,8 @@ class Worker(StateAccess):
             is_spare=is_spare,
             owner=self._rendezvous.owner if self._rendezvous is not None else None,
         )
-        config = config_for(spec.config, spec.num_shards, setting.placement.shards[0])
-        operator = spec.operator_cls(config, setting)
+        config = config_for(spec.config, spec.num_shards, context.placement.shards[0])
+        operator = spec.operator_cls(config, context)
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
         operator._lockstep.step_log = StepLog(spec.log_every) if spec.log_every else None
@@ -176,14 +176,14 @@ class Worker(StateAccess):
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
             # What `setup` did after `register` it may have done on some ranks only.
             run.sync.agree_on_values()
-            agree_on_steps(setting.group, run)
+            agree_on_steps(context.group, run)
         self._open_loaders(operator)
         # First: a step that it refuses is none to the others.
-        self._handles = [] if is_trial else watch_optimizers(operator)
+        self._handles = [] if is_trial else watch_optimizers(operator, run)
         if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
         self.snapshots.watch_optimizers()
-        self._handles += follow_steps(operator)
+        self._handles += follow_steps(operator, run)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
@@ -192,7 +192,7 @@ class Worker(StateAccess):
             Every rank.
         """
         self._rendezvous = rendezvous
-        self._connections = Connections(rendezvous.generation)
+        self._connections = GlooSockets(rendezvous.generation)
         with self._connections.opening():
             self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
         self._handle = Group(self._group, device)
@@ -361,9 +361,9 @@ class Worker(StateAccess):
 
     # --------------------------------------------------------------------- copies beside it
 
-    def verify(self, num_steps: int) -> trial.Trial:
+    def verify(self, num_steps: int) -> parity_trial.Trial:
         """`num_steps` steps on copies; this worker stays as it is."""
-        return trial.run(self, num_steps)
+        return parity_trial.run(self, num_steps)
 
     def predict(self, loader: Any) -> list[prediction.Predicted]:
         """This worker's share of `loader`; the run stays as it is."""
@@ -450,7 +450,7 @@ class Worker(StateAccess):
 
     def _begin(self, request: LoopRequest, interrupted: LoopProgress | None) -> LoopRun:
         training = request.purpose == "train"
-        if training and self.operator._brings("train_epoch"):
+        if training and self.operator._overrides("train_epoch"):
             self.before_call = self.state_dict()
         if self._rollback is not None and training:
             self._rollback.begin_call(self.cursors["train"])

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's loader is kept: every field, the subclass, the sampler's own stream."""
+"""The user's loader is kept: every field, the subclass, the sampler's own stream.
+
+`lockstep.data.global_batches` reads the loader, `lockstep.data.isolated_randomness` keeps the
+random numbers of its sampler, and `lockstep.data.loader_copy` makes a loader like it.
+"""
 
 import itertools
 import random
@@ -17,8 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data import ShardedLoader, ShardPlacement
-from lockstep.data.isolation import Isolation, held_generators
+from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
 from lockstep.errors import NotShardableError
 from sharing import by_shard, plain, samples, share_out
 
@@ -61,9 +65,9 @@ def test_every_field_is_kept() -> None:
         pin_memory=False,
     )
     before = dict(vars(loader))
-    sharded = ShardedLoader(loader, ALONE, joint=False, borrow=False)
-    copy = vars(sharded._delivery._loader)
-    assert type(sharded._delivery._loader) is _SubLoader
+    sharded = ShardedLoader(loader, ALONE, parts=BatchParts.BY_SHARD)
+    copy = vars(sharded._copy._loader)
+    assert type(sharded._copy._loader) is _SubLoader
     assert copy.keys() == before.keys()
     for name in before.keys() - REPLACED - {"worker_init_fn"}:
         assert copy[name] is before[name], name
@@ -151,7 +155,7 @@ def test_a_lazy_sampler_draws_the_same_everywhere_and_disturbs_nobody() -> None:
     # Draws of the training step, in between, do not shift the sampler's.
     placement = ShardPlacement(4, range(4), 0)
     disturbed = {}
-    for step in ShardedLoader(make(), placement, joint=False, borrow=False).batches(0, 3):
+    for step in ShardedLoader(make(), placement, parts=BatchParts.BY_SHARD).batches(0, 3):
         torch.rand(3), np.random.rand(3), random.random(), sampler.numpy.random()
         disturbed[step.index] = [plain(part.batch) for part in step.parts]
     assert disturbed[3] == [alone[3, shard] for shard in range(4)]
@@ -189,7 +193,7 @@ def test_the_users_generator_counts_and_is_left_as_it_was() -> None:
 
 
 def test_an_error_in_a_sampler_leaves_the_generators_as_they_were() -> None:
-    isolation = Isolation(1, held_generators(random.Random(1)))
+    isolation = IsolatedRandomness(1, held_generators(random.Random(1)))
     state = torch.get_rng_state()
 
     def broken() -> object:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hurried user does to a trainer, and what it answers."""
+"""What a hurried user does to a trainer, and what it answers.
+
+`lockstep.trainer.call_errors` and `lockstep.trainer.driver`.
+"""
 
 import threading
 

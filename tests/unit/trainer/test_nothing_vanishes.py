@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a user can return, set, pass or override is used, or refused by its name.
 
+`lockstep.trainer.unused_definitions`, `lockstep.trainer.callbacks` and `lockstep.trainer.driver`.
 The tables are held to the classes: a new public name that no row knows fails a test.
 """
 
@@ -11,8 +12,8 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
-from tests.unit.integrations.lightning_modules import Classifier
-from tests.unit.integrations.lightning_modules import loader as rows
+from tests.unit.integrations.lightning.modules import Classifier
+from tests.unit.integrations.lightning.modules import loader as rows
 from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
 from torch import nn
 
@@ -76,8 +77,8 @@ REFUSED = {
 
 ELSEWHERE = {
     "joint_loss": "tests/ray/test_joint_losses.py",
-    "loss_reduction": "tests/unit/trainer/test_loss_reduction.py",
-    "register_metrics": "a user's setup calls it; tests/unit/integrations/test_torchmetrics.py",
+    "loss_reduction": "tests/unit/operator/test_loss_reduction.py",
+    "register_metrics": "a user's setup calls it; tests/unit/operator/test_registered_metrics.py",
     "from_creators": "called by users alone",
     "from_lightning": "called by users alone",
     "from_ptl": "called by users alone",

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.audit.probe.graphs import mark_of
+from lockstep.audit.probe.records import Arrival
 from lockstep.audit.probe.saved import each_saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from lockstep.audit.probe.graphs import Graph, Mark
+    from lockstep.audit.probe.graphs import Graph
     from lockstep.audit.probe.probe import Probe
 
 _MOST: Final = 64
@@ -42,37 +42,6 @@ _SAME: Final = {torch.float32: 1e-9, torch.float64: 1e-12}
 """How far the cosine of two directions may be from 1."""
 
 _JOINING: Final = ("cat", "concat", "stack", "vstack")
-
-
-@dataclass
-class Arrival:
-    """What one collective brought.
-
-    Attributes:
-        origin: what the rules are told of it.
-        detached: what was sent had no gradient.
-        tensors: those that it was written to.
-        memory: theirs, and where it is.
-        joined: the operations that put them together with rows that have a gradient.
-        others: directions of some rows that are only other ranks'.
-        own: directions of some rows that this rank sent.
-    """
-
-    origin: dict[str, Any]
-    detached: bool = False
-    tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    memory: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
-    joined: list[Mark] = field(default_factory=list)
-    others: torch.Tensor | None = None
-    own: torch.Tensor | None = None
-    width: int = 0
-
-    def living(self) -> list[torch.Tensor]:
-        return [t for reference in self.tensors if (t := reference()) is not None]
-
-    def is_sent_back(self) -> bool:
-        """A stage of a pipeline gives what it was sent a gradient, and sends it back."""
-        return any(t.is_leaf and t.requires_grad for t in self.living())
 
 
 def keep(

@@ -9,7 +9,6 @@ state, and what forwards themselves write, as counts of a metric, is no part of 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.records import Evaluated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,37 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.audit.probe.probe import Probe
+    from lockstep.audit.probe.records import Versions
 
 _EVALUATIONS: Final = 200
-_LOOKS: Final = 16
-"""At modules that are evaluated and have no buffers, nor have their parts, between two steps."""
-_FORWARDS: Final = 256
-"""Of one module between two steps, before which it is asked whether its buffers were written."""
-
-_Versions = list[tuple[int, int]]
-
-
-@dataclass
-class Evaluated:
-    """What is known of the evaluation since the last optimizer step.
-
-    Attributes:
-        step: the steps before it.
-        looks: so many modules are looked at until one has buffers.
-        module: that one.
-        written: how often its buffers had been, when they were written down.
-        before: and when its last forward began.
-        again: they were written once more, and that was written down.
-        forwards: so many of them are still asked for it.
-    """
-
-    step: int = -1
-    looks: int = _LOOKS
-    module: weakref.ref[torch.nn.Module] | None = None
-    written: _Versions = field(default_factory=list)
-    before: _Versions = field(default_factory=list)
-    again: bool = False
-    forwards: int = _FORWARDS
 
 
 def note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
@@ -106,7 +78,7 @@ def _write_down(probe: Probe, module: torch.nn.Module) -> bool:
     return True
 
 
-def _versions(module: torch.nn.Module) -> _Versions:
+def _versions(module: torch.nn.Module) -> Versions:
     return [(id(b), 0 if b.is_inference() else b._version) for _, b in _saved_buffers(module)]
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.records import Known
 from lockstep.audit.probe.shards import is_fully_sharded, is_piece
 from lockstep.sync.local_parameters import is_local
 
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 _A_STEP: Final = 8
-
-
-class Known(NamedTuple):
-    """What is known of a module: is it frozen, and one of its parameters that once was not?"""
-
-    module: weakref.ref[Any]
-    frozen: bool
-    trained: weakref.ref[Any] | None = None
-
-    def has_changed(self) -> bool:
-        """Was it looked at when it was trained, and is it perhaps frozen by now?"""
-        param = None if self.frozen or self.trained is None else self.trained()
-        return param is not None and not param.requires_grad
 
 
 def note_call(probe: Probe, module: torch.nn.Module) -> None:

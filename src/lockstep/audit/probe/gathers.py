@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import sys
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep.audit.probe import aliases, arrivals, passed_back
 from lockstep.audit.probe.frames import looks_at_its_locals
-from lockstep.audit.probe.graphs import Graph, Mark, mark_of
+from lockstep.audit.probe.graphs import Graph, mark_of
 from lockstep.audit.probe.loss_graph import weight_at
+from lockstep.audit.probe.records import Reduced
 
 if TYPE_CHECKING:
     from lockstep.audit.ledger import Backward, Collective
@@ -71,26 +71,6 @@ def _note_alias(probe: Probe, tensor: torch.Tensor, left: float, origin: dict[st
         since = aliases.number_of_next_node()
         alias = {"left": left, "since": since}
         keep_reduced(probe, changed, changed.grad_fn, {**origin, "alias": alias})
-
-
-@dataclass
-class Reduced:
-    """A sum over ranks in the place of what autograd has computed.
-
-    Attributes:
-        result: what was computed.
-        value: the same without its graph, where it is small: the program may let the result go.
-        mark: of the operation that computed it.
-        origin: what the rules are told of it.
-        held: the result itself, of the last few sums that have a backward. Hooks of its own, which
-            that backward goes through, are seen on it alone.
-    """
-
-    result: weakref.ref[torch.Tensor]
-    value: torch.Tensor | None
-    mark: Mark
-    origin: dict[str, Any]
-    held: torch.Tensor | None
 
 
 def keep_reduced(probe: Probe, result: torch.Tensor, node: Any, origin: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.ledger import FIRST_STEPS, FIRST_STEPS_WATCH, Ledger
-from lockstep.audit.probe.evaluations import Evaluated
 from lockstep.audit.probe.patches import Patches
+from lockstep.audit.probe.records import Evaluated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.prints import Fingerprint
-    from lockstep.audit.probe.arrivals import Arrival
-    from lockstep.audit.probe.frozen import Known
-    from lockstep.audit.probe.gathers import Reduced
     from lockstep.audit.probe.graphs import Mark
-    from lockstep.audit.probe.schedules import Schedule
+    from lockstep.audit.probe.records import Arrival, Known, Reduced, Schedule
 
 
 _kept: list[Any] = []

@@ -10,38 +10,23 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.records import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.optim.optimizer import Optimizer
 
-    from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Track
     from lockstep.audit.probe.probe import Probe
 
 FACT: Final = "schedules"
 _MOST: Final = 64
-
-
-@dataclass
-class Schedule:
-    """One that was made, and how far it had come after the first step of its optimizer.
-
-    Attributes:
-        where: it was made.
-        began: its ``last_epoch`` then, and None before.
-    """
-
-    ref: weakref.ref[Any]
-    where: list[Place]
-    began: int | None = None
 
 
 def install(probe: Probe) -> None:

@@ -13,7 +13,8 @@ from lockstep.audit.tables import drift_table, gradient_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 _WIDTH, _HEIGHT = 560, 150
 _COLOURS = 4

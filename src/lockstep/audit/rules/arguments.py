@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Step
-    from lockstep.audit.world import SharedTrack
+    from lockstep.audit.shared_track import SharedTrack
 
 _STEPS: Final = 3
 _LOOKED_AT: Final = 16

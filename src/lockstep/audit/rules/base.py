@@ -11,7 +11,8 @@ from lockstep.audit.finding import Finding, Place, Severity, with_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 
 @dataclass(frozen=True)

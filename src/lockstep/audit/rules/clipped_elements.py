@@ -17,7 +17,7 @@ from lockstep.audit.rules.clipping_hooks import BEFORE
 if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step
-    from lockstep.audit.world import Shared, SharedTrack
+    from lockstep.audit.shared_track import Shared, SharedTrack
 
 _Numbers = np.ndarray[Any, Any]
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.prints import Fingerprint
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 _Norms = np.ndarray[Any, Any]
 

@@ -10,7 +10,7 @@ from lockstep.audit.rules.base import Code, named
 if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Backward
-    from lockstep.audit.world import SharedTrack
+    from lockstep.audit.shared_track import SharedTrack
 
 BEFORE = Code("LS209", "clipped before the reduction", "warning")
 

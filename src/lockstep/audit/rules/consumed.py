@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 ONE_RANK = Code("LS107", "the gradients of one rank were used, and the others' were lost")
 

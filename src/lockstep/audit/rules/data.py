@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.base import Code, Explained
 from lockstep.audit.rules.overlap import SAME, same_samples, shares_out
 from lockstep.audit.rules.worker_seeds import SEEDS, equal_seeds
@@ -32,7 +31,7 @@ class Data:
     codes = (SAME, ORDER, EVALUATED, SEEDS)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        if is_model_parallel(world) or world.trains_own_models:
+        if world.is_model_parallel or world.trains_own_models:
             return
         reported: set[tuple[str, str]] = set()
         for loadings in _side_by_side(world):

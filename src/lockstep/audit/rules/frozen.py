@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.base import Explained, first_found, named, numbers
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step
     from lockstep.audit.prints import Fingerprint
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 _ALLOWED = 1e-6
 
@@ -29,7 +29,7 @@ class Frozen:
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
         # Where the replicas themselves differ, what follows them does too.
-        if explained.tracks or is_model_parallel(world):
+        if explained.tracks or world.is_model_parallel:
             return
         for track in world.compared:
             if track.returns_to_agreement:

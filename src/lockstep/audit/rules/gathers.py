@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Backward, Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 WITHOUT = Code("LS207", "gathered without gradient")
 WRONG = Code("LS208", "gathered with the wrong backward")

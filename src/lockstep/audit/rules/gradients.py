@@ -12,15 +12,16 @@ import numpy as np
 from lockstep.audit.rules.base import Code, Explained, named, numbers
 from lockstep.audit.rules.left_by_backward import adding_backwards
 from lockstep.audit.rules.reasons import reason_of
+from lockstep.audit.shared_track import names_of
 from lockstep.audit.tables import drift_table, gradient_table
-from lockstep.audit.world import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lockstep.audit.finding import Finding, Place
     from lockstep.audit.ledger import Collective, Step
-    from lockstep.audit.world import Difference, SharedTrack, World
+    from lockstep.audit.shared_track import Difference, SharedTrack
+    from lockstep.audit.world import World
 
 BYPASSED = Code("LS101", "gradients passed no reduction")
 UNKNOWN = Code("LS102", "parameters that nobody synchronises")

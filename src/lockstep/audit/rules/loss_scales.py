@@ -13,14 +13,15 @@ import numpy as np
 
 from lockstep.audit.rules.base import Explained, numbers
 from lockstep.audit.rules.replicas import SCALE
-from lockstep.audit.world import names_of
+from lockstep.audit.shared_track import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Backward, Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 _CLOSE: Final = {"float16": 2e-3, "bfloat16": 1e-2}
 _CLOSE_OTHERWISE: Final = 1e-4

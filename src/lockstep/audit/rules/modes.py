@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 MODE = Code("LS311", "ranks train in different modes")
 

@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from lockstep.audit.ledger import Step
     from lockstep.audit.prints import Fingerprint
-    from lockstep.audit.world import SharedTrack
+    from lockstep.audit.shared_track import SharedTrack
 
 _CLOSE: Final = {"float16": 5e-3, "bfloat16": 2e-2}
 _CLOSE_OTHERWISE: Final = 1e-4

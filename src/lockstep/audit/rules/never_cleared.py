@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 NEVER = Code("LS116", "gradients are never cleared", "notice")
 

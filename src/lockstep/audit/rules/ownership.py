@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from lockstep.audit import options
+from lockstep.audit import exit_codes
 from lockstep.audit.rules.base import Code, Explained, named
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ FOREIGN = Code("LS401", "the optimizer holds parameters that are not the model's
 UNOWNED = Code("LS402", "gradients that no optimizer owns", "notice")
 APART = Code("LS404", "the processes never met", "warning")
 STEPLESS = Code("LS405", "no optimizer step was seen", "notice")
-BLIND = Code(options.BLIND, "the audit could not look")
+BLIND = Code(exit_codes.BLIND, "the audit could not look")
 
 
 class Ownership:

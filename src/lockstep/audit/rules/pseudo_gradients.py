@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.rules.base import Code, Explained
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 _CLOSE: Final = 1e-3
 """Of the largest element: a move is a small difference of large numbers."""

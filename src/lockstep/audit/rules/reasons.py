@@ -12,12 +12,13 @@ import numpy as np
 
 from lockstep.audit.ledger import SCATTERING
 from lockstep.audit.rules.base import named
-from lockstep.audit.world import names_of
+from lockstep.audit.shared_track import names_of
 
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Step
-    from lockstep.audit.world import Shared, SharedTrack, World
+    from lockstep.audit.shared_track import Shared, SharedTrack
+    from lockstep.audit.world import World
 
 
 _REDUCING = ("all_reduce", "reduce")

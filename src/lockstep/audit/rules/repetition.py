@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from lockstep.audit.by_design import is_model_parallel
 from lockstep.audit.rules.arguments import drawn_alike
 from lockstep.audit.rules.base import Code, Explained
 
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding, Place
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
 INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
@@ -33,7 +33,7 @@ class Repetition:
     codes = (RANDOM, INPUTS)
 
     def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        if is_model_parallel(world) or world.sync_of_lockstep() or explained.same_samples:
+        if world.is_model_parallel or world.sync_of_lockstep() or explained.same_samples:
             return
         for track in world.compared:
             if track.key in explained.tracks:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from lockstep.audit.finding import with_text
 from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
 from lockstep.audit.rules.gradients import COUNT, reduces_in_its_step
+from lockstep.audit.shared_track import names_of
 from lockstep.audit.tables import drift_table
-from lockstep.audit.world import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.world import Difference, SharedTrack, World
+    from lockstep.audit.shared_track import Difference, SharedTrack
+    from lockstep.audit.world import World
 
 BEFORE = Code("LS302", "replicas differ before the first step")
 BETWEEN = Code("LS303", "replicas changed between two steps")

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding, Place
     from lockstep.audit.ledger import Collective, Step, Term
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 TWICE = Code("LS204", "gradients were reduced twice")
 UNDIVIDED = Code("LS205", "what the ranks added up was not divided")

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.rules.base import Explained
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 _IDLE: Final = 0.25
 """Of all steps, at least so many were taken with a rate of 0."""

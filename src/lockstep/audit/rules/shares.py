@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Collective, Step, Term
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 
 _TELLING = {("all_reduce", "SUM"), ("all_gather", None), ("all_gather_into_tensor", None)}

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 _STEPS: Final = 3
 _APART: Final = 1e-3

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Backward, Step
-    from lockstep.audit.world import SharedTrack, World
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
 
 UNEVEN = Code("LS203", "a plain mean over unequal counts")
 

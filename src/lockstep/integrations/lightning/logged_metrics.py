@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `self.log` was told, as sums that add up over shards, steps and workers.
+"""The values that a module gave to `self.log`, as sums over shards, steps and workers.
 
-A mean counts every sample once: each value weighs what its batch holds, whoever computed it.
+A mean counts every sample once: each value is weighted by the samples of its batch.
 """
 
 from __future__ import annotations
 
 import numbers
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.metrics.metric_values import WeightedMean, is_scalar, merged_mean, read_means
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _REDUCTIONS: Final = {
     "mean": "mean",
@@ -28,43 +29,48 @@ _REDUCTIONS: Final = {
 }
 
 
+_OF_BATCHES: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_OF_RANKS: Final[dict[str, Callable[[Iterable[float]], float]]] = {
+    "sum": sum,
+    "min": min,
+    "max": max,
+}
+
+
 @dataclass
-class _Entry:
-    """One name. Values stay on their device until the pass ends: nothing waits for a GPU."""
+class _Logged:
+    """One name. Values stay on their device until the pass ends: nothing waits for a GPU.
+
+    Attributes:
+        reduction: "mean", "sum", "min" or "max".
+        mean: over all batches, and over the latest step.
+        reduced: the sum, minimum or maximum, where it is one.
+        forks: logged for steps and for epochs.
+    """
 
     reduction: str
-    total: Any
-    weight: float
-    latest: Any
-    latest_weight: float
-    latest_step: int
-    forks: bool
+    mean: WeightedMean = field(default_factory=WeightedMean)
+    reduced: Any = None
+    forks: bool = False
 
     def add(self, value: Any, weight: float, step: int, forks: bool) -> None:
-        if self.reduction == "mean":
-            self.total = self.total + value * weight
-            self.weight += weight
-        elif self.reduction == "sum":
-            self.total = self.total + value
-        else:
-            pick = torch.minimum if self.reduction == "min" else torch.maximum
-            self.total = pick(self.total, value)
-        if step != self.latest_step:
-            self.latest, self.latest_weight, self.latest_step = 0.0, 0.0, step
-        self.latest = self.latest + value * weight
-        self.latest_weight += weight
+        self.mean.add(value, weight, step)
+        if self.reduced is None:
+            self.reduced = value
+        elif self.reduction != "mean":
+            self.reduced = _OF_BATCHES[self.reduction](self.reduced, value)
         self.forks |= forks
 
-    def plain(self) -> tuple[Any, ...]:
-        """Its fields in their order, as plain numbers; ``_Entry(*plain)`` is the same again."""
-        return astuple(replace(self, total=float(self.total), latest=float(self.latest)))
 
-
-class Sums:
+class LoggedMetrics:
     """The logged values of one pass, or of one epoch, on one worker."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._logged: dict[str, _Logged] = {}
         self.metrics: dict[str, str] = {}
         """Names under which metric objects were logged, and where the module has these."""
 
@@ -72,65 +78,46 @@ class Sums:
         self, name: str, value: Any, reduction: str, weight: float, step: int, forks: bool
     ) -> None:
         """`value` (a scalar tensor) of a batch that counts `weight`, in global batch `step`."""
-        entry = self._entries.get(name)
-        if entry is None:
-            mean = reduction == "mean"
-            total = value * weight if mean else value
-            self._entries[name] = _Entry(
-                reduction, total, weight, value * weight, weight, step, forks
-            )
-            return
-        if entry.reduction != reduction:
+        logged = self._logged.setdefault(name, _Logged(reduction))
+        if logged.reduction != reduction:
             raise ConfigurationError(
                 f"self.log({name!r}, ...) was called with two ways to reduce",
-                expected=f"reduce_fx={entry.reduction!r}, as before",
+                expected=f"reduce_fx={logged.reduction!r}, as before",
                 got=f"reduce_fx={reduction!r}",
             )
-        entry.add(value, weight, step, forks)
+        logged.add(value, weight, step, forks)
 
     def plain(self) -> dict[str, Any]:
-        """The same as plain numbers, for the peers."""
+        """The same as plain numbers, for the other ranks."""
+        means = read_means({name: each.mean for name, each in self._logged.items()})
         return {
             "metrics": self.metrics,
-            "entries": {name: each.plain() for name, each in self._entries.items()},
+            "values": {
+                name: (each.reduction, astuple(means[name]), float(each.reduced), each.forks)
+                for name, each in self._logged.items()
+            },
         }
 
 
-def merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """All ranks' `Sums.plain()` as one result: each name, and ``last_<name>``.
+def merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """All ranks' `LoggedMetrics.plain()` as one result: each name, and ``last_<name>``.
 
     A name that was logged for steps and for epochs is there as ``<name>_step`` and
     ``<name>_epoch`` too, as in Lightning.
     """
     result: dict[str, float] = {}
-    names = dict.fromkeys(name for each in everyone for name in each["entries"])
-    for name in names:
-        heard = [_Entry(*each["entries"][name]) for each in everyone if name in each["entries"]]
-        value, latest = _whole(heard), _latest(heard)
+    for name in dict.fromkeys(name for each in ranks for name in each["values"]):
+        reductions, means, reduced, forks = zip(
+            *(each["values"][name] for each in ranks if name in each["values"]), strict=True
+        )
+        value, latest = merged_mean([WeightedMean(*mean) for mean in means])
+        if reductions[0] != "mean":
+            value = _OF_RANKS[reductions[0]](reduced)
         result[name] = value
         result.setdefault(f"last_{name}", latest)
-        if any(each.forks for each in heard):
+        if any(forks):
             result[f"{name}_epoch"], result[f"{name}_step"] = value, latest
     return result
-
-
-def _whole(heard: Sequence[_Entry]) -> float:
-    reduction = heard[0].reduction
-    if reduction == "mean":
-        return _mean([(each.total, each.weight) for each in heard])
-    pick: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
-    return pick[reduction]([each.total for each in heard])
-
-
-def _latest(heard: Sequence[_Entry]) -> float:
-    step = max(each.latest_step for each in heard)
-    return _mean([(each.latest, each.latest_weight) for each in heard if each.latest_step == step])
-
-
-def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    weight = sum(weight for _, weight in pairs)
-    # Logged by a hook before any batch: each rank's total is zero times its value.
-    return sum(total for total, _ in pairs) / weight if weight else float("nan")
 
 
 def reduction_named(reduce_fx: Any, name: str) -> str:
@@ -149,7 +136,7 @@ def reduction_named(reduce_fx: Any, name: str) -> str:
 
 def scalar(value: Any, name: str) -> torch.Tensor:
     """`value` as a scalar of float64, on its device, without its graph."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+    if is_scalar(value):
         return value.detach().reshape(()).to(torch.float64)
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a module's code runs: its `self.log` reaches us, and its metrics reach their peers."""
+"""Captures what a LightningModule logs, and lets its torchmetrics objects gather over the ranks.
+
+While one pass over the data runs, `self.log` of the module is replaced by a method that collects
+the values, and each metric object is given our process group to gather over. When the pass ends,
+all ranks exchange what they collected.
+"""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -11,8 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.integrations.lightning.logged_metrics import Sums, merged, reduction_named, scalar
-from lockstep.integrations.lightning.module_source import is_lightning
+from lockstep.integrations.lightning.logged_metrics import (
+    LoggedMetrics,
+    merged,
+    reduction_named,
+    scalar,
+)
+from lockstep.integrations.lightning.module_factory import is_lightning
+from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,21 +35,22 @@ _NOTHING_SEEN: Final = 1e-100
 
 
 class LoggingCapture:
-    """Listens to one LightningModule.
+    """What one LightningModule logs.
 
     Attributes:
         step: global batches before the one that is computed.
-        batch: samples of the batch whose code runs, 0 if it is borrowed; None between batches.
+        batch: samples of the batch that the module computes on, 0 if it is borrowed; None between
+            batches.
     """
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._module = module
         self._group = group
-        self._passing = Sums()
-        self._of_epoch: dict[str, Sums] = {}
+        self._passing = LoggedMetrics()
+        self._of_epoch: dict[str, LoggedMetrics] = {}
         self._purpose = "train"
         self._seen = {"train": 0.0, "validation": 0.0}
-        self._is_heard = False
+        self._is_capturing = False
         self.step = 0
         self.batch: float | None = None
 
@@ -49,8 +60,8 @@ class LoggingCapture:
         self.batch = num_samples
         if first_time:
             self._seen[self._purpose] += num_samples
-        # Rows that are only borrowed are in their own worker's metrics.
-        kept = [] if num_samples else [(one, _state_of(one)) for one in _metrics_in(self._module)]
+        # The worker that owns a borrowed batch counts its rows: here they leave no trace.
+        kept = [] if num_samples else [(one, _state_of(one)) for one in metrics_in(self._module)]
         try:
             yield
         finally:
@@ -59,15 +70,15 @@ class LoggingCapture:
                 vars(metric).update(state)
 
     @contextmanager
-    def heard(self, purpose: str) -> Iterator[None]:
-        """One pass over (part of) an epoch of `purpose`, "train" or "validation".
+    def capturing(self, purpose: str) -> Iterator[None]:
+        """Collect during one pass over (part of) an epoch of `purpose`, "train" or "validation".
 
-        What is put on the module is taken off again: a module that travels to the driver or
-        is copied between two calls must not hold on to this worker.
+        Afterwards the module is as it was: a module that is sent to the driver, or copied, between
+        two calls must not hold on to this worker.
         """
-        self._purpose, self._passing = purpose, Sums()
-        self._of_epoch.setdefault(purpose, Sums())
-        metrics = _metrics_in(self._module)
+        self._purpose, self._passing = purpose, LoggedMetrics()
+        self._of_epoch.setdefault(purpose, LoggedMetrics())
+        metrics = list(metrics_in(self._module))
         before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
         gather = _gather_over(self._group)
         try:
@@ -81,9 +92,9 @@ class LoggingCapture:
                 one.distributed_available_fn, one.dist_sync_fn = available, sync
 
     @contextmanager
-    def ignored_outside_passes(self) -> Iterator[None]:
-        """A step that is computed again, to explain an error, logs to nobody."""
-        if self._is_heard:
+    def discarding_outside_passes(self) -> Iterator[None]:
+        """Discard what a step logs that is computed once more, to explain an error."""
+        if self._is_capturing:
             yield
             return
         with self._logging_to(lambda *_, **__: None):
@@ -91,15 +102,15 @@ class LoggingCapture:
 
     @contextmanager
     def _logging_to(self, log: Callable[..., None]) -> Iterator[None]:
-        speakers = [one for one in self._module.modules() if is_lightning(one, "LightningModule")]
+        modules = [one for one in self._module.modules() if is_lightning(one, "LightningModule")]
         try:
-            self._is_heard = True
-            for one in speakers:
+            self._is_capturing = True
+            for one in modules:
                 vars(one)["log"] = log
             yield
         finally:
-            self._is_heard = False
-            for one in speakers:
+            self._is_capturing = False
+            for one in modules:
                 vars(one).pop("log", None)
 
     def _log(
@@ -120,14 +131,14 @@ class LoggingCapture:
         rank_zero_only: bool = False,
     ) -> None:
         """`LightningModule.log`: every rank's samples count, whatever `sync_dist` says."""
-        if _is_metric(value):
+        if is_metric(value):
             for sums in (self._passing, self._of_epoch[self._purpose]):
                 sums.metrics[name] = _place_of(value, self._module, name)
             return
         if self.batch == 0:
-            return  # a borrowed batch: its samples are logged by their own worker
-        # Between batches a rank speaks for what it has seen of the epoch; before the first one
-        # all count the same, and next to nothing beside one that has seen some.
+            return  # a borrowed batch: the worker that owns its samples logs them
+        # Between batches a value counts as much as the samples that its rank has seen in the
+        # epoch. Before a rank's first batch its value counts, but next to nothing beside others.
         weight = self.batch or self._seen[self._purpose] or _NOTHING_SEEN
         weight = weight if batch_size is None else float(batch_size)
         in_step = self._purpose == "train" and self.batch is not None
@@ -138,7 +149,7 @@ class LoggingCapture:
             sums.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
 
     def conclude(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """What was logged in this pass, and in the epoch so far; the same on every rank.
+        """The metrics of this pass, and of the epoch so far; the same on every rank.
 
         Collective:
             Every rank: one small exchange, and what the metric objects gather.
@@ -150,7 +161,7 @@ class LoggingCapture:
         names = dict(item for each in everyone for item in each[1]["metrics"].items())
         found = self._computed(names, reset=epoch_over)
         if epoch_over:
-            self._of_epoch[self._purpose] = Sums()
+            self._of_epoch[self._purpose] = LoggedMetrics()
             self._seen[self._purpose] = 0.0
         return {**of_pass, **found}, {**of_epoch, **found}
 
@@ -159,32 +170,24 @@ class LoggingCapture:
         for name, place in names.items():
             metric: Any = self._module.get_submodule(place)
             with warnings.catch_warnings():
-                # It says that a rank without samples has none.
+                # torchmetrics warns of a metric that was not updated, on a rank without samples.
                 warnings.simplefilter("ignore")
                 found[name] = float(scalar(metric.compute(), name))
-        for place in set(names.values()) if reset else ():
-            metric = self._module.get_submodule(place)
-            metric.reset()
+        if reset:
+            for place in set(names.values()):
+                metric = self._module.get_submodule(place)
+                metric.reset()
         return found
 
 
-def _metrics_in(module: nn.Module) -> list[Any]:
-    return [one for one in module.modules() if _is_metric(one)]
-
-
 def _state_of(metric: Any) -> dict[str, Any]:
-    """What an update changes; tensors are updated in place, and so are lists of them."""
+    """A copy of what an update of `metric` changes: it changes tensors and lists in place."""
     states = {
         name: value.clone() if isinstance(value, torch.Tensor) else list(value)
         for name, value in metric.metric_state.items()
     }
     plain = {name: value for name, value in vars(metric).items() if name not in states}
     return {**plain, **states}
-
-
-def _is_metric(value: Any) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def _place_of(metric: Any, module: nn.Module, name: str) -> str:
@@ -201,7 +204,7 @@ def _place_of(metric: Any, module: nn.Module, name: str) -> str:
 
 
 def _gather_over(peers: Group) -> Any:
-    """What torchmetrics calls to have every rank's tensor, whose leading lengths may differ."""
+    """A ``dist_sync_fn`` of torchmetrics: every rank's tensor, whose leading lengths may differ."""
 
     def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         kind = str(tensor.dtype).removeprefix("torch.")

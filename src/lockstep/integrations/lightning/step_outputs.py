@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's `training_step` and `validation_step` return: a loss, and metrics by name."""
+"""Reads the loss and the metrics in what `training_step` or `validation_step` returned."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from lockstep.errors import NotAvailableError
 from lockstep.integrations.lightning.unsupported import overrides
+from lockstep.metrics.metric_values import is_scalar
 
 _READERS = {
     "training_step": "on_train_batch_end",
@@ -20,7 +21,7 @@ _READERS = {
 
 
 def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss in what `step` returned, or None, and each number beside it under its own name.
+    """The loss in the `output` of `step`, or None, and each number beside the loss by its name.
 
     Args:
         step: "training_step" or "validation_step".
@@ -60,9 +61,7 @@ def detached(output: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, numbers.Real)
+    return is_scalar(value) or isinstance(value, numbers.Real)
 
 
 def _described(value: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
-    from lockstep.integrations.lightning.module_source import Source
+    from lockstep.integrations.lightning.module_factory import ModuleFactory
     from lockstep.operator import TrainingOperator
 
 _CONSTANTS: Final[dict[str, Any]] = {
@@ -34,20 +34,29 @@ _CONSTANTS: Final[dict[str, Any]] = {
 }
 """What Lightning's trainer says when it was given no loggers and no callbacks."""
 
+_PRECISIONS: Final = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
 
 class NoSuchTrainerAttributeError(NotAvailableError, AttributeError):
     """A module asked its trainer for something that only Lightning's own trainer has."""
 
 
 class TrainerView:
-    """Read-only; attributes as Lightning's trainer has them. The others refuse by name."""
+    """Read-only attributes, as Lightning's trainer has them; any other one is refused by name."""
 
-    def __init__(self, operator: TrainingOperator, source: Source, datamodule: Any) -> None:
-        own = vars(self)
-        own["_operator"] = operator
-        own["_source"] = source
-        own.update(_CONSTANTS)
-        own.update(
+    _operator: TrainingOperator
+    callback_metrics: dict[str, Any]
+    optimizers: list[torch.optim.Optimizer]
+    num_training_batches: float
+    max_epochs: int | None
+    accumulate_grad_batches: int
+
+    def __init__(self, operator: TrainingOperator, factory: ModuleFactory, datamodule: Any) -> None:
+        options = operator._lockstep.context.options
+        clip_value, plugin = factory.gradient_clip_val, _Plugin(self)
+        vars(self).update(
+            _CONSTANTS,
+            _operator=operator,
             datamodule=datamodule,
             lightning_module=None,
             model=None,
@@ -62,9 +71,14 @@ class TrainerView:
             val_dataloaders=None,
             optimizers=[],
             lr_scheduler_configs=[],
-            max_epochs=source.max_epochs,
+            max_epochs=factory.max_epochs,
+            precision=_PRECISIONS[options.precision],
+            accumulate_grad_batches=options.accumulate,
+            gradient_clip_val=options.clip_grad_norm if clip_value is None else clip_value,
+            gradient_clip_algorithm=factory.gradient_clip_algorithm,
+            strategy=plugin,
+            precision_plugin=plugin,
         )
-        own["strategy"] = own["precision_plugin"] = _Plugin(operator)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise NotAvailableError(
@@ -85,47 +99,27 @@ class TrainerView:
             " one of: " + ", ".join(sorted(n for n in vars(self) if not n.startswith("_"))),
         )
 
-    # What changes is told here, by the operator alone.
     def _tell(self, **values: Any) -> None:
+        """Set attributes that change during the run; the operator alone does so."""
         vars(self).update(values)
 
     @property
     def world_size(self) -> int:
-        return self._operator._lockstep.setting.world_size  # type: ignore[no-any-return]
+        return self._operator._lockstep.context.world_size
 
     num_devices = world_size
 
     @property
     def global_rank(self) -> int:
-        return self._operator.world_rank  # type: ignore[no-any-return]
+        return self._operator.world_rank
 
     @property
     def local_rank(self) -> int:
-        return self._operator.local_rank  # type: ignore[no-any-return]
+        return self._operator.local_rank
 
     @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
-
-    @property
-    def precision(self) -> str:
-        name = self._operator._lockstep.precision.name
-        return {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[name]
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return self._operator._lockstep.setting.options.accumulate  # type: ignore[no-any-return]
-
-    @property
-    def gradient_clip_val(self) -> float | None:
-        norm: float | None = self._operator._lockstep.setting.options.clip_grad_norm
-        value: float | None = self._source.gradient_clip_val
-        return norm if value is None else value
-
-    @property
-    def gradient_clip_algorithm(self) -> str | None:
-        algorithm: str | None = self._source.gradient_clip_algorithm
-        return algorithm
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
@@ -144,21 +138,20 @@ class TrainerView:
             )
         if self.num_training_batches == math.inf:
             return math.inf
-        an_epoch: int = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        return an_epoch * int(self.max_epochs)
+        in_epoch = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
+        return in_epoch * self.max_epochs
 
 
 class _Plugin:
     """The few parts of Lightning's strategy and precision that a module's own methods ask for."""
 
-    def __init__(self, operator: TrainingOperator) -> None:
-        self._operator = operator
+    def __init__(self, trainer: TrainerView) -> None:
+        self._trainer = trainer
 
     @property
-    def _lightning_optimizers(self) -> list[Any]:
-        # What `self.optimizers()` returns.
-        run = self._operator._lockstep.registered
-        return [] if run is None else list(run.optimizers)
+    def _lightning_optimizers(self) -> list[torch.optim.Optimizer]:
+        # What the module's `self.optimizers()` returns.
+        return list(self._trainer.optimizers)
 
     def clip_gradients(
         self,
@@ -166,7 +159,7 @@ class _Plugin:
         clip_val: float = 0.0,
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
-        """What `self.clip_gradients(...)` comes to; the gradients are the global ones."""
+        """Called by the module's `self.clip_gradients(...)`; the gradients are the global ones."""
         if not clip_val:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LightningModule may ask for and lockstep does not do: refused by its name."""
+"""Refuses, by name, what a LightningModule or its arguments ask for and lockstep does not do."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SYNCS: Final = ("ddp", "fsdp", "data_parallel")
 
 
 def refuse_trainer_arguments(arguments: dict[str, Any]) -> None:
-    """An argument of Lightning's trainer that has another place, or none, here."""
+    """Refuse an argument of Lightning's trainer, and name the argument of `TorchTrainer` for it."""
     for name, value in arguments.items():
         known = _TRAINER_ARGUMENTS.get(name)
         raise ConfigurationError(
@@ -94,7 +94,7 @@ def check_settings(options: Options, has_clip_value: bool) -> None:
 
 
 def check_module(module: Any, options: Options) -> None:
-    """Refuse what `module` brings and would be left out, or done wrong, without a word."""
+    """Refuse what `module` defines and the loop would leave out, or do wrong, without a word."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise NotAvailableError(
@@ -140,7 +140,7 @@ def check_prediction(module: Any) -> None:
 
 
 def overrides(module: Any, method: str) -> bool:
-    """Whether the user's class brings `method` (a hook of Lightning's does not count)."""
+    """Whether the user's class defines `method`, and does not just inherit it from Lightning."""
     for base in type(module).__mro__:
         if method in vars(base):
             return not base.__module__.startswith(("lightning.", "pytorch_lightning.")) or (

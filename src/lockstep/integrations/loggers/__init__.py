@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks that write down what `train` and `validate` return: files, TensorBoard, MLflow, Ray."""
 
+from lockstep.integrations.loggers.base import Logger, Row
 from lockstep.integrations.loggers.files import CSVLogger, JSONLinesLogger
 from lockstep.integrations.loggers.mlflow import MLflowLogger
 from lockstep.integrations.loggers.ray_metrics import RayMetricsLogger
-from lockstep.integrations.loggers.row import Logger, Row
 from lockstep.integrations.loggers.tensorboard import TensorBoardLogger
 
 __all__ = [

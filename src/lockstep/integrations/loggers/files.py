@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in a file: CSV for spreadsheets and pandas, JSON lines for everything else."""
+"""Loggers that write rows to a file: CSV for spreadsheets and pandas, JSON lines for the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
-from lockstep.integrations.loggers.row import Logger, Row
+from lockstep.integrations.loggers.base import Logger, Row
 
 if TYPE_CHECKING:
     import os
@@ -23,15 +23,16 @@ _FIRST: Final = ("time", "phase", "step", "epoch")
 class CSVLogger(Logger):
     """One row for each `train` and `validate`: time, phase, step, epoch, then the metrics.
 
-    A file that is there is gone on with. A metric that comes later gets a column of its own,
-    empty in the rows before.
+    An existing file is appended to. A metric that is first reported later gets a column of its
+    own, which is empty in the earlier rows.
 
     Args:
         path: of the file; its folder is made.
         every: see `Logger`.
 
     Raises:
-        ConfigurationError: the file is something else, or cannot be written; before training.
+        ConfigurationError: the file was not written by a `CSVLogger`, or cannot be written; raised
+            before training.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int | None = None) -> None:
@@ -66,7 +67,7 @@ class CSVLogger(Logger):
         if self._columns:
             with self.path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
-        # Beside it first: a program that is killed here loses no row.
+        # The new file replaces the old one when it is whole: a program killed here loses no row.
         wider = self.path.with_name(f"{self.path.name}.new")
         with wider.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, restval="")
@@ -77,9 +78,9 @@ class CSVLogger(Logger):
 
 
 class JSONLinesLogger(Logger):
-    """One JSON object in a line for each `train` and `validate`; a file that is there grows.
+    """One line with a JSON object for each `train` and `validate`; an existing file is appended to.
 
-    What JSON cannot say is said by strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
+    Numbers that JSON does not have are strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 
     Args:
         path: of the file; its folder is made.
@@ -97,13 +98,13 @@ class JSONLinesLogger(Logger):
         _check_writable(self.path)
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
-        values = {name: _sayable(value) for name, value in row.values.items()}
+        values = {name: _as_json(value) for name, value in row.values.items()}
         with self.path.open("a") as file:
             file.write(json.dumps({**_head(row), **values}, allow_nan=False) + "\n")
 
 
 def _check_writable(path: Path) -> None:
-    """Now, and not when the first epoch has been trained: its row would be lost, and the run."""
+    """Refuse a file that cannot be written before training, and not after its first epoch."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -117,7 +118,7 @@ def _head(row: Row) -> dict[str, Any]:
     return dict(zip(_FIRST, (row.time, row.phase, row.step, row.epoch), strict=True))
 
 
-def _sayable(value: float | str) -> float | str:
+def _as_json(value: float | str) -> float | str:
     if isinstance(value, str) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

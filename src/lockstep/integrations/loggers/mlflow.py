@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in MLflow."""
+"""A logger that writes a run to MLflow."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.integrations.loggers.row import Logger, Row, flattened
-from lockstep.integrations.packages import required
+from lockstep.integrations.loggers.base import Logger, Row, flattened
+from lockstep.integrations.optional_packages import required
 
 if TYPE_CHECKING:
     from lockstep.trainer import TorchTrainer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of Ray: what its dashboard and Prometheus show of a run."""
+"""A logger that reports to Ray's metrics, which Ray's dashboard and Prometheus show."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
-from lockstep.integrations.loggers.row import Logger, Row
-from lockstep.integrations.packages import required
+from lockstep.integrations.loggers.base import Logger, Row
+from lockstep.integrations.optional_packages import required
 from lockstep.keys import NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class RayMetricsLogger(Logger):
     ``ray_lockstep_step``, ``ray_lockstep_metric``, ``ray_lockstep_samples_total`` and
     ``ray_lockstep_recoveries_total``, with the labels ``run``, ``phase`` ("train" or
     "validation") and, for ``metric``, ``metric``. The driver reports them, as a call begins and
-    ends and once a second in between; workers have nothing to do with it.
+    ends and once a second in between; workers take no part.
 
     Args:
         run: what tells this run from others; the operator's name if None.
@@ -51,7 +51,7 @@ class RayMetricsLogger(Logger):
     def __init__(self, run: str | None = None) -> None:
         super().__init__()
         self.run = run
-        # Without its exporter Ray takes metrics, and drops them without a word.
+        # Without its exporter Ray accepts metrics, and drops them without a word.
         required("prometheus_client", extra="cluster", by="RayMetricsLogger")
         self._ray = required("ray", extra="cluster", by="RayMetricsLogger")
         self._metrics: dict[str, Any] = {}
@@ -106,18 +106,18 @@ class RayMetricsLogger(Logger):
         self._rest()
 
     def _rest(self) -> None:
-        """A gauge keeps its last value; a run that is over computes nothing."""
+        """Set the gauges of a run that is over to zero: a gauge keeps its last value."""
         self._set("workers", 0, "train")
         for phase in self._began:
             self._set("samples_per_second", 0, phase)
 
     def _set(self, name: str, value: float | None, phase: str, **further: str) -> None:
-        # An exporter's text has a word for NaN, and monitoring has none: a gap says the same.
+        # Prometheus cannot plot NaN: a gap in the curve says the same.
         if value is not None and not math.isnan(value) and name in self._metrics:
             self._metrics[name].set(value, {"run": self.run, "phase": phase, **further})
 
     def _count_samples(self, in_call: float, phase: str) -> None:
-        """A step that is computed again may take the count back for a moment."""
+        """Count what is new: a step that is computed again may lower `in_call` for a moment."""
         if in_call > self._counted:
             tags = {"run": self.run, "phase": phase}
             self._metrics["samples"].inc(in_call - self._counted, tags)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves in TensorBoard."""
+"""A logger that writes curves for TensorBoard."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from lockstep.integrations.loggers.row import Logger, Row, flattened
-from lockstep.integrations.packages import required
+from lockstep.integrations.loggers.base import Logger, Row, flattened
+from lockstep.integrations.optional_packages import required
 from lockstep.keys import BATCH_COUNT
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """A curve ``train/<metric>`` or ``validation/<metric>`` for each number, over the steps.
 
-    A run that goes on from a checkpoint goes on in the same folder: what an earlier program
-    wrote of the steps that are done again is hidden.
+    A run that goes on from a checkpoint may use the same folder: TensorBoard then hides what an
+    earlier program wrote of the steps that are computed again.
 
     Args:
         folder: for the event files, one for each run; what ``tensorboard --logdir`` is given.
@@ -31,7 +31,7 @@ class TensorBoardLogger(Logger):
     def __init__(self, folder: str | os.PathLike[str], *, every: int | None = None) -> None:
         super().__init__(every)
         self.folder = os.fspath(folder)
-        # Asked for now: a run should not find out after its first epoch.
+        # Imported now: a run should not find out after its first epoch that the package is missing.
         required("tensorboard", extra="loggers", by="TensorBoardLogger")
         self._writer: Any = None
 

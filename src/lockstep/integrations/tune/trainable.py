@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
-from lockstep.engine.placement_group import warn_of_no_room
+from lockstep.engine.placement_group import bundle_for, warn_of_no_room
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.integrations.packages import required
-from lockstep.integrations.tune import checkpoints
+from lockstep.integrations.optional_packages import required
+from lockstep.integrations.tune import trial_checkpoint
 from lockstep.trainer.arguments import checked_config, checked_operator, is_positive_int, pick_gpu
 from lockstep.trainer.arguments import require as holds
 
@@ -44,22 +44,20 @@ class TorchTrainable(Trainable):
         given = cls.arguments
         num_workers = config.get("num_workers", given.get("num_workers", 1))
         holds(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
-        cpus = given.get("num_cpus_per_worker", 1)
-        further = given.get("resources_per_worker") or {}
+        further = given.get("resources_per_worker")
         in_one_process = given.get("sync") == "data_parallel"
         gpus = int(given["use_gpu"]) * (num_workers if in_one_process else 1)
-        worker = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **further}
+        worker = bundle_for(given.get("num_cpus_per_worker", 1), gpus, further)
         num_processes = 1 if in_one_process else num_workers
         local = given.get("use_local") or (num_processes == 1 and not gpus and not further)
         warn_of_no_room(worker, num_processes, f"a trial of {cls.__name__}")
         # The first bundle is that of the trial's own process, which may be rank 0.
-        bundles: list[dict[str, float]] = [worker if local else {}]
-        bundles += [worker] * (num_processes - bool(local))
-        return PlacementGroupFactory(bundles, strategy="PACK")
+        others = [worker] * (num_processes - bool(local))
+        return PlacementGroupFactory([worker if local else {}, *others], strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
         self.trainer = self._opened(config)
-        self._made_with = checkpoints.hyperparameters(self.trainer)
+        trial_checkpoint.note_hyperparameters(self.trainer)
 
     def _opened(self, config: Mapping[str, Any]) -> TorchTrainer:
         arguments = dict(self.arguments)
@@ -82,10 +80,10 @@ class TorchTrainable(Trainable):
         return result
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        checkpoints.write(self.trainer, checkpoint_dir, self._made_with)
+        trial_checkpoint.write(self.trainer, checkpoint_dir)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        checkpoints.read(self.trainer, checkpoint, self._made_with)
+        trial_checkpoint.read(self.trainer, checkpoint)
 
     def cleanup(self) -> None:
         self.trainer.shutdown()

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer as all ranks have it, and which of its parameters differ between ranks.
+
+A parameter is compared among the ranks that hold it as replicas: not where it is a shard, not
+where the program marked it or cuts its model up, within its group where it is reduced in a smaller
+one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lockstep.audit.ledger import Parameter, Step, Track
+    from lockstep.audit.prints import Fingerprint
+
+Kind = Literal["entry", "gradients", "exit"]
+
+_EPSILON: Final = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
+_ALLOWED: Final = {"gradients": 64.0, "entry": 8.0, "exit": 8.0}
+"""In units of the dtype's rounding. Replicas are equal to the bit where nothing is wrong; kernels
+that add up in another order are not a finding."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that several ranks hold.
+
+    `index` is its place in each rank's track; `groups` are the sets of ranks that should agree.
+    """
+
+    name: str
+    index: dict[int, int]
+    groups: list[list[int]]
+    described: dict[int, Parameter]
+
+    @property
+    def dtype(self) -> str:
+        return next(iter(self.described.values())).dtype
+
+    @property
+    def is_alone(self) -> bool:
+        """Does every rank's group of those that share it consist of that rank?"""
+        return all(p.group is not None and len(p.group) == 1 for p in self.described.values())
+
+    @property
+    def wrapper(self) -> str | None:
+        return next((p.wrapper for p in self.described.values() if p.wrapper), None)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that differs: its norm and its first sampled elements, by rank."""
+
+    name: str
+    norms: dict[int, float]
+    samples: dict[int, list[float]]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.norms)
+
+    @property
+    def largest(self) -> float:
+        """The largest difference between two ranks' sampled elements."""
+        table = np.array([self.samples[rank] for rank in self.ranks])
+        if not table.size:
+            return float("nan")
+        return float(np.nanmax(table.max(axis=0) - table.min(axis=0)))
+
+
+def names_of(differences: Sequence[Difference]) -> list[str]:
+    """The parameters' names, each once."""
+    return list(dict.fromkeys(d.name for d in differences))
+
+
+class SharedTrack:
+    """One optimizer as all ranks have it.
+
+    Args:
+        tracks: by rank.
+        apart: names of parameters that are not replicas of one another; see `apart_by_design`.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        tracks: dict[int, Track],
+        world_size: int,
+        apart: frozenset[str] = frozenset(),
+    ) -> None:
+        self.key = key
+        self.tracks = tracks
+        self.world_size = world_size
+        self.apart = apart
+        self.at_home: frozenset[str] = frozenset()
+        self.ranks = sorted(tracks)
+        self.meets_again = False
+        self._offsets = {
+            rank: [0, *accumulate(p.samples for p in track.parameters)]
+            for rank, track in tracks.items()
+        }
+        self._steps = {rank: {s.number: s for s in track.steps} for rank, track in tracks.items()}
+
+    @cached_property
+    def parameters(self) -> list[Shared]:
+        """What at least two ranks hold, by name and shape."""
+        places: dict[tuple[str, tuple[int, ...], int], dict[int, int]] = {}
+        for rank, track in self.tracks.items():
+            seen: dict[tuple[str, tuple[int, ...]], int] = {}
+            for index, param in enumerate(track.parameters):
+                known = (param.name, tuple(param.shape))
+                seen[known] = seen.get(known, -1) + 1
+                places.setdefault((*known, seen[known]), {})[rank] = index
+        found = []
+        for (name, _, _), held in places.items():
+            described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
+            groups = self._groups(name, described)
+            if len(held) > 1 and groups and name not in self.apart:
+                found.append(Shared(name, held, groups, described))
+        return found
+
+    def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:
+        if any(p.local for p in described.values()):
+            return []
+        if any(p.sharded for p in described.values()):
+            pieces = {tuple(r for r in p.group or () if r in described) for p in described.values()}
+            return [list(g) for g in sorted(pieces) if len(g) > 1]
+        declared = [p.group for p in described.values() if p.group] or self._reduced_in(name)
+        smaller = [g for g in declared if 1 < len(g) < self.world_size]
+        if not smaller:
+            return [sorted(described)]
+        unique = {tuple(r for r in g if r in described) for g in smaller}
+        return [list(g) for g in sorted(unique) if len(g) > 1]
+
+    def _reduced_in(self, name: str) -> list[list[int]]:
+        return [
+            call.group
+            for track in self.tracks.values()
+            for step in track.steps[:4]
+            for call in step.collectives
+            if call.parameter == name and call.group
+        ]
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The steps that at least two ranks wrote down."""
+        counts: dict[int, int] = {}
+        for steps in self._steps.values():
+            for number in steps:
+                counts[number] = counts.get(number, 0) + 1
+        return sorted(number for number, count in counts.items() if count > 1)
+
+    def numbers_of(self, rank: int) -> list[int]:
+        """The steps that one rank wrote down."""
+        return sorted(self._steps[rank])
+
+    def keep_apart(self, names: frozenset[str]) -> None:
+        """These are each rank's own, too; see `kept_at_home`."""
+        self.at_home = names
+        self.apart |= names
+        vars(self).pop("parameters", None)
+
+    def step(self, rank: int, number: int) -> Step | None:
+        """One rank's record of one step."""
+        return self._steps[rank].get(number)
+
+    def steps(self, number: int) -> dict[int, Step]:
+        """Every rank's record of one step."""
+        return {r: s[number] for r, s in self._steps.items() if number in s}
+
+    def differences(self, kind: Kind, number: int) -> list[Difference]:
+        """The tensors of that kind that differ in that step, between ranks that have one."""
+        return list(self._differences(kind, number))
+
+    def _differences(self, kind: Kind, number: int) -> Iterator[Difference]:
+        prints = self._prints(kind, number)
+        for shared in self.parameters:
+            allowed = _ALLOWED[kind] * _EPSILON.get(shared.dtype, 0.0)
+            for group in shared.groups:
+                held = [
+                    rank
+                    for rank in group
+                    if rank in prints
+                    and rank in shared.index
+                    and not prints[rank].is_absent(shared.index[rank])
+                ]
+                if len(held) > 1 and self._differ(prints, shared, held, allowed):
+                    yield self._difference(prints, shared, held)
+
+    def missing(self, kind: Kind, number: int) -> list[tuple[str, list[int], list[int]]]:
+        """Tensors that are None on some ranks: name, ranks with, ranks without."""
+        prints = self._prints(kind, number)
+        found = []
+        for shared in self.parameters:
+            for group in shared.groups:
+                held = [r for r in group if r in prints and r in shared.index]
+                without = [r for r in held if prints[r].is_absent(shared.index[r])]
+                if without and len(without) < len(held):
+                    found.append((shared.name, [r for r in held if r not in without], without))
+        return found
+
+    def _prints(self, kind: Kind, number: int) -> dict[int, Fingerprint]:
+        found = {}
+        for rank, steps in self._steps.items():
+            step = steps.get(number)
+            held = getattr(step, kind) if step is not None else None
+            if held is not None and len(held.hashes) == len(self.tracks[rank].parameters):
+                found[rank] = held
+        return found
+
+    def _differ(
+        self, prints: dict[int, Fingerprint], shared: Shared, ranks: list[int], allowed: float
+    ) -> bool:
+        hashes = {int(prints[r].hashes[shared.index[r]]) for r in ranks}
+        if len(hashes) == 1:
+            return False
+        norms = [float(prints[r].norms[shared.index[r]]) for r in ranks]
+        if len({(n == n, abs(n) == float("inf")) for n in norms}) > 1:
+            return True  # a NaN or an infinity on some ranks only
+        if max(norms) - min(norms) > allowed * max(norms):
+            return True
+        table = np.array([self.sampled(prints[r], shared, r) for r in ranks])
+        if not table.size:
+            return False
+        spread = float(np.max(table.max(axis=0) - table.min(axis=0)))
+        return spread > allowed * float(np.max(np.abs(table)))
+
+    def sampled(self, held: Fingerprint, shared: Shared, rank: int) -> list[float]:
+        """The elements that were kept of one parameter; NaN where it was None.
+
+        None are where ranks kept different ones, as those do that hold other parameters beside it.
+        """
+        kept = {self.tracks[r].parameters[i].samples for r, i in shared.index.items()}
+        if len(kept) > 1:
+            return []
+        start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
+        return [float(x) for x in held.samples[start:end]]
+
+    def _difference(
+        self, prints: dict[int, Fingerprint], shared: Shared, ranks: list[int]
+    ) -> Difference:
+        return Difference(
+            shared.name,
+            {r: float(prints[r].norms[shared.index[r]]) for r in ranks},
+            {r: self.sampled(prints[r], shared, r) for r in ranks},
+        )
+
+    @cached_property
+    def returns_to_agreement(self) -> bool:
+        """Do replicas that had drifted apart agree again later (local SGD, DiLoCo)?"""
+        if self.meets_again:
+            return True
+        apart = False
+        for number in self.numbers:
+            for kind in ("entry", "exit"):
+                differ = bool(self.differences(kind, number))
+                if apart and not differ:
+                    return True
+                apart |= differ
+        return False
+
+    @property
+    def made_as(self) -> str:
+        """The same for optimizers of the same parameters that one line makes, as once a round."""
+        first = self.tracks[self.ranks[0]]
+        held = [(p.name, p.shape) for p in first.parameters]
+        return repr([self.ranks, [p.index for p in self.parameters], held, first.where])
+
+    def drift(self) -> list[tuple[int, float]]:
+        """(step, largest difference between replicas after it), over the sampled elements."""
+        found = []
+        for number in self.numbers:
+            values = [d.largest for d in self.differences("exit", number)]
+            measured = [value for value in values if not math.isnan(value)]
+            if measured or not values:
+                found.append((number + 1, max(measured, default=0.0)))
+        return found

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file is there whole, or is what it was before: temporary file, fsync, rename, fsync.
+
+A large file is brought to the disk while the rest of it is still written: the disk would
+otherwise idle first, and the writer then wait for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+import stat
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from lockstep.errors import CheckpointWriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SYNCED_AT_ONCE: Final = 1 << 26
+"""Bytes: a call that waits for the disk should have something to wait for."""
+
+_CAUSES: Final = {
+    errno.ENOSPC: ("the disk is full", "free some space, or save elsewhere"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space, or save elsewhere"),
+    errno.EFBIG: ("the file is larger than allowed", "raise the limit (`ulimit -f`)"),
+    errno.EACCES: ("the folder may not be written to", "save elsewhere, or change its owner"),
+    errno.EPERM: ("the folder may not be written to", "save elsewhere, or change its owner"),
+    errno.EROFS: ("the file system is read-only", "save elsewhere"),
+    errno.EEXIST: ("part of the path is a file, not a folder", "save elsewhere"),
+    errno.ENOTDIR: ("part of the path is a file, not a folder", "save elsewhere"),
+    errno.EISDIR: ("the path is a directory", "give the path of a file in it"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
+}
+
+
+def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> None:
+    """Give `path` the content that `fill` writes, in one atomic step.
+
+    When this returns, content and name are on the disk. When it raises, from `fill` or from
+    the file system, `path` is what it was and the temporary file is gone; killed halfway,
+    the process leaves ``.lockstep-*.tmp`` beside it, which nobody reads.
+
+    Args:
+        path: the file; missing folders are created, a symbolic link is written through.
+        fill: is given the open temporary file, in the same folder, to write to.
+
+    Raises:
+        CheckpointWriteError: the file system said no.
+    """
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.path.isdir(target):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+        # Not `tempfile`: its files are private to their owner, others' checkpoints are not.
+        temporary = os.path.join(folder, f".lockstep-{secrets.token_hex(8)}.tmp")
+        try:
+            _write_synced(temporary, target, fill)
+            os.replace(temporary, target)
+        except BaseException:  # Ctrl-C too must not leave half a file behind
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        _sync_folder(folder)
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]) -> None:
+    with (
+        ThreadPoolExecutor(max_workers=1) as syncer,
+        _SyncedMeanwhile(temporary, syncer) as raw,
+        io.BufferedRandom(raw) as file,
+    ):
+        with suppress(FileNotFoundError):
+            os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
+        fill(file)
+        file.flush()
+        raw.sync()
+
+
+class _SyncedMeanwhile(io.FileIO):
+    """A new file whose content another thread brings to the disk while more is written."""
+
+    def __init__(self, path: str, syncer: ThreadPoolExecutor) -> None:
+        self._syncer = syncer
+        self._syncing: list[Future[None]] = []
+        self._since = 0
+        super().__init__(path, "x+b")
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        self._since += written
+        if self._since >= _SYNCED_AT_ONCE:
+            self._since = 0
+            self._syncing.append(self._syncer.submit(os.fsync, self.fileno()))
+        return written
+
+    def sync(self) -> None:
+        """Return when everything is on the disk.
+
+        Raises:
+            OSError: it is not. The system reports a failed write once, to whoever asks first: so
+                the earlier calls are asked, too.
+        """
+        for syncing in self._syncing:
+            syncing.result()
+        os.fsync(self.fileno())
+
+    def close(self) -> None:
+        # A call that is still waiting must not find its number given to another file.
+        for syncing in self._syncing:
+            syncing.cancel()
+        for syncing in self._syncing:
+            if not syncing.cancelled():
+                syncing.exception()
+        super().close()
+
+
+def sync(path: str) -> None:
+    """Bring a file, or the names in a folder, to the disk: a rename, too, survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: str) -> None:
+    try:
+        sync(folder)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and need not: they rename on a server.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointWriteError:
+    cause, fix = _CAUSES.get(error.errno or 0, ("the file system refused", "save elsewhere"))
+    failure = CheckpointWriteError(
+        f"the checkpoint {os.fspath(path)} could not be written",
+        where=os.path.abspath(path),
+        got=str(error),
+        cause=f"{cause}; what the file held before is untouched",
+        fix=fix,
+    )
+    failure.errno = error.errno
+    return failure

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as a directory: tensors in the format of torch's distributed checkpoints.
+
+::
+
+    lockstep.ckpt     everything but the tensors, the tensors' shapes, and the checksum of every
+                      other file; a checkpoint file of ours, so verified and read without code
+    .metadata, *.distcp   the tensors, for `torch.distributed.checkpoint` of any program
+
+The directory is filled under another name and renamed, so it is there whole or not at all. Where
+one is replaced there are two renames: killed between them, the process leaves the old one beside
+it as ``.lockstep-*.old``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.checkpoint.atomic_write import sync, write_error
+from lockstep.checkpoint.file_format import read_file, write
+from lockstep.checkpoint.plain_values import plain_state
+from lockstep.errors import CheckpointError, CheckpointWriteError
+from lockstep.tensor_tree import KeyPath, rebuilt, tree_map, tree_map_with_path
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
+
+INDEX: Final = "lockstep.ckpt"
+_MARK: Final = "\0tensor"
+_METADATA: Final = ".metadata"
+
+# What torch's own index of a distributed checkpoint of tensors is made of. Unpickling runs nothing
+# else: a module as a whole would bring what it imports (`os`), and an entry of bytes
+# (`BytesStorageMetadata`) is something that torch unpickles when it reads the entry.
+_KNOWN: Final = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+}
+
+
+def is_checkpoint_directory(path: str) -> bool:
+    """`path` is a directory that `write_directory` wrote."""
+    return os.path.isfile(os.path.join(path, INDEX))
+
+
+def write_directory(path: str | os.PathLike[str], state: Mapping[str, Any]) -> str:
+    """As `write`, into a directory whose tensors any torch program can read, in shards too.
+
+    Returns:
+        `path` as a string.
+
+    Raises:
+        CheckpointError: see `write`; or something else than such a directory is in the way.
+        CheckpointWriteError: it could not be written (also an OSError).
+    """
+    plain = plain_state(state)
+    try:
+        _publish(os.fspath(path), plain)
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise write_error(path, error) from error
+    return os.fspath(path)
+
+
+def _publish(path: str, plain: Mapping[str, Any]) -> None:
+    """Fill a directory beside `path`, and give it the name `path`."""
+    target = os.path.realpath(path)
+    is_empty = os.path.isdir(target) and not os.listdir(target)
+    if os.path.lexists(target) and not is_empty and not is_checkpoint_directory(target):
+        raise CheckpointError(
+            "something else than a checkpoint directory is in the way",
+            where=path,
+            expected="a new name, or a directory that `save` wrote",
+            fix="choose another path",
+        )
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    stem = os.path.join(os.path.dirname(target), f".lockstep-{secrets.token_hex(8)}")
+    try:
+        os.mkdir(f"{stem}.tmp")
+        _fill(f"{stem}.tmp", plain)
+        if os.path.isdir(target):
+            os.rename(target, f"{stem}.old")
+        os.rename(f"{stem}.tmp", target)
+    except BaseException:
+        if os.path.isdir(f"{stem}.old") and not os.path.exists(target):
+            os.rename(f"{stem}.old", target)
+        raise
+    finally:
+        shutil.rmtree(f"{stem}.tmp", ignore_errors=True)
+        shutil.rmtree(f"{stem}.old", ignore_errors=True)
+
+
+def _fill(folder: str, plain: Mapping[str, Any]) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    hollow = _without_tensors(plain, tensors)
+    if tensors:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        with _in_one_process():
+            save(tensors, checkpoint_id=folder, no_dist=True)
+    files = {name: _checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
+    for name in files:
+        sync(os.path.join(folder, name))
+    write(os.path.join(folder, INDEX), {"state": hollow, "files": files})
+
+
+def read_directory(path: str) -> dict[str, Any]:
+    """The state in a directory that `write_directory` wrote.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or would run code.
+    """
+    index = read_file(os.path.join(path, INDEX))
+    for name, expected in index["files"].items():
+        file = os.path.join(path, name)
+        got = _checksum(file) if os.path.isfile(file) else "no such file"
+        if got != expected:
+            raise CheckpointError(
+                "the checkpoint is damaged",
+                where=file,
+                expected=f"sha256 {expected}",
+                got=got,
+                cause="it was cut off, changed or left out after it was written",
+                fix="load an older checkpoint, or copy this one again from where it was written",
+            )
+    tensors: dict[str, torch.Tensor] = {}
+    state: dict[str, Any] = _with_tensors(index["state"], tensors)
+    if tensors:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        reader = _reader(path, set(index["files"]))
+        reader.read_metadata()  # what it refuses keeps its type here
+        with _in_one_process():
+            load(tensors, storage_reader=reader, no_dist=True)
+    return state
+
+
+def _without_tensors(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+    """The same structure, each tensor replaced by its name, shape and dtype."""
+
+    def taken_out(path: KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        # Numbered: keys of different types may read the same.
+        name = "".join([str(len(tensors)), *(f".{key.value}" for key in path)])
+        tensors[name] = leaf
+        return {_MARK: [name, list(leaf.shape), leaf.dtype]}
+
+    return tree_map_with_path(taken_out, state)
+
+
+def _with_tensors(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The opposite: tensors to be filled, by name."""
+
+    def put_in(like: Any, values: list[Any]) -> Any:
+        if not isinstance(like, Mapping) or _MARK not in like:
+            return rebuilt(like, values)
+        name, shape, dtype = like[_MARK]
+        tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
+        return tensors[name]
+
+    return tree_map(lambda leaf: leaf, hollow, put_in)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in _KNOWN.get(module, set()) or is_dtype:
+            return super().find_class(module, name)
+        raise _would_run(f"{module}.{name}")
+
+
+def _would_run(got: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint holds an object that only code could rebuild; it was not run",
+        got=got,
+        cause="it was not written by lockstep, or altered on purpose",
+        fix="do not use this directory",
+    )
+
+
+def _reader(path: str, verified: Set[str]) -> FileSystemReader:
+    """Reads tensors, out of files whose checksum was right."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            with self.fs.create_stream(os.path.join(self.path, _METADATA), "rb") as file:
+                metadata: Metadata = _Unpickler(io.BytesIO(file.read())).load()
+            for name, entry in metadata.state_dict_metadata.items():
+                if type(entry) is not TensorStorageMetadata:
+                    raise _would_run(f"{name}: {type(entry).__name__}")
+            for entry in metadata.storage_data.values():
+                if entry.relative_path not in verified or entry.transform_descriptors:
+                    raise _would_run(f"{entry.relative_path}, which is no file of this checkpoint")
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(path)
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torch says that it takes what it was told (`no_dist`) for the intent.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _checksum(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

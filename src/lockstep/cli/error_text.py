@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error's text for the command line: arguments of Python in it become options."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from lockstep.cli.train_options import TRAINER, option
+
+_RESUME: Final = "run it again with --checkpoint-dir DIR --resume auto"
+_PHRASES: Final = {
+    "create a new TorchTrainer; load(path) goes on from a checkpoint": _RESUME,
+    "build a new trainer and load the last checkpoint": _RESUME,
+    "load the last checkpoint into a new trainer": _RESUME,
+    "load the last checkpoint": _RESUME,
+    "go on from the last checkpoint": f"then {_RESUME}",
+    "a new trainer from the last checkpoint": "--checkpoint-dir DIR --resume auto",
+    "config[BATCH_SIZE]": "--batch-size",
+}
+_CALL: Final = re.compile(r"TorchTrainer\((?:\.\.\., *)?(?P<given>\w+=[^()]*)\)")
+_CONFIG: Final = re.compile(r"\bconfig=\{(?:lockstep\.keys\.)?BATCH_SIZE: *(?P<size>\w+)\}")
+_NAMES: Final = "|".join(TRAINER)
+_GIVEN: Final = re.compile(
+    rf"(?<![\w.-])(?P<name>{_NAMES})=(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;:)]+)"
+)
+# A name that is a word as well (seed, sync) stands for itself where nothing follows it.
+_BARE: Final = re.compile(rf"(?<![\w.-])({'|'.join(n for n in TRAINER if '_' in n)})(?![\w=(])")
+_SWITCHES: Final = {
+    "reproducible": ("--reproducible", "no --reproducible"),
+    "check_finite": ("no --no-check-finite", "--no-check-finite"),
+}
+"""What to type for True, and for False."""
+_NO: Final = {"True": "yes", "False": "no"}
+_FIX: Final = "\n  fix  "
+
+
+def shown(error: BaseException) -> str:
+    """An error's text, whose line "fix" names options of ``lockstep train`` and no Python."""
+    said, fix, advice = str(error).partition(_FIX)
+    for phrase, ours in _PHRASES.items():
+        advice = advice.replace(phrase, ours)
+    advice = _CONFIG.sub(r"--batch-size \g<size>", advice)
+    advice = _CALL.sub(lambda call: call["given"].replace(", ", " "), advice)
+    advice = _GIVEN.sub(_as_option, advice)
+    advice = _BARE.sub(lambda found: option(found[1]), advice)
+    return "\n".join([said + fix + advice, *getattr(error, "__notes__", [])])
+
+
+def _as_option(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"].strip("\"'")
+    if name in _SWITCHES and value in _NO:
+        return _SWITCHES[name][value == "False"]
+    if value == "None":
+        return f"no {option(name)}"
+    return f"{option(name)} {_NO.get(value, value) if name == 'use_gpu' else value}"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports the operator class that ``lockstep train`` is given as ``MODULE:OPERATOR``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
+
+
+def find_operator(name: str) -> type[TrainingOperator]:
+    """Import the class, from the current folder or from the folder of its file.
+
+    The folder is put on this process's path and on that of the workers it starts. On other
+    machines of a cluster the code has to be there: ``ray job submit --working-dir .`` sends it.
+
+    Raises:
+        ConfigurationError: no such module or class; names what there is.
+        Whatever the module raises when it is imported.
+    """
+    module_name, colon, class_name = name.rpartition(":")
+    is_relative = module_name.startswith(".") and not module_name.endswith(".py")
+    if not colon or not module_name or not class_name or is_relative:
+        raise ConfigurationError(
+            "this names no operator",
+            expected="MODULE:OPERATOR",
+            got=name,
+            fix="lockstep train package.module:Digits, or path/to/file.py:Digits",
+        )
+    module = _imported(module_name)
+    found = getattr(module, class_name, None)
+    if found is None or not _is_operator(found):
+        raise _no_such_operator(module, module_name, class_name, found)
+    operator: type[TrainingOperator] = found
+    return operator
+
+
+def _imported(name: str) -> Any:
+    folder, module = Path.cwd(), name
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise ConfigurationError("there is no such file", got=str(path))
+        folder, module = path.parent, path.stem
+    _reach(str(folder))
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        # Of a missing module that the user's own module imports, the traceback says more.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigurationError(
+            f"there is no module {module}",
+            where=f"the folder {folder}, or what is installed",
+            fix=f"lockstep train {module.replace('.', '/')}.py:..."
+            if Path(f"{module.replace('.', '/')}.py").exists()
+            else "run it where the module is, or name the file: path/to/file.py:Operator",
+        ) from None
+
+
+def _reach(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in before:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, before)])
+
+
+def _is_operator(found: Any) -> bool:
+    from lockstep.operator import TrainingOperator
+
+    is_class = isinstance(found, type) and issubclass(found, TrainingOperator)
+    return is_class and found is not TrainingOperator
+
+
+def _no_such_operator(
+    module: Any, module_name: str, class_name: str, found: Any
+) -> ConfigurationError:
+    there = sorted(name for name, each in vars(module).items() if _is_operator(each))
+    alike = difflib.get_close_matches(class_name, there, n=1)
+    what = "is no TrainingOperator" if found is not None else "is not there"
+    return ConfigurationError(
+        f"{class_name} {what}",
+        where=module_name,
+        expected=f"one of {', '.join(there)}" if there else "a subclass of TrainingOperator",
+        got=None if found is None else f"{found!r:.80}",
+        fix=f"did you mean {module_name}:{alike[0]}?" if alike else None,
+    )

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backwards in which gradients travel between ranks: who comes, and what their losses count.
+
+Every function here that communicates in its backward first calls the roll. A rank that leaves
+its backward out is named instead of waited for, and what only shows now is refused by all ranks
+alike, because all have heard the same: whether weights are on the roots of backward (then what
+travels carries them) or will be applied at the reduction (then it must count the same
+everywhere), and whether ranks differentiate one loss or each its own.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from lockstep import reduction_context
+from lockstep.errors import (
+    CrossedWeightsError,
+    LossesDifferError,
+    RowsDifferError,
+    UnequalRowsWarning,
+    WrongUseError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.collectives.row_layout import Agreed
+    from lockstep.group import Group
+
+_PRINTS: Final = 8
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the roll call of one backward brought.
+
+    Attributes:
+        weights: what each rank's loss counts for.
+        scalars: the number that each rank sent, zero from a rank that counts for nothing.
+        on_roots: the weights are in what flows backward already.
+    """
+
+    weights: tuple[float, ...]
+    scalars: tuple[float, ...]
+    on_roots: bool
+
+
+class CommunicatingBackward:
+    """The backward to come of one call; made in its forward, kept by its graph.
+
+    Args:
+        function: as the user calls it.
+        agreed: what the ranks agreed on in forward.
+        returns_rows: the function hands rows to a loss; False: it is the loss.
+    """
+
+    def __init__(
+        self, function: str, group: Group, agreed: Agreed, *, returns_rows: bool = False
+    ) -> None:
+        self.function = function
+        self.group = group
+        self.agreed = agreed
+        self.averages = _averages()
+        # Ranks of unequal size that count alike: right for one loss, rarely for means of their own.
+        self._is_doubtful = returns_rows and self.averages and not agreed.are_even
+        # Autograd may run backward on a thread that has never heard of this rank's batch.
+        self._weight = reduction_context.delivered_weight()
+        self._ahead = reduction_context.Crossing(group)
+
+    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> Heard:
+        """Meet the other ranks, and refuse together what cannot be right.
+
+        Args:
+            gradient: what flows back into the function on this rank; a scalar is sent along.
+            one_loss: refuse ranks that differentiate different losses.
+
+        Collective:
+            Every rank that ran the forward. Blocks, not for ever: see `Group.roll_call`.
+
+        Raises:
+            WrongUseError: a backward that is to be differentiated itself.
+            PeerLostError: names the ranks that did not come.
+            CrossedWeightsError: the weights differ, and are not on the roots.
+            LossesDifferError: with `one_loss`, the ranks' losses are not one.
+            RowsDifferError: the ranks run backward through different calls.
+        """
+        self._refuse_differentiating()
+        weight, at_root = self._own_weight()
+        scalar = float(gradient) if gradient.numel() == 1 and weight != 0.0 else 0.0
+        doubtful = self._is_doubtful and not at_root
+        prints = [0.0] * _PRINTS
+        if one_loss or doubtful:
+            prints = fingerprint(gradient, weight if at_root else 1.0)
+        token = [
+            float(self.agreed.tickets[self.group.rank]),
+            weight,
+            float(at_root),
+            scalar if math.isfinite(scalar) else math.inf,
+            *prints,
+        ]
+        heard = self.group.roll_call(token)
+        self._ahead.is_over()
+        if [int(one[0]) for one in heard] != list(self.agreed.tickets):
+            raise RowsDifferError(
+                f"the ranks run backward through different calls of {self.function}",
+                where=f"rank {self.group.rank} of {self.group.size}",
+                cause="their losses use the outputs of several calls in another order",
+                fix="compute the loss by the same code on every rank",
+            )
+        self._compare_weights(heard)
+        differing = _losses_that_differ(heard, gradient.dtype)
+        if differing and one_loss:
+            raise self._different_losses(differing)
+        if differing and doubtful and not _global_mean_has_run():
+            self._warn_of_means()
+        return Heard(
+            tuple(one[1] for one in heard),
+            tuple(math.nan if math.isinf(one[3]) else one[3] for one in heard),
+            at_root,
+        )
+
+    def _refuse_differentiating(self) -> None:
+        # Autograd runs a backward with gradients enabled if it is to be differentiated itself.
+        if torch.is_grad_enabled():
+            raise WrongUseError(
+                f"{self.function} can be differentiated once",
+                where=f"rank {self.group.rank} of {self.group.size}",
+                cause="backward(create_graph=True), or autograd.grad(create_graph=True)",
+                fix="leave create_graph out; for a gradient penalty, differentiate the part"
+                " before the ranks meet",
+            )
+
+    def _own_weight(self) -> tuple[float, bool]:
+        current = reduction_context.active()
+        if current is not None and current.at_root:
+            return (1.0 if current.weight is None else current.weight), True
+        return (1.0 if self._weight is None else self._weight), False
+
+    def _compare_weights(self, heard: Sequence[Sequence[float]]) -> None:
+        weights = [one[1] for one in heard]
+        mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.agreed.rows[rank]]
+        if mute:
+            raise CrossedWeightsError(
+                f"rows went into {self.function} whose gradients would be dropped",
+                where=f"rank {', '.join(map(str, mute))} of {self.group.size}",
+                got="a backward of weight zero, through rows that the other ranks' losses hold",
+                fix="bring no rows where a batch should not count: x[:0]",
+            )
+        on_roots = {one[2] for one in heard}
+        counting = {weight for weight in weights if weight != 0.0}
+        if on_roots == {1.0} or (on_roots == {0.0} and (len(counting) < 2 or not self.averages)):
+            return
+        listed = ", ".join(
+            f"{weight:g} {'at the root' if one[2] else 'at the reduction'} on rank {rank}"
+            for rank, (weight, one) in enumerate(zip(weights, heard, strict=True))
+        )
+        raise CrossedWeightsError(
+            f"the gradients of {self.function} cross ranks before unequal weights are applied",
+            where=f"rank {self.group.rank} of {self.group.size}",
+            expected="weights at the root of backward, or equal ones",
+            got=listed,
+            cause="a plain loss.backward() carries its batch's weight at the reduction",
+            fix="self.backward(loss) in an operator, elsewhere"
+            " gradients.backward(loss, weight=...)",
+        )
+
+    def _different_losses(self, ranks: list[int]) -> LossesDifferError:
+        return LossesDifferError(
+            f'{self.function} with backward="replicated" needs one loss of all ranks',
+            where=f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} against the"
+            " first one",
+            expected="the same function of all gathered rows on every rank",
+            cause="a loss over this rank's rows, or random numbers of its own, such as negatives",
+            fix='backward="adjoint"',
+        )
+
+    def _warn_of_means(self) -> None:
+        rows = self.agreed.rows
+        empty = [rank for rank, count in enumerate(rows) if count == 0]
+        nobody = f"; rank {', '.join(map(str, empty))} has none" if empty else ""
+        warnings.warn(
+            f"[{UnequalRowsWarning.code}] the ranks gathered {list(rows)} rows{nobody}, have a loss"
+            " each, and all count alike. If the losses are means over a rank's own rows, the"
+            " gradient is not that of the mean over all rows: use"
+            " gradients.backward(loss, weight=len(rows)) or"
+            " lockstep.global_mean(loss_of_each_row).",
+            UnequalRowsWarning,
+            stacklevel=2,
+        )
+
+
+def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
+    """A few numbers that are equal where gradients are: a norm, and random projections.
+
+    Args:
+        gradient: of any shape.
+        scale: what it carries as a factor, to be taken out; zero: nothing is to be compared.
+    """
+    if scale == 0.0:
+        return [0.0] * _PRINTS
+    flat = gradient.detach().reshape(len(gradient), -1).double()
+    generator = torch.Generator().manual_seed(5)
+    left = torch.randn(
+        _PRINTS - 1, flat.shape[0], generator=generator, dtype=torch.float64, device="cpu"
+    )
+    right = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu")
+    projected = left.to(flat.device) @ (flat @ right.to(flat.device))
+    numbers = [float(flat.norm()) / scale, *(projected / scale).tolist()]
+    return [number if math.isfinite(number) else math.inf for number in numbers]
+
+
+def _losses_that_differ(heard: Sequence[Sequence[float]], dtype: torch.dtype) -> list[int]:
+    """The ranks whose gradient is another one than that of the first rank that counts."""
+    prints = {rank: one[4:] for rank, one in enumerate(heard) if one[1] != 0.0}
+    if not prints:
+        return []
+    first = next(iter(prints.values()))
+    # Equal losses of equal rows come out equal but for the order of sums on an accelerator.
+    room = math.sqrt(torch.finfo(dtype).eps) * first[0]
+    return [
+        rank
+        for rank, own in prints.items()
+        if own != first and not all(abs(a - b) <= room for a, b in zip(own, first, strict=True))
+    ]
+
+
+_of_this_thread = threading.local()
+
+
+def note_global_mean() -> None:
+    """In the backward that runs, losses of rows were weighed by their number over all ranks."""
+    _of_this_thread.task = torch._C._current_graph_task_id()
+
+
+def _global_mean_has_run() -> bool:
+    return getattr(_of_this_thread, "task", None) == torch._C._current_graph_task_id()
+
+
+def _averages() -> bool:
+    current = reduction_context.active()
+    return current is None or current.averages

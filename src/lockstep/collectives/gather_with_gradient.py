@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gather`: the rows of every rank, with gradient; and where one's own stand among them.
+
+What a rank's loss says about a row of another rank has to reach that rank. The adjoint of
+gathering is summing what all ranks say about a row, on the rank that brought it (a
+reduce-scatter). Then no factor is needed, whatever the losses are: the mean over ranks that a
+synchronisation takes is the mean of losses, and differentiating it is all that happens.
+
+Rejected: the own slice of the gradient and a loss that is multiplied by the number of ranks.
+It is right for the encoder, and makes the gradient of everything else that the loss holds (a
+temperature, a head) that many times too large. ``backward="replicated"`` puts the factor where
+it belongs, on the slice, and needs one loss on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lockstep.collectives.communicating_backward import CommunicatingBackward
+from lockstep.collectives.row_layout import agree_on_rows, brings_nothing, ranks_of
+from lockstep.errors import ConfigurationError
+from lockstep.lazy_dynamo_import import outside_graphs
+
+if TYPE_CHECKING:
+    from lockstep.collectives.row_layout import Agreed
+    from lockstep.group import Group
+
+_UNEVEN = ("pad", "error")
+_BACKWARD = ("adjoint", "replicated")
+
+
+@outside_graphs
+def gather(
+    x: torch.Tensor,
+    *,
+    dim: int = 0,
+    group: Any = None,
+    uneven: Literal["pad", "error"] = "pad",
+    backward: Literal["adjoint", "replicated"] = "adjoint",
+) -> torch.Tensor:
+    """The rows of every rank, by rank, with gradient. Never multiply the loss by anything.
+
+    Args:
+        x: this rank's rows, of 1 to 8 dimensions; float64, float32, bfloat16 or float16. Only
+            their number may differ between ranks, down to none.
+        dim: the dimension along which rows are counted.
+        group: a `Group`, a process group, or None for the trainer's or the world group.
+        uneven: "error" refuses ranks with different numbers of rows.
+        backward: "adjoint" is right for every loss. "replicated" saves the payload of the
+            backward, and is right if all ranks compute one and the same loss from the gathered
+            rows; otherwise it is refused in backward.
+
+    Returns:
+        All rows, shape of `x` but for `dim`. A worker whose batch is borrowed (it has no
+        samples in this step) brings none.
+
+    Gradient:
+        adjoint: d(sum over ranks of the losses)/d(this rank's rows). replicated: this rank's
+        part of d(its loss)/d(all rows), times the number of ranks (by weights).
+
+    Collective:
+        Every rank of `group`, in the same order. Blocks. Forward: one small all-gather, one
+        all-gather. Backward: one roll call, and for "adjoint" one reduce-scatter.
+
+    Raises:
+        RowsDifferError: the ranks' tensors do not fit together; raised on all ranks, before
+            any of them moves.
+        WrongTypeError: integers, booleans, complex numbers or a scalar on any rank.
+        PerShardLossError: in an operator whose loss is computed shard by shard.
+        WrongUseError: there is no process group; or a second differentiation.
+        CrossedWeightsError, LossesDifferError, PeerLostError: in backward.
+    """
+    name = "lockstep.gather(x)"
+    _checked("uneven", uneven, _UNEVEN)
+    _checked("backward", backward, _BACKWARD)
+    ranks = ranks_of(name, group)
+    settings = [dim, _UNEVEN.index(uneven), _BACKWARD.index(backward)]
+    agreed = agree_on_rows(ranks, name, [x], dim=dim, uneven=uneven, settings=settings)
+    if ranks.size == 1:
+        return x
+    mine = x.movedim(dim, 0)
+    mine = mine[:0] if brings_nothing() else mine
+    crossing = None
+    if x.requires_grad and torch.is_grad_enabled():
+        crossing = CommunicatingBackward(name, ranks, agreed, returns_rows=True)
+    apply: Any = _Gather.apply
+    rows: torch.Tensor = apply(mine, ranks, agreed, crossing, backward)
+    return rows.movedim(0, dim)
+
+
+@outside_graphs
+def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
+    """Where the rows of this rank stand in ``gather(x)``; for labels, and to pick one's own.
+
+    ::
+
+        everyone = lockstep.gather(rows)
+        own = everyone[lockstep.rank_slice(rows)]
+
+    Args:
+        x: this rank's rows, as `gather` gets them.
+        dim: the dimension along which rows are counted.
+        group: a `Group`, a process group, or None for the trainer's or the world group.
+
+    Gradient:
+        None.
+
+    Collective:
+        Every rank of `group`, same order. Blocks. One small all-gather.
+
+    Raises:
+        As `gather` in forward.
+    """
+    name = "lockstep.rank_slice(x)"
+    ranks = ranks_of(name, group)
+    return agree_on_rows(ranks, name, [x], dim=dim, settings=[dim]).span(ranks.rank)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows along dimension 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        group: Group,
+        agreed: Agreed,
+        crossing: CommunicatingBackward | None,
+        backward: str,
+    ) -> torch.Tensor:
+        ctx.crossing, ctx.backward, ctx.dtype = crossing, backward, rows.dtype
+        return all_rows(group, agreed, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        crossing: CommunicatingBackward = ctx.crossing
+        rank = crossing.group.rank
+        replicated = ctx.backward == "replicated"
+        heard = crossing.call_roll(gradient, one_loss=replicated)
+        weight = heard.weights[rank]
+        if replicated:
+            # The other ranks' slices say the same: of one loss, weighed by all.
+            factor = sum(heard.weights) / weight if weight else 0.0
+            mine = gradient[crossing.agreed.span(rank)] * factor
+        else:
+            # What counts for nothing may be NaN, and must not travel.
+            sent = gradient if weight else torch.zeros_like(gradient)
+            mine = sum_of_own_rows(crossing.group, crossing.agreed, sent)
+        return mine.to(ctx.dtype), None, None, None, None
+
+
+def all_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.Tensor:
+    """Every rank's rows along dimension 0, by rank; uneven ones travel padded.
+
+    Gradient:
+        None: `sum_of_own_rows` is its adjoint.
+
+    Collective:
+        Every rank. Blocks. One all-gather.
+    """
+    rows = rows.detach().contiguous()
+    longest = agreed.longest
+    if not agreed.are_even:
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        rows = padded
+    gathered = rows.new_empty(group.size * longest, *rows.shape[1:])
+    group.all_gather_into(gathered, rows)
+    if agreed.are_even:
+        return gathered
+    return torch.cat(
+        [
+            gathered[rank * longest : rank * longest + count]
+            for rank, count in enumerate(agreed.rows)
+        ]
+    )
+
+
+def sum_of_own_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of what they hold for this rank's rows; adjoint of `all_rows`.
+
+    16-bit numbers are added as float32.
+
+    Gradient:
+        None: it is one.
+
+    Collective:
+        Every rank. Blocks. One reduce-scatter.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    rows = rows.detach().to(wide).contiguous()
+    longest = agreed.longest
+    if not agreed.are_even:
+        padded = rows.new_zeros(group.size * longest, *rows.shape[1:])
+        for rank, count in enumerate(agreed.rows):
+            padded[rank * longest : rank * longest + count] = rows[agreed.span(rank)]
+        rows = padded
+    received = rows.new_empty(longest, *rows.shape[1:])
+    group.reduce_scatter(received, rows)
+    return received[: agreed.rows[group.rank]]
+
+
+def _checked(argument: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigurationError(
+            f"gather has no {argument}={value!r}",
+            expected=" or ".join(f'"{name}"' for name in known),
+        )

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`global_mean`: the mean over the rows of all ranks, however they are spread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
+from lockstep.collectives.row_layout import agree_on_rows, brings_nothing, ranks_of, refuse_sums
+from lockstep.errors import ConfigurationError
+from lockstep.lazy_dynamo_import import outside_graphs
+
+if TYPE_CHECKING:
+    from lockstep.group import Group
+
+
+@outside_graphs
+def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tensor:
+    """The mean of a loss over the rows of all ranks; the same number on every rank.
+
+    The mean over a rank's own rows is another objective where ranks have different numbers of
+    rows. This one is right with any weights, and with none.
+
+    Args:
+        per_row_loss: one number for each of this rank's rows, in dimension 0; further
+            dimensions are averaged over as well. May have no rows.
+        group: a `Group`, a process group, or None for the trainer's or the world group.
+
+    Returns:
+        A scalar.
+
+    Gradient:
+        (sum over ranks of what flows back) / (number of all elements), on every row.
+
+    Collective:
+        Every rank of `group`, in the same order. Blocks. Forward: one small all-gather, one
+        all-reduce of a number. Backward: one roll call.
+
+    Raises:
+        As `gather`; ConfigurationError in an operator with ``loss_reduction="sum"``, and for
+        rows that hold no number.
+    """
+    name = "lockstep.global_mean(per_row_loss)"
+    ranks = ranks_of(name, group)
+    refuse_sums(name)
+    agreed = agree_on_rows(ranks, name, [per_row_loss])
+    mine = per_row_loss[:0] if brings_nothing() else per_row_loss
+    elements = agreed.total * per_row_loss.shape[1:].numel()
+    if elements == 0:  # on every rank: they have agreed on the shape of a row
+        raise ConfigurationError(
+            f"{name} was given rows that hold no number",
+            got=f"shape {tuple(per_row_loss.shape)}",
+            cause="a loss over nothing is NaN",
+            fix="give one number for each row",
+        )
+    needs = per_row_loss.requires_grad and torch.is_grad_enabled()
+    crossing = CommunicatingBackward(name, ranks, agreed) if needs else None
+    apply: Any = _GlobalMean.apply
+    mean: torch.Tensor = apply(mine, ranks, elements, crossing)
+    return mean
+
+
+class _GlobalMean(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        group: Group,
+        elements: int,
+        crossing: CommunicatingBackward | None,
+    ) -> torch.Tensor:
+        ctx.crossing, ctx.elements, ctx.shape = crossing, elements, rows.shape
+        ctx.dtype = rows.dtype
+        total = rows.detach().double().sum()
+        group.all_reduce(total).wait()
+        return (total / elements).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        heard = ctx.crossing.call_roll(gradient)
+        note_global_mean()
+        share = sum(heard.scalars) / ctx.elements
+        return gradient.new_full(ctx.shape, share, dtype=ctx.dtype), None, None, None

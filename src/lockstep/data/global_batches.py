@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loader's data as a stream of items that is cut into global batches.
+
+Every loader is one stream of items, `per_step` of which make a global batch. A loader with a batch
+size streams samples and takes a whole global batch of them; a loader whose batches are made
+elsewhere (a custom ``batch_sampler``, ``batch_size=None``, a list of batches) streams batches and
+takes one for each shard. What cannot be shared out so that every sample is seen exactly once is
+refused here, before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lockstep.data.batch_structure import leading_length
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data.shard_batch_size import ShardBatchSize
+from lockstep.data.shuffled_order import ShuffledOrder
+from lockstep.errors import NotShardableError, WrongTypeError
+from lockstep.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_DRAWN_AT_A_TIME = 256
+
+T = TypeVar("T")
+
+Read = Callable[[int, int], list[Any]]
+"""``read(start, stop)``: the items at these positions of a stream."""
+
+
+class ItemKind(Enum):
+    """What one item of a loader's stream is."""
+
+    SAMPLE_INDEX = "sample indices"
+    BATCH_OF_INDICES = "batches of indices"
+    READY_BATCH_INDEX = "indices of ready batches"
+    SAMPLE = "a stream of samples"
+    STREAMED_BATCH = "a stream of ready batches"
+    READY_BATCH = "ready batches"
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether one item is one sample, and not a batch."""
+        return self in (ItemKind.SAMPLE_INDEX, ItemKind.SAMPLE)
+
+    @property
+    def is_data(self) -> bool:
+        """Whether an item is the data itself, so that to draw it is to read it."""
+        return self in (ItemKind.SAMPLE, ItemKind.STREAMED_BATCH, ItemKind.READY_BATCH)
+
+    def indices(self, items: Sequence[Any]) -> tuple[Any, ...]:
+        """The dataset's indices in `items`; empty where items are the data itself."""
+        if self is ItemKind.BATCH_OF_INDICES:
+            return tuple(index for indices in items for index in indices)
+        return () if self.is_data else tuple(items)
+
+    def count(self, items: Sequence[Any]) -> int | None:
+        """Samples that `items` stand for; None where only the batch made of them can tell."""
+        if self.is_sample:
+            return len(items)
+        if self is ItemKind.BATCH_OF_INDICES and all(isinstance(item, Sized) for item in items):
+            return sum(len(item) for item in items)
+        if self is ItemKind.READY_BATCH:
+            return sum(leading_length(item) for item in items)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """A global batch that has not been read yet: positions `start` to `stop` of a stream."""
+
+    read: Read
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def items(self, start: int, stop: int) -> list[Any]:
+        """The items from number `start` of this batch on, up to number `stop`."""
+        return self.read(self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """A loader's stream of items, and how it is cut.
+
+    Args:
+        kind: what an item is.
+        source: the user's sampler, batch sampler, dataset or iterable, which yields the items.
+        per_step: items in a full global batch, over all shards.
+        drop_last: whether an incomplete global batch is left out.
+        held: further objects that may hold a generator which the stream draws from.
+    """
+
+    kind: ItemKind
+    source: Any
+    per_step: int
+    drop_last: bool = False
+    held: tuple[Any, ...] = ()
+
+    @property
+    def length(self) -> int | None:
+        """Items in an epoch, where the user's objects tell."""
+        return known_length(self.source)
+
+    def num_steps(self, offset: int = 0) -> int | None:
+        """Global batches that begin at or after item `offset`."""
+        if self.length is None:
+            return None
+        rest = max(0, self.length - offset)
+        return rest // self.per_step if self.drop_last else -(-rest // self.per_step)
+
+    def of_epoch(self, seed: int, epoch: int, offset: int = 0) -> Iterator[GlobalBatch]:
+        """The global batches of an epoch, from item `offset` on."""
+        announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
+        order = self._seekable(seed, epoch)
+        if order is None:
+            return self._drawn(seed, epoch, offset)
+        read, length = order
+        return self._cut(read, offset, length)
+
+    def _cut(self, read: Read, begin: int, end: int) -> Iterator[GlobalBatch]:
+        for start in range(begin, end, self.per_step):
+            stop = min(start + self.per_step, end)
+            if stop - start == self.per_step or not self.drop_last:
+                yield GlobalBatch(read, start, stop)
+
+    def _seekable(self, seed: int, epoch: int) -> tuple[Read, int] | None:
+        """An order that can be entered anywhere without drawing what comes before, and its length.
+
+        Exact types only: a subclass may order differently.
+        """
+        sampler = self.source
+        if self.kind not in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
+            return None
+        if type(sampler) is SequentialSampler:
+            return (lambda start, stop: list(range(start, stop))), len(sampler)
+        if is_exactly(sampler, RandomSampler) and not sampler.replacement:
+            chosen = sampler.generator
+            if type(sampler) is not RandomSampler:
+                # torchdata's makes itself a generator from a random seed where it is given none.
+                chosen = next(iter(self.held), None)
+            origin = [] if chosen is None else [chosen.initial_seed()]
+            shuffled = ShuffledOrder(
+                len(sampler.data_source), len(sampler), derive_seed(seed, "order", epoch, *origin)
+            )
+            return shuffled.read, len(shuffled)
+        return None
+
+    def _drawn(self, seed: int, epoch: int, offset: int) -> Iterator[GlobalBatch]:
+        """Items that can only be had one after the other."""
+        isolated = IsolatedRandomness(
+            derive_seed(seed, "order", epoch), held_generators(self.source, *self.held)
+        )
+        chunk = self.per_step
+        if not self.kind.is_data:
+            # Indices are small: many of them share one entry of the isolation. Samples do not.
+            chunk *= max(1, _DRAWN_AT_A_TIME // self.per_step)
+        iterator = isolated.open(self.source)
+        while offset > 0 and (skipped := len(isolated.draw(iterator, min(chunk, offset)))):
+            offset -= skipped
+        while drawn := isolated.draw(iterator, chunk):
+            yield from self._cut(_reader(drawn), 0, len(drawn))
+
+
+def _reader(drawn: list[Any]) -> Read:
+    return lambda start, stop: drawn[start:stop]
+
+
+def known_length(sized: Any) -> int | None:
+    """The length of `sized`, or None: an object with ``__len__`` may still not know its length."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def announce_epoch(epoch: int, holders: Iterable[Any]) -> None:
+    """Call ``set_epoch`` of the samplers and loaders that have it."""
+    for holder in holders:
+        set_epoch = getattr(holder, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def global_batches_of(
+    loader: Any, num_shards: int, global_batch_size: int | None = None
+) -> GlobalBatches:
+    """The global batches of `loader`, to be shared out over `num_shards` shards.
+
+    Args:
+        loader: a ``DataLoader``, or an iterable of ready batches that can be iterated again.
+        num_shards: at least 1.
+        global_batch_size: in samples; overrides what the loader says.
+
+    Raises:
+        NotShardableError: `loader` cannot be shared out so that every sample is seen exactly once.
+        WrongTypeError: `loader` is no loader at all.
+    """
+    if not isinstance(loader, DataLoader):
+        check_reiterable(loader)
+        return GlobalBatches(ItemKind.READY_BATCH, loader, num_shards)
+    _refuse_split(loader.dataset)
+    if isinstance(loader.dataset, IterableDataset):
+        return _of_stream(loader, num_shards, global_batch_size)
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise NotShardableError(
+            "this loader was told to go on from a state of its own",
+            got=f"a {type(loader).__name__} after load_state_dict(...)",
+            cause="its position is counted in one process's batches",
+            fix="leave loader.load_state_dict out: a trainer's checkpoint (or the state of"
+            " shard_loader's loader) holds the position, for any number of workers",
+        )
+    batch_sampler = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        _refuse_distributed(sampler)
+    if batch_sampler is None:
+        kind = ItemKind.READY_BATCH_INDEX
+        return GlobalBatches(kind, loader.sampler, num_shards, held=(loader.generator,))
+    if not is_exactly(batch_sampler, BatchSampler):
+        kind = ItemKind.BATCH_OF_INDICES
+        return GlobalBatches(kind, batch_sampler, num_shards, held=(loader.generator,))
+    per_step = global_batch_size or _whole(batch_sampler.batch_size, num_shards)
+    return GlobalBatches(
+        ItemKind.SAMPLE_INDEX,
+        batch_sampler.sampler,
+        per_step,
+        drop_last=batch_sampler.drop_last,
+        held=(loader.generator,),
+    )
+
+
+def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
+    """Whether `value` is of torch's class `kind`, no subclass, or of torchdata's double of it.
+
+    torchdata's loader replaces torch's samplers by classes of its own, which give the same order
+    and can save their position. lockstep needs no saved position, and reads both alike.
+    """
+    own = type(value)
+    double = own.__module__ == "torchdata.stateful_dataloader.sampler"
+    return own is kind or (double and own.__name__ == kind.__name__)
+
+
+def _of_stream(
+    loader: DataLoader[Any], num_shards: int, global_batch_size: int | None
+) -> GlobalBatches:
+    dataset = loader.dataset
+    if loader.num_workers > 0:
+        raise NotShardableError(
+            "an IterableDataset cannot be shared out exactly with loader workers",
+            expected="num_workers=0",
+            got=f"DataLoader({type(dataset).__name__}, num_workers={loader.num_workers})",
+            cause="each loader worker reads the stream by rules of its own, so nobody knows "
+            "which sample is the k-th of the global order",
+            fix="DataLoader(..., num_workers=0), or a map-style dataset (__len__ and __getitem__)",
+        )
+    if loader.batch_size is None:
+        return GlobalBatches(ItemKind.STREAMED_BATCH, dataset, num_shards, held=(loader.generator,))
+    per_step = global_batch_size or _whole(loader.batch_size, num_shards)
+    return GlobalBatches(
+        ItemKind.SAMPLE, dataset, per_step, drop_last=loader.drop_last, held=(loader.generator,)
+    )
+
+
+def _whole(batch_size: int, num_shards: int) -> int:
+    """Samples of a global batch: a loader's batch size is per shard, unless it remembers it."""
+    if isinstance(batch_size, ShardBatchSize):
+        return batch_size.whole
+    return int(batch_size) * num_shards
+
+
+def _refuse_distributed(sampler: Any) -> None:
+    replicas = getattr(sampler, "num_replicas", 1)
+    if isinstance(replicas, int) and replicas > 1:
+        raise NotShardableError(
+            "the loader's sampler already shares the samples out over the workers",
+            expected="a sampler over the whole dataset: lockstep gives each worker its part",
+            got=f"{type(sampler).__name__}(num_replicas={replicas})",
+            cause="sharing out twice leaves most samples out, and its padding repeats some",
+            fix="remove the sampler (shuffle=True shuffles over all workers), "
+            "or pass add_dist_sampler=False",
+        )
+
+
+def _refuse_split(dataset: Any) -> None:
+    """Refuse a stream of Hugging Face's that `split_dataset_by_node` has cut already."""
+    split = getattr(dataset, "_distributed", None)
+    ranks = getattr(split, "world_size", 1)
+    if isinstance(ranks, int) and ranks > 1:
+        raise NotShardableError(
+            "the dataset is one node's part already",
+            expected="the whole dataset: lockstep gives each worker its part",
+            got=f"{type(dataset).__name__} split over {ranks}",
+            fix="leave split_dataset_by_node out",
+        )
+
+
+def check_reiterable(loader: Any, *, allow_shared_out: bool = False) -> None:
+    """Refuse a `loader` that cannot be read again at every epoch, or not by these shards.
+
+    Raises:
+        NotShardableError: `loader` is an iterator, or one rank's part already.
+        WrongTypeError: `loader` is no loader.
+    """
+    if getattr(loader, "is_shared_out", False) and not allow_shared_out:
+        raise NotShardableError(
+            "this loader is one rank's part already",
+            got=f"a {type(loader).__name__}",
+            fix="pass the DataLoader itself, without shard_loader(...)",
+        )
+    name = type(loader).__name__
+    is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    if is_dataset or isinstance(loader, (str, bytes, dict)) or not hasattr(loader, "__iter__"):
+        raise WrongTypeError(
+            "this is not a loader",
+            expected="a torch DataLoader, or an iterable of ready batches",
+            got=f"a {name}",
+            fix="DataLoader(dataset, batch_size=...)",
+        )
+    if hasattr(loader, "__next__"):
+        raise NotShardableError(
+            "an iterator can be read only once, and every epoch reads the data again",
+            expected="something that starts again with each iter(...)",
+            got=f"a {name}",
+            fix="pass the DataLoader, a list, or an object whose __iter__ returns a new iterator",
+        )

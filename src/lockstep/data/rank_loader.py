@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shard_loader`: one rank's exact part of a loader, for programs that run under torchrun.
+
+Every rank carries one shard. The position in the data can be saved in the middle of an epoch and
+loaded again, also by another number of ranks: the global batch keeps its size, and is shared out
+over the ranks that load it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lockstep.data.batch_structure import rows_of
+from lockstep.data.shard_placement import ShardPlacement
+from lockstep.data.sharded_loader import BatchParts, ShardedLoader
+from lockstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_STATE_VERSION = 1
+
+
+def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader:
+    """This rank's exact part of `loader`: nothing twice, nothing left out, resumable.
+
+    ``loader.batch_size`` is per rank. Every rank gets equally many batches; at the end of an
+    epoch some can be smaller, down to zero rows, so weight them by their length.
+
+    Args:
+        loader: a ``DataLoader`` over the whole data, built alike on every rank (no
+            ``DistributedSampler``), or a re-iterable of ready batches.
+        group: the ranks that share the data: a process group, or an object with ``rank`` and
+            ``size`` (methods or properties). None: the world group, or this process alone.
+        seed: of the order and of augmentations; the same on every rank.
+
+    Raises:
+        NotShardableError: the data cannot be shared out so that each sample is seen once.
+        WrongTypeError: `loader` is no loader.
+
+    Collective:
+        None. The ranks agree because they compute the same.
+    """
+    rank, size = _place(group)
+    return RankLoader(loader, rank=rank, size=size, seed=seed)
+
+
+def _place(group: Any) -> tuple[int, int]:
+    if group is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+    rank, size = group.rank, group.size
+    return (rank() if callable(rank) else rank), (size() if callable(size) else size)
+
+
+class RankLoader:
+    """An iterable over one rank's batches; made by `shard_loader`.
+
+    Every ``iter()`` begins the next epoch (or the one given to `set_epoch`), on all ranks
+    alike: a look at the first batch on one rank only would put it an epoch ahead.
+
+    Args:
+        loader: the user's.
+        rank, size: of this process among those that share the data.
+        seed: of the order and of augmentations.
+    """
+
+    is_shared_out = True
+    """Lets the trainer refuse this loader, which it would share out a second time."""
+
+    def __init__(self, loader: Any, *, rank: int, size: int, seed: int) -> None:
+        self.loader = loader
+        self._placement = ShardPlacement(size, range(rank, rank + 1), seed)
+        self._sharded = self._share(None)
+        self._epoch = 0  # of the position below: the epoch being read, or read next
+        self._step = 0
+        self._offset = 0  # the first item that has not been handed out
+        self._reader: object = None  # the newest iteration, which moves the position; None: none
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self.loader.dataset
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being read, or read next."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration read `epoch`: from its start, or from a loaded position."""
+        if epoch != self._epoch or self._reader is not None:
+            self._move_to(epoch)
+
+    def __len__(self) -> int:
+        """Batches of the epoch, on every rank; those before a loaded position count as well."""
+        rest = self._sharded.steps_from(self._offset)
+        if rest is None:
+            raise TypeError(f"the {type(self.loader).__name__} has no length")
+        return self._step + rest
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._reader is not None:
+            self._move_to(self._epoch + 1)
+        self._reader = reader = object()
+        return self._read(reader, self._epoch, self._step, self._offset)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The plan by which this rank reads the epoch, as plain JSON; equal on all ranks."""
+        return self._sharded.fingerprint(self._epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was handed out; plain numbers, rank-free."""
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self._epoch,
+            "step": self._step,
+            "offset": self._offset,
+            "global_batch_size": self._sharded.global_batch_size,
+            "seed": self._placement.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a position; the next iteration reads the rest of its epoch.
+
+        The global batch size and the seed are those of `state`, whatever the number of ranks.
+
+        Raises:
+            CheckpointError: `state` is of another kind, or of a later version.
+        """
+        missing = {"version", "epoch", "step", "offset", "global_batch_size", "seed"} - set(state)
+        if missing or state["version"] != _STATE_VERSION:
+            raise CheckpointError(
+                "this is not a position in a loader that this version can take up",
+                expected=f"the state_dict() of a shard_loader, version {_STATE_VERSION}",
+                got=f"keys {sorted(state)}, version {state.get('version')}",
+            )
+        size, shards = self._placement.num_shards, self._placement.shards
+        self._placement = ShardPlacement(size, shards, int(state["seed"]))
+        self._sharded.close()
+        self._sharded = self._share(state["global_batch_size"])
+        self._move_to(int(state["epoch"]), int(state["step"]), int(state["offset"]))
+
+    def close(self) -> None:
+        """End the loader's persistent worker processes, if it has any."""
+        self._sharded.close()
+
+    def _share(self, global_batch_size: int | None) -> ShardedLoader:
+        return ShardedLoader(
+            self.loader,
+            self._placement,
+            parts=BatchParts.JOINT_OR_BORROWED,
+            global_batch_size=global_batch_size,
+        )
+
+    def _move_to(self, epoch: int, step: int = 0, offset: int = 0) -> None:
+        self._epoch, self._step, self._offset = epoch, step, offset
+        self._reader = None
+
+    def _read(self, reader: object, epoch: int, start_step: int, offset: int) -> Iterator[Any]:
+        per_step = self._sharded.items_per_step
+        for step in self._sharded.batches(epoch, start_step, offset=offset):
+            (part,) = step.parts
+            batch = part.batch if part.num_samples else rows_of(part.batch, slice(0))
+            if self._reader is reader:  # else a newer iteration moves the position
+                self._step = step.index + 1
+                self._offset = offset + (self._step - start_step) * per_step
+            yield batch
+        if self._reader is reader:
+            self._move_to(epoch + 1)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's dataset inside a loader: it reads one batch a request, from seeded random states.
+
+The loader is handed a `SeededDataset`, which holds the user's dataset. torch calls its
+``__getitems__`` with a whole `Request`, in the main process or in one of the loader's worker
+processes; there the random generators are seeded by (seed, epoch, step, shard) before the samples
+of each shard are read. An augmentation then depends neither on which process reads a sample, nor
+on how many such processes there are, nor on which rank carries the shard. docs/adr/0003 holds the
+measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import (
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+
+from lockstep.data.batch_structure import concatenate
+from lockstep.data.fast_tensor_dataset import rows_at_once
+from lockstep.data.global_batches import ItemKind
+from lockstep.randomness import derive_seed, preserved, seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One shard's items of one step."""
+
+    shard: int
+    items: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything that one batch is made of: the items of one or several shards of a step."""
+
+    epoch: int
+    step: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def items(self) -> list[Any]:
+        return [item for segment in self.segments for item in segment.items]
+
+
+def as_it_is(value: Any) -> Any:
+    """Return `value`: the collate function of a loader whose dataset has collated already."""
+    return value
+
+
+_DRAW_NOTHING: Final = (as_it_is, default_collate, default_convert)
+
+
+def may_draw(dataset: Any) -> bool:
+    """Whether reading `dataset` can draw random numbers, as far as its exact type tells.
+
+    Seeding and putting back costs about 0.1 ms a batch, more than reading a small tensor. Where
+    nothing can be drawn nothing is seeded either: the generators stay as the last step left them.
+    """
+    if type(dataset) is Subset:
+        return may_draw(dataset.dataset)
+    return type(dataset) is not TensorDataset
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset, read a request at a time, each shard from its own random state.
+
+    Args:
+        dataset: the user's; not read where the items are the data themselves.
+        kind: what the items of a request are.
+        collate: the user's collate function (or conversion, for ready batches).
+        seed: the run's.
+        keeps_generators: the reader's own generators are put back after each request. Of no
+            use where they are seeded anew before anything else draws from them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        kind: ItemKind,
+        collate: Callable[[Any], Any],
+        seed: int,
+        *,
+        keeps_generators: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self._kind = kind
+        self._collate = collate
+        self._seed = seed
+        self._keeps_generators = keeps_generators
+        self._takes_rows = kind is ItemKind.SAMPLE_INDEX and collate is default_collate
+        self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
+
+    def __getitems__(self, request: Request) -> Any:
+        # In a loader's worker process no other code draws from the generators.
+        if not (self._may_draw and self._keeps_generators) or get_worker_info() is not None:
+            return self._batch(request)
+        with preserved():
+            return self._batch(request)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        # A loader's subclass may ask its dataset for the user's own attributes. Dunder names
+        # are looked up on the way out of a pickle, when there is no dataset yet.
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _batch(self, request: Request) -> Any:
+        # A loader's worker stacks rows into memory that it shares, which spares a copy.
+        if self._takes_rows and get_worker_info() is None:
+            rows = rows_at_once(self.dataset, request.items)
+            if rows is not None:
+                return rows
+        pieces: list[Any] = []
+        for segment in request.segments:
+            if self._may_draw:
+                seed = (self._seed, "data", request.epoch, request.step, segment.shard)
+                seed_all(derive_seed(*seed))
+            pieces += self._read(segment)
+        holds_samples = self._kind.is_sample or self._kind is ItemKind.BATCH_OF_INDICES
+        if holds_samples and all(isinstance(piece, list) for piece in pieces):
+            pieces = [list(chain.from_iterable(pieces))]
+        # Ready batches, or a user's __getitems__ that returns something of its own for each shard.
+        return concatenate([self._collate(piece) for piece in pieces])
+
+    def _read(self, segment: Segment) -> list[Any]:
+        """The segment's pieces: one list of samples, or its ready batches."""
+        if self._kind is ItemKind.SAMPLE_INDEX:
+            return [self._samples(segment.items)]
+        if self._kind is ItemKind.BATCH_OF_INDICES:
+            return [self._samples(indices) for indices in segment.items]
+        if self._kind is ItemKind.READY_BATCH_INDEX:
+            return [self.dataset[index] for index in segment.items]
+        return [list(segment.items)] if self._kind is ItemKind.SAMPLE else list(segment.items)
+
+    def _samples(self, indices: Any) -> Any:
+        # The same condition as torch's own fetcher: an attribute set to None switches it off.
+        at_once = getattr(self.dataset, "__getitems__", None)
+        return at_once(indices) if at_once else [self.dataset[index] for index in indices]
+
+
+class WorkerStart:
+    """Run the user's ``worker_init_fn`` in a loader worker that shows the user's own dataset.
+
+    ``get_worker_info().dataset`` is documented to be this worker's copy of the dataset;
+    programs open files through it.
+    """
+
+    def __init__(self, user_function: Callable[[int], Any] | None) -> None:
+        self._user_function = user_function
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SeededDataset):
+            # WorkerInfo forbids plain assignment.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._user_function is not None:
+            self._user_function(worker_id)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loader that the user has sharded: every worker reads its own, with ``add_dist_sampler=False``.
+
+The user's sampler shares the data out, or each worker reads other files. Then the workers need not
+have equally many batches, but a step has to happen on all of them: a worker whose loader has ended
+repeats its last batch, counted as no samples.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from lockstep.data.batch_structure import leading_length
+from lockstep.data.global_batches import announce_epoch, check_reiterable, known_length
+from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data.sharded_loader import LoadedPart, Step
+from lockstep.errors import DataOrderError, NotShardableError
+from lockstep.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from lockstep.data.shard_placement import ShardPlacement
+    from lockstep.group import Group
+
+
+class UserShardedLoader:
+    """One worker's own loader, in steps of one part each; a `StepSource`.
+
+    The worker with the most batches decides how many steps an epoch has.
+
+    While the loader reads, the global random numbers are functions of (seed, epoch, first shard);
+    generators that the loader holds start every epoch from (their first seed, seed, epoch), the
+    same on every worker that gave the same generator.
+
+    Args:
+        loader: a ``DataLoader``, or a re-iterable of ready batches. It is iterated itself, and not
+            a copy.
+        placement: the worker's shards.
+
+    Raises:
+        NotShardableError: an iterator, which cannot start again at the next epoch.
+        WrongTypeError: `loader` is no loader.
+    """
+
+    joint = True
+    global_batch_size: int | None = None
+
+    def __init__(self, loader: Any, placement: ShardPlacement) -> None:
+        if not isinstance(loader, DataLoader):
+            check_reiterable(loader, allow_shared_out=True)
+        self.placement = placement
+        self._loader = loader
+        self._agreed_steps: int | None = None
+        self._shards = tuple(placement.shards)
+        self._holders = [loader]
+        if isinstance(loader, DataLoader):
+            self._holders = [loader.generator, loader.sampler, loader.batch_sampler]
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps on which the workers agreed; before, this worker's batches, if the loader tells."""
+        return known_length(self._loader) if self._agreed_steps is None else self._agreed_steps
+
+    def agree(self, group: Group, epoch: int) -> None:
+        """Agree with the other workers on how many steps an epoch has.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank of `group`. Blocks. One small exchange.
+
+        Raises:
+            NotShardableError: a rank's loader has no length.
+            DataOrderError: a rank's loader is empty, and another rank's is not.
+        """
+        lengths = group.exchange(known_length(self._loader))
+        if None in lengths:
+            raise NotShardableError(
+                "with add_dist_sampler=False the workers must know how many batches they have",
+                where=f"rank {lengths.index(None)}",
+                got="a loader without a length",
+                fix="give the loader (or its dataset) a __len__",
+            )
+        if 0 in lengths and any(lengths):
+            raise DataOrderError(
+                "a worker's own loader is empty, so that it has no batch to keep step with",
+                where=f"rank {lengths.index(0)}",
+                got=f"batches by rank: {lengths}",
+                fix="give every worker at least one batch, or leave add_dist_sampler at True",
+            )
+        self._agreed_steps = max(lengths)
+
+    def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
+        """None: only the user's loader knows what its batches hold."""
+        return None
+
+    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
+        """Empty; see `samples_of`."""
+        return []
+
+    def batches(
+        self, epoch: int, start_step: int = 0, num_steps: int | None = None
+    ) -> Generator[Step, None, None]:
+        """The worker's batches of an epoch.
+
+        Args:
+            epoch: from 0.
+            start_step: where to begin. Batches before it are read and thrown away: only the
+                user's loader knows what they hold.
+            num_steps: steps of the whole epoch; those on which the workers agreed if None, else
+                as many as the loader has. A worker that has fewer batches repeats its last one,
+                counted as 0 samples; a worker without any batch has steps without parts.
+        """
+        num_steps = self._agreed_steps if num_steps is None else num_steps
+        last: Any = None
+        step = 0
+        for batch in islice(self._read(epoch), num_steps):
+            last = (batch,)
+            if step >= start_step:
+                yield Step(step, [LoadedPart(batch, leading_length(batch), self._shards)], None)
+            step += 1
+        for index in range(max(step, start_step), num_steps or 0):
+            yield Step(index, [LoadedPart(last[0], 0, self._shards)] if last else [], None)
+
+    def close(self) -> None:
+        """Nothing to end: the loader, and its worker processes, are the user's."""
+
+    def _read(self, epoch: int) -> Iterator[Any]:
+        holders = (self._loader, *self._holders)
+        announce_epoch(epoch, (h.sampler if type(h) is BatchSampler else h for h in holders))
+        first = self._shards[0] if self._shards else -1
+        isolation = IsolatedRandomness(
+            derive_seed(self.placement.seed, "unsharded", epoch, first),
+            held_generators(*self._holders),
+        )
+        iterator = isolation.open(self._loader)
+        while drawn := isolation.draw(iterator, 1):
+            yield drawn[0]

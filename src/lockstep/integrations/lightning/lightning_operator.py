@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `TrainingOperator` around a LightningModule.
+
+Where Lightning gives `training_step` the batch of one device, this operator gives it one shard of
+the global batch, with the shard's own random numbers: the result then does not depend on how many
+workers carry the shards.
+
+The operator overrides the methods of the default loop, calls each of the module's hooks at the
+moment at which Lightning calls it, and leaves what a step computes to the default loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from lockstep import reduction_context
+from lockstep.data.global_batches import global_batches_of
+from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.integrations.lightning import unsupported
+from lockstep.integrations.lightning.checkpoint_hooks import added_by_hook, give_back
+from lockstep.integrations.lightning.logging_capture import LoggingCapture
+from lockstep.integrations.lightning.loop_hooks import LoopHooks, call_data_hook
+from lockstep.integrations.lightning.lr_schedulers import SchedulerSteps, configured
+from lockstep.integrations.lightning.module_factory import ModuleFactory, check_given, is_lightning
+from lockstep.integrations.lightning.step_outputs import detached, loss_and_metrics
+from lockstep.integrations.lightning.trainer_view import TrainerView
+from lockstep.keys import SCHEDULER_STEP_MANUAL
+from lockstep.operator import TrainingOperator
+from lockstep.operator.default_loss import registered
+from lockstep.operator.shard_results import ShardResults
+from lockstep.operator.sync_batch_norm import goes_shard_by_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lockstep.operator import Options
+
+
+def from_lightning(
+    base: type[TrainingOperator],
+    module_cls: Any,
+    train_dataloader: Any = None,
+    val_dataloader: Any = None,
+    *,
+    datamodule: Any = None,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+    max_epochs: int | None = None,
+    **further: Any,
+) -> type[TrainingOperator]:
+    """An operator class that trains a LightningModule as it is.
+
+    Its `training_step`, `validation_step`, `configure_optimizers`, hooks and loaders are
+    used; `self.log` ends up in what `train()` and `validate()` return, as means over all
+    samples of all workers; `trainer.get_model()` is the module. One `train()` is one of
+    Lightning's epochs, and `validate()` the validation after it.
+
+    Args:
+        module_cls: a LightningModule class, made with the trainer's `config` (each key is a
+            parameter, or all of it the parameter ``config``); a function from the config to a
+            module; or a module, which holds the trained weights after each `train()`.
+        train_dataloader, val_dataloader: loaders instead of the module's own.
+        datamodule: a LightningDataModule, class or instance, or a function from the config.
+        gradient_clip_val, gradient_clip_algorithm: "norm" (the default) or "value".
+        max_epochs: for schedulers that ask ``self.trainer.estimated_stepping_batches``.
+
+    Raises:
+        WrongTypeError: `module_cls` is something else.
+        NotAvailableError: Lightning is not installed. In the workers: the module needs
+            something that lockstep does not do; it is named.
+    """
+    unsupported.refuse_trainer_arguments(further)
+    check_given(module_cls)
+    factory = ModuleFactory(
+        module_cls,
+        datamodule,
+        train_dataloader,
+        val_dataloader,
+        gradient_clip_val,
+        gradient_clip_algorithm,
+        max_epochs,
+    )
+    members: dict[str, Any] = {"_factory": factory}
+    if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
+        members["_absorb"] = staticmethod(
+            lambda state: module_cls.load_state_dict(state["models"][0])
+        )
+    bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)
+    name = getattr(module_cls, "__name__", type(module_cls).__name__)
+    return type(f"{name}Operator", bases, members)
+
+
+class LightningOperator(TrainingOperator):
+    """The base of the classes that `from_lightning` returns; subclass those to set `joint_loss`."""
+
+    _factory: ClassVar[ModuleFactory]
+
+    @classmethod
+    def _overrides(cls, method: str) -> bool:
+        # The loops here are the default ones with hooks around them, and as those go shard by
+        # shard: only a subclass brings methods of its own.
+        return getattr(cls, method) is not getattr(LightningOperator, method)
+
+    def get_model(self) -> Any:
+        """The LightningModule, as RaySGD's operator named it."""
+        return self.module
+
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        super()._check(options)
+        unsupported.check_settings(options, cls._factory.gradient_clip_val is not None)
+
+    # ------------------------------------------------------------------------------- setup
+
+    def setup(self, config: Any) -> None:
+        context, factory = self._lockstep.context, self._factory
+        module, datamodule = factory.make(config, copied=context.is_trial)
+        unsupported.check_module(module, context.options)
+        self.module, self.datamodule = module, datamodule
+        self._view = TrainerView(self, factory, datamodule)
+        self._view._tell(lightning_module=module, model=module)
+        module.trainer = self._view
+        if datamodule is not None:
+            datamodule.trainer = self._view
+        self._logging = LoggingCapture(module, context.group)
+        self._owners = [datamodule, module] if datamodule is not None else [module]
+        self._prepare_data()
+        for owner in self._owners:
+            owner.setup("fit")
+        module.configure_model()
+        module.to(context.device)
+        self._open_loaders()
+        optimizer, configs = configured(module.configure_optimizers(), type(module).__name__)
+        # A Lightning module says itself when its schedulers step: the default loop must not.
+        self._steps_schedulers = context.options.scheduler_step_freq is None
+        manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
+        self._lockstep.context = replace(context, options=manual)
+        self._lockstep.step_actions = self._step_hooks = LoopHooks(module)
+        self.model, self.optimizer, *_ = self.register(
+            models=module,
+            optimizers=optimizer,
+            schedulers=[each.scheduler for each in configs] or None,
+        )
+        self._scheduler_steps = SchedulerSteps(configs, module.lr_scheduler_step)
+        self._view._tell(optimizers=[self.optimizer], lr_scheduler_configs=configs)
+        self._has_fit_begun = self._epoch_is_over = False
+        self._open_epoch = -1
+        self._steps_taken = 0
+        self._first_index = 0
+        self._computed: list[tuple[Any, Any, float]] = []
+
+    def _prepare_data(self) -> None:
+        """Call `prepare_data`, which downloads, on one worker of each node; the others wait."""
+        for owner in self._owners:
+            if self.local_rank == 0:
+                owner.prepare_data()
+        self._lockstep.context.group.exchange(None)
+
+    def _open_loaders(self) -> None:
+        train = self._factory.train_dataloader
+        if train is None:
+            train = self._loader_of("train_dataloader")
+        validation = None
+        if unsupported.overrides(self.module, "validation_step"):
+            validation = self._factory.val_dataloader
+            if validation is None:
+                validation = self._loader_of("val_dataloader")
+        train, validation = _only(train, "train"), _only(validation, "validation")
+        self.register_data(train_loader=train, validation_loader=validation)
+        shards = self._lockstep.context.placement.num_shards
+        lengths = [
+            None if each is None else global_batches_of(each, shards).num_steps()
+            for each in (train, validation)
+        ]
+        known = [float("inf") if each is None else each for each in lengths]
+        self._view._tell(
+            train_dataloader=train,
+            val_dataloaders=validation,
+            num_training_batches=known[0] if train is not None else 0,
+            num_val_batches=[known[1]] if validation is not None else [],
+        )
+
+    def _loader_of(self, hook: str) -> Any:
+        for owner in self._owners:
+            if unsupported.overrides(owner, hook):
+                return getattr(owner, hook)()
+        return None
+
+    def to_device(self, batch: Any) -> Any:
+        """Through the module's (or the datamodule's) own transfer hooks."""
+        batch = call_data_hook(self._owners, "on_before_batch_transfer", batch, 0)
+        batch = call_data_hook(self._owners, "transfer_batch_to_device", batch, self.device, 0)
+        return call_data_hook(self._owners, "on_after_batch_transfer", batch, 0)
+
+    # ---------------------------------------------------------------------------- training
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
+        module, epoch = self.module, int(info["epoch_idx"])
+        # An iterator that goes on in the middle of an epoch counts from where the epoch was left.
+        counted_on = getattr(iterator, "first_index", 0)
+        self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
+        self._view._tell(current_epoch=epoch, training=True, validating=False)
+        self._step_hooks.set_training(registered(self), True)
+        with self._logging.capturing("train"):
+            self._begin_fit()
+            if self._open_epoch != epoch:
+                if self._steps_schedulers:
+                    self._scheduler_steps.check_monitored(epoch)
+                module.on_train_epoch_start()
+                self._open_epoch = epoch
+            metrics = super().train_epoch(iterator, info)
+            over = getattr(iterator, "epoch_over", True)
+            if over:
+                if self._steps_schedulers:
+                    self._scheduler_steps.after_epoch(epoch)
+                module.on_train_epoch_end()
+            logged, of_epoch = self._logging.conclude(epoch_over=over)
+        self._epoch_is_over = over
+        self._learn(of_epoch, over=over)
+        return {**metrics, **logged}
+
+    def _begin_fit(self) -> None:
+        if not self._has_fit_begun:
+            self.module.on_fit_start()
+            self.module.on_train_start()
+        self._has_fit_begun = True
+
+    def _learn(self, metrics: Mapping[str, float], *, over: bool) -> None:
+        """Take the metrics of an epoch, or of a validation, which are the same on every worker."""
+        known = {name: torch.tensor(value) for name, value in metrics.items()}
+        self._view._tell(callback_metrics={**self._view.callback_metrics, **known})
+        if over and self._steps_schedulers and self._has_fit_begun:
+            self._scheduler_steps.after_metrics(self._view.current_epoch, metrics)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        index = self._index(batch_info)
+        self._computed = []
+        self._logging.step = self.global_step
+        self._step_hooks.begin(index, has_batches=bool(self._lockstep.step.shards_in(batch)))
+        metrics = super().train_batch(batch, batch_info)
+        if self._lockstep.step.closes_window:
+            self._steps_taken += 1
+            self._view._tell(global_step=self._steps_taken)
+            if self._steps_schedulers:
+                self._scheduler_steps.after_step(index)
+        for output, moved, num_samples in self._computed:
+            with self._logging.of_batch(num_samples, first_time=False):
+                self.module.on_train_batch_end(output, moved, index)
+        self._computed = []
+        return metrics
+
+    def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        module, index, num_samples = self.module, self._index(batch_info), _samples_now()
+        with (
+            self._logging.discarding_outside_passes(),
+            self._logging.of_batch(num_samples, first_time=True),
+        ):
+            if module.on_train_batch_start(batch, index) == -1:
+                raise NotAvailableError(
+                    "on_train_batch_start returned -1: the rest of an epoch cannot be skipped",
+                    where=type(module).__name__,
+                    fix="trainer.train(num_steps=...) trains on a part of the data",
+                )
+            output = module.training_step(*_arguments(module.training_step, batch, index))
+        loss, metrics = loss_and_metrics(module, "training_step", output)
+        if loss is None:
+            raise NotAvailableError(
+                "training_step returned no loss: a batch cannot be left out",
+                where=type(module).__name__,
+                cause="the workers reduce their gradients together",
+                fix="return the loss times zero, as in (prediction * 0).sum()",
+            )
+        self._computed.append((detached(output), batch, num_samples))
+        self._step_hooks.clear_once()
+        return loss, metrics
+
+    def _index(self, batch_info: Mapping[str, Any]) -> int:
+        """The batch's number in its epoch, which an earlier call of `train` may have begun."""
+        return self._first_index + int(batch_info["batch_idx"])
+
+    # -------------------------------------------------------------------------- validation
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
+        module = self.module
+        self._first_index = getattr(val_iterator, "step_in_epoch", 0)
+        self._view._tell(training=False, validating=True)
+        self._step_hooks.set_training(registered(self), False)
+        with self._logging.capturing("validation"):
+            if self._first_index == 0:
+                module.on_validation_start()
+                module.on_validation_epoch_start()
+            metrics = super().validate(val_iterator, info)
+            over = getattr(val_iterator, "epoch_over", True)
+            if over:
+                module.on_validation_epoch_end()
+                module.on_validation_end()
+            logged, of_epoch = self._logging.conclude(epoch_over=over)
+        self._view._tell(validating=False)
+        self._learn(of_epoch, over=over)
+        return {**metrics, **logged}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        state, index = self._lockstep, self._index(batch_info)
+        self._logging.step = index
+        per_shard = goes_shard_by_shard(self, batch)
+        results = ShardResults(self, "validation")
+        for shard in state.step.shards_in(batch):
+            with (
+                self.timers.record("eval_fwd"),
+                state.precision.autocast(),
+                state.step.computing(shard, per_shard=per_shard),
+                self._logging.of_batch(shard.num_samples, first_time=True),
+            ):
+                metrics = self._validated(self.to_device(shard.batch), index)
+            results.add(shard, metrics, results.weight_of(shard, metrics))
+        return results.metrics()
+
+    def _validated(self, batch: Any, index: int) -> dict[str, Any]:
+        module = self.module
+        module.on_validation_batch_start(batch, index)
+        output = module.validation_step(*_arguments(module.validation_step, batch, index))
+        module.on_validation_batch_end(output, batch, index)
+        return {} if output is None else loss_and_metrics(module, "validation_step", output)[1]
+
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """The module's `predict_step`; without one, its `forward` of the features."""
+        module = self.module
+        unsupported.check_prediction(module)
+        if not unsupported.overrides(module, "predict_step"):
+            return super().predict_batch(batch, batch_info)
+        return module.predict_step(*_arguments(module.predict_step, batch, batch_info["batch_idx"]))
+
+    # ------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> Any:
+        return {
+            "steps": self._steps_taken,
+            "epoch": self._view.current_epoch,
+            "plateaus": self._scheduler_steps.state_dict(),
+            "checkpoint": added_by_hook(self._view, self._owners),
+            "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        self._steps_taken = state["steps"]
+        self._view._tell(current_epoch=state["epoch"], global_step=state["steps"])
+        self._scheduler_steps.load_state_dict(state["plateaus"])
+        self._open_epoch = -1
+        if state.get("datamodule"):
+            self.datamodule.load_state_dict(state["datamodule"])
+        give_back(self._view, self._owners, state["checkpoint"])
+
+    def _end(self) -> None:
+        """Call what Lightning calls after the last epoch; the trainer shuts down."""
+        if self._has_fit_begun:
+            self._view._tell(current_epoch=self._view.current_epoch + self._epoch_is_over)
+            self.module.on_train_end()
+            self.module.on_fit_end()
+        for owner in self._owners:
+            owner.teardown("fit")
+        self.module.trainer = None
+
+
+def _only(loader: Any, purpose: str) -> Any:
+    """The loader of a purpose, if it is one; Lightning allows several."""
+    several = isinstance(loader, list | tuple | dict) or type(loader).__name__ == "CombinedLoader"
+    if not several:
+        return loader
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        return loader[0]
+    if isinstance(loader, list | tuple) and not loader:
+        return None
+    raise NotAvailableError(
+        f"several {purpose} loaders are not supported",
+        got=f"a {type(loader).__name__} of them",
+        fix="one loader over torch.utils.data.ConcatDataset([...])",
+    )
+
+
+def _samples_now() -> float:
+    """Samples of the shard whose loss is being computed."""
+    active = reduction_context.active()
+    if active is None or active.weight is None:
+        raise ConfigurationError(
+            "a training_step runs outside of a trainer's step",
+            fix="call trainer.train()",
+        )
+    return active.weight
+
+
+def _arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
+    """The arguments for a step method of the module, which may leave `batch_idx` out."""
+    takes = inspect.signature(step).parameters.values()
+    positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
+    return (batch, index) if several or len(positional) > 1 else (batch,)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls a LightningModule's hooks around the actions of the default loop, in Lightning's order."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lockstep.integrations.lightning.unsupported import overrides
+from lockstep.operator.step_actions import StepActions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from lockstep.operator.precision import Precision
+    from lockstep.operator.training_parts import TrainingParts
+
+
+def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:
+    """The datamodule's own `hook` if it has one, else the module's."""
+    owner = next((one for one in owners if overrides(one, hook)), owners[-1])
+    return getattr(owner, hook)(*arguments)
+
+
+class LoopHooks(StepActions):
+    """The actions of a step on `module`: the default loop's, between the module's hooks."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._index = 0
+        self._has_batches = True
+        self._to_clear: torch.optim.Optimizer | None = None
+        self._modes: dict[torch.nn.Module, bool] | None = None
+
+    def begin(self, index: int, *, has_batches: bool) -> None:
+        """Begin a step on batch `index` of the epoch, of which this worker may have no samples."""
+        self._index, self._has_batches = index, has_batches
+
+    def set_training(self, run: TrainingParts, training: bool) -> None:
+        """Switch the layers' modes for validation, and back for training.
+
+        Training leaves each layer in the mode that the module chose (a frozen backbone in eval
+        mode, say).
+        """
+        if training:
+            for layer, mode in (self._modes or {}).items():
+                layer.training = mode
+            self._modes = None
+        else:
+            if self._modes is None:
+                self._modes = {layer: layer.training for layer in self._module.modules()}
+            run.set_training(False)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        # Lightning clears the gradients after training_step; without samples there is no such call.
+        self._to_clear = optimizer
+        if not self._has_batches:
+            self.clear_once()
+
+    def clear_once(self) -> None:
+        """Clear the gradients of the previous step, unless that was done."""
+        optimizer, self._to_clear = self._to_clear, None
+        if optimizer is not None:
+            self._module.on_before_zero_grad(optimizer)
+            self._module.optimizer_zero_grad(self._epoch, self._index, optimizer)
+
+    @contextmanager
+    def around_backward(self, loss: torch.Tensor) -> Iterator[None]:
+        self._module.on_before_backward(loss)
+        yield
+        self._module.on_after_backward()
+
+    def step(
+        self,
+        precision: Precision,
+        run: TrainingParts,
+        optimizer: torch.optim.Optimizer,
+        clip_grad_norm: float | None,
+    ) -> None:
+        module = self._module
+        precision.unscale(optimizer)
+        module.on_before_optimizer_step(optimizer)
+        module.configure_gradient_clipping(
+            optimizer, module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm
+        )
+        if overrides(module, "optimizer_step"):
+            # The gradients are there already: the closure has nothing left to compute.
+            module.optimizer_step(self._epoch, self._index, optimizer, _do_nothing)
+        else:
+            precision.take_step(optimizer)
+
+    @property
+    def _epoch(self) -> int:
+        epoch: int = self._module.trainer.current_epoch
+        return epoch
+
+
+def _do_nothing() -> None:
+    """The closure that `optimizer_step` is given."""

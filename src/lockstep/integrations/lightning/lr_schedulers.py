@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer and the learning rate schedulers that a LightningModule configures.
+
+`configured` reads all the forms that `configure_optimizers` may return; `SchedulerSteps` steps the
+schedulers, by batch, by epoch or by a metric, as Lightning does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lockstep.errors import ConfigurationError, NotAvailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FORMS: Final = (
+    "an optimizer; [optimizer]; ([optimizer], [schedulers]); or"
+    ' {"optimizer": ..., "lr_scheduler": scheduler or its dict, "monitor": "metric"}'
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """One scheduler and when it steps: Lightning's ``LRSchedulerConfig``, attribute by attribute.
+
+    Attributes:
+        scheduler: anything with a `step`.
+        interval: "step" (optimizer steps of the epoch) or "epoch".
+        frequency: every how many of these.
+        monitor: the metric that a plateau scheduler follows.
+        strict: it is an error if no step logged the monitored metric.
+        reduce_on_plateau: it takes the metric.
+        name: for Lightning's loggers; a module may read it.
+        stepped_in: the epoch in which a plateau scheduler last stepped.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    reduce_on_plateau: bool = False
+    name: str | None = None
+    stepped_in: int = field(default=-1, init=False)
+
+
+def configured(result: Any, where: str) -> tuple[torch.optim.Optimizer, list[SchedulerConfig]]:
+    """The optimizer and the schedules in what `configure_optimizers` returned.
+
+    Raises:
+        NotAvailableError: several optimizers (they need manual optimisation), or LBFGS.
+        ConfigurationError: none, or a form that is none of Lightning's.
+    """
+    if result is None:
+        raise ConfigurationError(
+            "configure_optimizers returned no optimizer", where=where, expected=_FORMS
+        )
+    optimizers, schedulers, monitor = _split(result, where)
+    if len(optimizers) != 1:
+        raise NotAvailableError(
+            f"{len(optimizers)} optimizers need manual optimisation, which is not supported",
+            where=f"{where}.configure_optimizers",
+            fix="one optimizer with several parameter groups; or a TrainingOperator, whose"
+            " train_batch may step several",
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise NotAvailableError(
+            "LBFGS is not supported: it computes the loss several times a step",
+            where=f"{where}.configure_optimizers",
+            fix="another optimizer, or a TrainingOperator with a train_batch of its own",
+        )
+    return optimizers[0], [_schedule(each, monitor, where) for each in schedulers]
+
+
+def _split(result: Any, where: str) -> tuple[list[Any], list[Any], str | None]:
+    if _steps(result):
+        return [result], [], None
+    if isinstance(result, Mapping):
+        return [_of(result, "optimizer", where)], _listed(result), result.get("monitor")
+    if isinstance(result, Sequence) and result:
+        pair = len(result) == 2 and isinstance(result[0], list | tuple)
+        if pair and all(map(_steps, result[0])):
+            second = result[1]
+            return list(result[0]), list(second) if isinstance(second, list) else [second], None
+        if all(isinstance(each, Mapping) for each in result):
+            optimizers = [_of(each, "optimizer", where) for each in result]
+            return optimizers, [one for each in result for one in _listed(each)], None
+        if all(map(_steps, result)):
+            return list(result), [], None
+    raise _unknown(f"{type(result).__name__}: {result!r:.80}", where)
+
+
+def _steps(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def _listed(result: Mapping[str, Any]) -> list[Any]:
+    return [] if result.get("lr_scheduler") is None else [result["lr_scheduler"]]
+
+
+def _of(result: Mapping[str, Any], key: str, where: str) -> Any:
+    extra = result.keys() - {"optimizer", "lr_scheduler", "monitor", "frequency"}
+    if extra or not _steps(result.get(key)):
+        raise _unknown(f"a dict with {sorted(result)}", where)
+    return result[key]
+
+
+def _unknown(got: str, where: str) -> ConfigurationError:
+    return ConfigurationError(
+        "configure_optimizers returned something that is no configuration",
+        where=where,
+        expected=_FORMS,
+        got=got,
+    )
+
+
+def _schedule(given: Any, monitor: str | None, where: str) -> SchedulerConfig:
+    wanted = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    known = {each.name for each in fields(SchedulerConfig) if each.init}
+    extra = sorted(wanted.keys() - known)
+    scheduler = wanted.get("scheduler")
+    if extra or not callable(getattr(scheduler, "step", None)):
+        raise ConfigurationError(
+            "configure_optimizers returned a scheduler that cannot be understood",
+            where=where,
+            expected=f"a scheduler, or a dict with the keys {sorted(known)}",
+            got=f"unknown keys {extra}" if extra else f"{scheduler!r:.80}",
+        )
+    wanted.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
+    wanted["monitor"] = wanted.get("monitor") or monitor
+    schedule = SchedulerConfig(**wanted)
+    if schedule.interval not in ("step", "epoch") or schedule.frequency < 1:
+        raise ConfigurationError(
+            "a scheduler steps at an interval that does not exist",
+            where=where,
+            expected='"interval": "step" or "epoch", "frequency": 1 or more',
+            got=f'"interval": {schedule.interval!r}, "frequency": {schedule.frequency!r}',
+        )
+    if schedule.reduce_on_plateau and schedule.monitor is None:
+        raise ConfigurationError(
+            "a scheduler that waits for a plateau needs a metric to watch",
+            where=where,
+            got=type(scheduler).__name__,
+            fix='"monitor": "val_loss" in the dict that configure_optimizers returns',
+        )
+    return schedule
+
+
+class SchedulerSteps:
+    """Steps the schedulers of one module.
+
+    Args:
+        items: as `configured` returns them.
+        step: the module's ``lr_scheduler_step(scheduler, metric)``.
+    """
+
+    def __init__(self, items: list[SchedulerConfig], step: Callable[[Any, Any], None]) -> None:
+        self.items = items
+        self._step = step
+
+    def after_step(self, index: int) -> None:
+        """After an optimizer step on batch `index` of the epoch."""
+        self._tick("step", index + 1)
+
+    def after_epoch(self, epoch: int) -> None:
+        """After the last batch of `epoch`."""
+        self._tick("epoch", epoch + 1)
+
+    def _tick(self, interval: str, count: int) -> None:
+        for each in self.items:
+            mine = each.interval == interval and not each.reduce_on_plateau
+            if mine and count % each.frequency == 0:
+                self._step(each.scheduler, None)
+
+    def after_metrics(self, epoch: int, metrics: Mapping[str, Any]) -> None:
+        """After the metrics of `epoch`, or of a validation that came after it, are known."""
+        for each in self.items:
+            watched = each.monitor
+            if not each.reduce_on_plateau or watched is None or watched not in metrics:
+                continue
+            if each.stepped_in < epoch and (epoch + 1) % each.frequency == 0:
+                self._step(each.scheduler, metrics[watched])
+            each.stepped_in = epoch
+
+    def check_monitored(self, epoch: int) -> None:
+        """Before `epoch` begins: refuse unless the last epoch logged every plateau's metric."""
+        for each in self.items:
+            if not each.reduce_on_plateau or not each.strict or each.stepped_in >= epoch - 1:
+                continue
+            raise ConfigurationError(
+                f"{type(each.scheduler).__name__} watches {each.monitor!r}, which was not logged in"
+                " the last epoch",
+                cause="no trainer.validate() came after trainer.train(), or validation_step has"
+                " returned the metric and not logged it: validate() reports it, and no scheduler"
+                " sees it",
+                fix=f"self.log({each.monitor!r}, ...) in validation_step, and trainer.validate()"
+                ' after each trainer.train(); or "strict": False beside the monitor',
+            )
+
+    def state_dict(self) -> list[int]:
+        """What schedulers do not save themselves: the epochs in which plateaus were judged."""
+        return [each.stepped_in for each in self.items]
+
+    def load_state_dict(self, state: Sequence[int]) -> None:
+        for each, stepped_in in zip(self.items, state, strict=True):
+            each.stepped_in = stepped_in

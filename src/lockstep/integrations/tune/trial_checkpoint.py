@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trial's checkpoint: a directory with the trainer's state and its optimizers' hyperparameters.
+
+Population based training loads the state of a better trial into a trial whose config it has just
+changed. An optimizer's state holds its learning rate, so that a plain load would undo the change.
+The checkpoint therefore holds also the hyperparameters with which the optimizers were made. Where
+the trial that loads was made with other ones, it keeps its own; the factor by which a scheduler
+had changed the better trial's learning rate is applied to the trial's own rate.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lockstep.operator.default_loss import registered
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep.operator import TrainingOperator
+    from lockstep.trainer import TorchTrainer
+
+_STATE: Final = "trainer.checkpoint"
+_HYPERPARAMETERS: Final = "hyperparameters.json"
+
+Hyperparameters = list[list[dict[str, Any]]]
+"""By optimizer and parameter group."""
+
+_made_with: WeakKeyDictionary[TorchTrainer, str] = WeakKeyDictionary()
+"""The hyperparameters with which each trainer's optimizers were made, as JSON."""
+
+
+def note_hyperparameters(trainer: TorchTrainer) -> None:
+    """Remember the optimizers' hyperparameters, at the first call: before anything is trained."""
+    if trainer not in _made_with:
+        _made_with[trainer] = json.dumps(trainer.apply_all_operators(_read)[0])
+
+
+def write(trainer: TorchTrainer, folder: str) -> None:
+    """Save into an existing, empty folder."""
+    note_hyperparameters(trainer)
+    trainer.save(Path(folder, _STATE))
+    Path(folder, _HYPERPARAMETERS).write_text(_made_with[trainer])
+
+
+def read(trainer: TorchTrainer, folder: str) -> None:
+    """Load what `write` saved, maybe for another trial."""
+    note_hyperparameters(trainer)
+    trainer.load(Path(folder, _STATE))
+    theirs = json.loads(Path(folder, _HYPERPARAMETERS).read_text())
+    ours = json.loads(_made_with[trainer])
+    if ours != theirs:
+        trainer.apply_all_operators(partial(_prefer, ours, theirs))
+
+
+def _read(operator: TrainingOperator) -> Hyperparameters:
+    return [
+        [
+            {name: _plain(value) for name, value in group.items() if _is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in registered(operator).optimizers
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(each, int | float) for each in value)
+    is_number = isinstance(value, torch.Tensor) and value.dim() == 0
+    return is_number or value is None or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _prefer(ours: Hyperparameters, theirs: Hyperparameters, operator: TrainingOperator) -> None:
+    run = registered(operator)
+    for number, optimizer in enumerate(run.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            _prefer_in_group(group, ours[number][index], theirs[number][index])
+    for scheduler in run.schedulers:
+        _follow(scheduler)
+
+
+def _prefer_in_group(
+    group: dict[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> None:
+    changed = {name: value for name, value in ours.items() if theirs.get(name) != value}
+    base = "initial_lr" if "initial_lr" in ours else "lr"
+    if base in changed or "lr" in changed:
+        was = theirs.get(base)
+        scale = _plain(group["lr"]) / was if was else 1.0
+        changed["lr"] = ours[base] * scale
+    for name, value in changed.items():
+        before = group.get(name)
+        if isinstance(before, torch.Tensor):
+            before.fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(before, tuple) else value
+
+
+def _follow(scheduler: Any) -> None:
+    """Give a scheduler that computes from its initial learning rates the new ones."""
+    for inner in getattr(scheduler, "_schedulers", []):
+        _follow(inner)
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        scheduler._last_lr = [group["lr"] for group in groups]

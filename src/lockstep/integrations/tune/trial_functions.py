@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions for trials that are functions: report results, restore a trial, reserve resources."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from lockstep.engine.placement_group import bundle_for, warn_of_no_room
+from lockstep.integrations.optional_packages import required
+from lockstep.integrations.tune import trial_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep.trainer import TorchTrainer
+
+
+def resources(
+    num_workers: int,
+    *,
+    num_cpus_per_worker: float = 1,
+    num_gpus_per_worker: float = 0,
+    resources_per_worker: Mapping[str, float] | None = None,
+) -> Any:
+    """What a trial reserves: a bundle for each worker; the function itself needs none.
+
+    ::
+
+        tune.Tuner(tune.with_resources(function, resources(num_workers=2)), ...)
+
+    Raises:
+        NotAvailableError: Ray Tune is not installed.
+    """
+    tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune")
+    bundle = bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
+    warn_of_no_room(bundle, num_workers, "a trial")
+    return tune.PlacementGroupFactory([{}, *([bundle] * num_workers)], strategy="PACK")
+
+
+def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> None:
+    """Give Tune a result of this trial, and the trainer's state with it.
+
+    ::
+
+        def trial(config):
+            arguments = {"training_operator_cls": Digits, "num_workers": 2, "config": config}
+            with TorchTrainer(**arguments) as trainer:
+                restore(trainer)
+                for _ in range(10):
+                    trainer.train()
+                    report(trainer, trainer.validate())
+
+    Args:
+        metrics: what schedulers and searchers decide by.
+        checkpoint: False leaves the state out; a trial that is paused then begins anew.
+    """
+    tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune.report")
+    if not checkpoint:
+        tune.report(dict(metrics))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        trial_checkpoint.write(trainer, folder)
+        tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+def restore(trainer: TorchTrainer) -> bool:
+    """Load the checkpoint that Tune gives this trial: its own, or that of a better trial.
+
+    Call it before the first `train`, while the optimizers still have the hyperparameters of this
+    trial's config.
+
+    Returns:
+        Whether there was a checkpoint.
+    """
+    tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
+    trial_checkpoint.note_hyperparameters(trainer)
+    found = tune.get_checkpoint()
+    if found is None:
+        return False
+    with found.as_directory() as folder:
+        trial_checkpoint.read(trainer, folder)
+    return True

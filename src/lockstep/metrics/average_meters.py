@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running weighted means on one worker, in constant memory and without device waits."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
+from lockstep.metrics.merge_over_workers import merge
+from lockstep.metrics.metric_values import WeightedMean, as_number, checked_weight, read_means
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_COUNTERS = (BATCH_COUNT, NUM_SAMPLES, WEIGHT)
+
+
+class AverageMeter:
+    """The latest value and the weighted mean of a series.
+
+    Attributes:
+        val: the latest value.
+        avg: the weighted mean so far; 0 before the first update.
+        sum: the sum of value times weight.
+        count: the sum of weights.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.val: Any = 0
+        self.avg: Any = 0
+        self.sum: Any = 0
+        self.count: float = 0
+
+    def update(self, val: Any, n: float = 1) -> None:
+        """Count `val` with weight `n`; a weight of 0 changes nothing."""
+        n = checked_weight(n)
+        if n == 0:
+            return
+        self.val = val
+        self.sum = self.sum + val * n  # not in place: `val` may be a tensor of the caller's
+        self.count += n
+        self.avg = self.sum / self.count
+
+
+class AverageMeterCollection:
+    """Weighted means of whatever metrics a loop reports, in constant memory.
+
+    By default every `update` is one step. A loop that runs several parts (shards) of one
+    global batch calls `begin_step` before the first part; from then on only `begin_step`
+    starts a step, and the ``last_*`` results are means over all parts of the latest one.
+
+    Attributes:
+        n: the samples so far.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was counted."""
+        self.n: float = 0
+        self._batch_count = 0
+        self._step = 0
+        self._has_explicit_steps = False
+        self._means: defaultdict[str, WeightedMean] = defaultdict(WeightedMean)
+        self._others: dict[str, Any] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has been counted, and no step begun."""
+        return self._batch_count == 0
+
+    def copy(self) -> AverageMeterCollection:
+        """A copy that counts on by itself from what was counted so far."""
+        other = copy.copy(self)
+        other._means = defaultdict(WeightedMean)
+        other._means.update({key: copy.copy(mean) for key, mean in self._means.items()})
+        other._others = dict(self._others)
+        return other
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Start a step: one global batch, of which this worker may report several parts.
+
+        Args:
+            step: the step's number, growing, the same on every worker; by default one more
+                than the last. Given, it lets a worker that joined late be merged rightly.
+        """
+        self._has_explicit_steps = True
+        self._start_step(step)
+
+    def _start_step(self, step: int | None = None) -> None:
+        self._step = self._step + 1 if step is None else step
+        self._batch_count += 1
+
+    def update(
+        self,
+        metrics: Mapping[str, Any],
+        n: float = 1,
+        partial: Mapping[str, float] | None = None,
+    ) -> None:
+        """Count what one batch, or one part of a global batch, reported.
+
+        Args:
+            metrics: numbers (Python's, numpy's, tensors of one element on any device) are
+                averaged; of anything else the latest value is kept. ``num_samples`` and
+                ``batch_count`` are not metrics and are left out. Never changed.
+                ``metrics[WEIGHT]``, if it is there, is what they count for (tokens).
+            n: samples, and the weight of the metrics that bring none. A weight of 0 (a
+                borrowed batch, one without tokens) leaves every metric, its latest value
+                included, as it was; the step itself still counts.
+            partial: the weight of each metric that only a part of the batch reported.
+
+        Raises:
+            WeightError: `n` or the weight is negative, NaN or infinite.
+        """
+        n = checked_weight(n)
+        weight = checked_weight(metrics.get(WEIGHT, n)) if n else 0
+        if not self._has_explicit_steps:
+            self._start_step()
+        self.n += n
+        if weight == 0:
+            return
+        for key, value in metrics.items():
+            if key in _COUNTERS:
+                continue
+            number = as_number(value)
+            if number is not None:
+                counts = partial.get(key, weight) if partial else weight
+                self._means[str(key)].add(number, counts, self._step)
+            else:
+                self._others[str(key)] = value.detach() if isinstance(value, Tensor) else value
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `merge` needs, as plain Python numbers on the CPU.
+
+        Waits once per device that metrics live on.
+
+        Returns:
+            ``batch_count``, ``num_samples``; ``sums``, a `WeightedMean` for each metric;
+            ``others``, the latest values of what is no number.
+        """
+        return {
+            BATCH_COUNT: self._batch_count,
+            NUM_SAMPLES: self.n,
+            "sums": read_means(self._means),
+            "others": {
+                key: value.cpu() if isinstance(value, Tensor) else value
+                for key, value in self._others.items()
+            },
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """``batch_count``, ``num_samples``, and per metric ``k`` its mean and ``last_k``."""
+        return merge([self.state()])

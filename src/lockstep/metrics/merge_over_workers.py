@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of several workers as one result: sums are added up, and divided once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigurationError
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
+from lockstep.metrics.metric_values import (
+    as_number,
+    checked_weight,
+    merged_mean,
+    read_numbers,
+    weighted_mean,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+EPOCH: Final = "epoch"
+
+
+def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One weighted mean over all workers.
+
+    Args:
+        states: `AverageMeterCollection.state` of each worker, by rank.
+
+    Returns:
+        ``num_samples`` (summed), ``batch_count`` (the largest: workers share every global
+        batch, and one that joined late saw fewer); per metric ``k`` the mean over the workers
+        that reported it, and ``last_k``, over those that did so in its latest step; of
+        what is not a number, the lowest rank's value.
+    """
+    merged: dict[str, Any] = {
+        BATCH_COUNT: max((state[BATCH_COUNT] for state in states), default=0),
+        NUM_SAMPLES: sum(state[NUM_SAMPLES] for state in states),
+    }
+    latest: dict[str, Any] = {}
+    for key in _keys_in_order(state["sums"] for state in states):
+        merged[key], latest[f"last_{key}"] = merged_mean(
+            [state["sums"][key] for state in states if key in state["sums"]]
+        )
+    others = (item for state in states for item in state["others"].items())
+    # `setdefault`: a metric that the user called `last_x` is the user's, not our latest `x`;
+    # a key with a number anywhere is a number; and the lowest rank comes first.
+    for key, value in (*latest.items(), *others):
+        merged.setdefault(key, value)
+    return merged
+
+
+def merge_user_results(
+    results: Sequence[Mapping[str, Any]], weights: Sequence[float]
+) -> dict[str, Any]:
+    """Merge the dicts that operators with their own ``train_epoch`` or ``validate`` returned.
+
+    Args:
+        results: each worker's dict, by rank. Never changed.
+        weights: each worker's number of samples, used where its dict has no ``num_samples``.
+
+    Returns:
+        ``num_samples`` summed; ``batch_count`` and ``epoch`` by maximum; other numbers as
+        means weighted by samples (or, where a dict has it, by its ``*weight``, which is
+        summed), over the workers that have them (a plain mean if none of those saw a
+        sample); of what is not a number, the lowest rank's value.
+
+    Raises:
+        ConfigurationError: not one weight per result.
+        WeightError: a number of samples that is negative, NaN or infinite.
+    """
+    if len(results) != len(weights):
+        raise ConfigurationError(
+            "every result needs one weight",
+            expected=f"{len(results)} weights",
+            got=f"{len(weights)}",
+        )
+    samples = [
+        checked_weight(result.get(NUM_SAMPLES, weight))
+        for result, weight in zip(results, weights, strict=True)
+    ]
+    counts = [
+        checked_weight(result.get(WEIGHT, count))
+        for result, count in zip(results, samples, strict=True)
+    ]
+    merged: dict[str, Any] = {NUM_SAMPLES: sum(samples)}
+    for key in _keys_in_order(results):
+        held = [
+            (result[key], n) for result, n in zip(results, counts, strict=True) if key in result
+        ]
+        numbers = [(as_number(value), n) for value, n in held]
+        read = read_numbers(number for number, _ in numbers if number is not None)
+        if key in (NUM_SAMPLES, WEIGHT):
+            merged[key] = sum(samples if key == NUM_SAMPLES else counts)
+        elif not read:
+            merged[key] = held[0][0]
+        elif key in (BATCH_COUNT, EPOCH):
+            merged[key] = max(read)
+        else:
+            weights = [n for number, n in numbers if number is not None]
+            merged[key] = weighted_mean(zip(read, weights, strict=True))
+    return merged
+
+
+def _keys_in_order(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))

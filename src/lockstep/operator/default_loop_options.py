@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `TorchTrainer` that only a step of the default loop heeds, and what refuses them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lockstep.errors import ConfigurationError
+from lockstep.operator.operator_protocol import rank_and_step
+
+if TYPE_CHECKING:
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.rank_context import Options
+
+OWN_LOOP_LINES: Final = {
+    'precision="fp16"': "override compute_loss, or call super().train_batch(); or in your loop"
+    " write: with torch.autocast(self.device.type, torch.float16): ..., and"
+    " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(), and leave precision"
+    " out of TorchTrainer",
+    "reproducible": "override compute_loss instead: only shards that are computed one by one can"
+    " be added up in a fixed order",
+    "accumulate": "call super().train_batch(), or in your loop write: with self.no_sync():"
+    " self.backward(loss) for every batch but the last of a window, and step the optimizer after"
+    " that one, and leave accumulate out of TorchTrainer",
+    "clip_grad_norm": "call super().train_batch(), or in your loop write, before"
+    " optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), ...), and leave"
+    " clip_grad_norm out of TorchTrainer",
+}
+"""By option of the default loop: the lines that do the same in a loop of the user's own."""
+
+
+def of_default_loop(options: Options) -> list[str]:
+    """The options asked for that only a step of the default loop heeds."""
+    wanted = {
+        'precision="fp16"': options.precision == "fp16",
+        "accumulate": options.accumulate > 1,
+        "clip_grad_norm": options.clip_grad_norm is not None,
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def refuse_own_step(operator: Operator) -> None:
+    """Raise for an optimizer that a loop of the user's own lets step, against such an option."""
+    name = of_default_loop(operator._lockstep.context.options)[0]
+    raise ConfigurationError(
+        f"{name} belongs to the default loop, and an optimizer stepped outside of it",
+        where=f"{type(operator).__name__}, {rank_and_step(operator)}",
+        cause="train_batch or train_epoch is overridden, and steps the optimizer itself; the step"
+        " was not taken",
+        fix=OWN_LOOP_LINES[name],
+    )
+
+
+def refuse_left_out(operator: Operator) -> None:
+    """Raise if the batch that is over did not go through the default loop's step, once.
+
+    Windows of `accumulate` batches are counted as the batches are delivered; one that was left
+    out, computed twice, or read ahead would end up in another window, or in none.
+    """
+    state = operator._lockstep
+    num_computed = state.step.num_computed
+    if state.context.options.accumulate == 1 or num_computed == 1:
+        return
+    raise ConfigurationError(
+        "accumulate counts global batches, and one did not go through train_batch once",
+        where=f"{type(operator).__name__}, {rank_and_step(operator)}",
+        expected="super().train_batch() once for each batch, before the next one is read",
+        got=f"{num_computed} calls",
+        fix=OWN_LOOP_LINES["accumulate"],
+    )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default `compute_loss`, `predict_batch` and class accuracy of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.training_parts import TrainingParts
+
+
+def registered(operator: Operator) -> TrainingParts:
+    """The models, optimizers and schedulers that `operator` registered in its `setup`.
+
+    Raises:
+        ConfigurationError: `setup` did not call `register`.
+    """
+    run = operator._lockstep.registered
+    if run is None:
+        raise ConfigurationError(
+            f"{type(operator).__name__} has no model to train",
+            fix="call self.register(models=..., optimizers=...) inside setup",
+        )
+    return run
+
+
+def the_only(operator: Operator, attribute: str, items: list[Any]) -> Any:
+    """`self.model` (or `.optimizer`, `.criterion`), or the only one that was registered."""
+    found = getattr(operator, attribute, None)
+    if found is None and len(items) == 1:
+        found = items[0]
+    if found is None:
+        none = f"register({attribute}=...), or override compute_loss"
+        several = (
+            f"set self.{attribute} in setup, or override compute_loss (one optimizer)"
+            " or train_batch (several)"
+        )
+        raise ConfigurationError(
+            f"the default loop needs self.{attribute}, and {len(items) or 'none'} was registered",
+            where=type(operator).__name__,
+            fix=several if items else none,
+        )
+    return found
+
+
+def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any]:
+    """Loss, output and target of a batch ``(*features, target)``."""
+    run = registered(operator)
+    model = the_only(operator, "model", run.models)
+    criterion = the_only(operator, "criterion", [run.criterion] if run.criterion else [])
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise ConfigurationError(
+            "the default compute_loss does not understand this batch",
+            where=type(operator).__name__,
+            expected="(*features, target)",
+            got=f"{type(batch).__name__}"
+            + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
+            fix="override compute_loss(self, batch, batch_info)",
+        )
+    *features, target = batch
+    output = model(*features)
+    loss = criterion(output, target)
+    state = operator._lockstep
+    state.registered_metrics.observe(state.step.purpose, output, target)
+    return loss, output, target
+
+
+def default_prediction(operator: Operator, batch: Any) -> Any:
+    """The model's output for a batch as `default_loss` takes it, or one without a target."""
+    run = registered(operator)
+    # No gradient, no wrapper: the user's own DDP would wait for ranks that have no batch left.
+    models = run.models if operator._lockstep.context.options.wrap_ddp else run.plain_models()
+    model = models[0] if len(models) == 1 else the_only(operator, "model", models)
+    if isinstance(batch, torch.Tensor):
+        return model(batch)
+    if not isinstance(batch, tuple | list) or not batch:
+        raise ConfigurationError(
+            "the default predict_batch does not understand this batch",
+            where=type(operator).__name__,
+            expected="(*features, target), (feature,) or a tensor",
+            got=_kind(batch)
+            + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
+            fix="override predict_batch(self, batch, batch_info)",
+        )
+    return model(*(batch if len(batch) == 1 else batch[:-1]))
+
+
+def loss_and_metrics(
+    operator: Operator, batch: Any, batch_info: Mapping[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss of a batch on the device, and the metrics that `compute_loss` returned beside it.
+
+    Raises:
+        ConfigurationError: `compute_loss` returned no real scalar tensor.
+    """
+    result = operator.compute_loss(batch, batch_info)
+    pair = result if isinstance(result, tuple) else (result, {})
+    loss, metrics = pair if len(pair) == 2 else (result, {})
+    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if not is_scalar or not isinstance(metrics, Mapping):
+        raise ConfigurationError(
+            "compute_loss returned something else than a loss",
+            where=type(operator).__name__,
+            expected="a real scalar tensor, or a real scalar tensor and a dict of metrics",
+            got=" and ".join(map(_kind, result)) if isinstance(result, tuple) else _kind(result),
+            fix="return loss.mean() or (loss, {'name': value})",
+        )
+    return loss, dict(metrics)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+
+
+def class_accuracy(output: Any, target: Any) -> dict[str, torch.Tensor]:
+    """``{"val_accuracy": ...}`` for class targets, else nothing.
+
+    Class targets are integers of the output's shape without its dimension 1, which counts
+    the classes: output (N, C, ...), target (N, ...). Without this test a regression target
+    (N, 1) broadcasts against (N,) predictions into N times N comparisons.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return {}
+    if target.is_floating_point() or target.is_complex() or output.dim() < 2:
+        return {}
+    if target.shape != output.shape[:1] + output.shape[2:] or output.shape[1] < 2:
+        return {}
+    hits = output.detach().argmax(dim=1) == target
+    return {"val_accuracy": hits.to(torch.float64).mean()}

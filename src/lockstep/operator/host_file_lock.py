@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one machine that take turns, and leave nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Of this user: another one's could not be opened.
+DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getuid()}.lock")
+
+
+@contextmanager
+def host_lock(path: str = DATA_LOCK) -> Iterator[None]:
+    """Inside, no other process of this machine is inside; blocks until then.
+
+    The file at `path` is there only meanwhile. A process that gets the lock of a file that was
+    removed meanwhile waits again: a third process may hold the lock of a new file.
+    """
+    while True:
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if _is_at(path, held):
+                try:
+                    yield
+                    return
+                finally:
+                    with suppress(FileNotFoundError):  # what tidies up temporary files was here
+                        os.unlink(path)
+                    # Closing would not do: processes that were forked inside hold the file, too.
+                    fcntl.flock(held, fcntl.LOCK_UN)
+        finally:
+            os.close(held)
+
+
+def _is_at(path: str, held: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(held))
+    except FileNotFoundError:
+        return False

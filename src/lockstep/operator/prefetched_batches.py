@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that a user's `train_epoch` has read and not yet trained on.
+
+A loop may read a batch before it trains on the one before. Which of the batches that it has read a
+backward belongs to cannot be seen. That matters where batches count differently: the last ones of
+an epoch, or a batch that is borrowed, which counts for another worker.
+"""
+
+from __future__ import annotations
+
+from lockstep.errors import WeightError
+
+_CAUSE = "train_epoch reads ahead of the batch that it trains on, or left one out"
+
+
+class PrefetchedBatches:
+    """The batches that a `train_epoch` of the user's own has read and not yet trained on."""
+
+    def __init__(self) -> None:
+        self._samples: list[int] = []  # of each of these batches, the oldest first
+        self._rounds = 0
+        self._has_run = False  # a backward, since the latest read
+        self._has_ended = False
+        self._has_guessed = False
+
+    @property
+    def is_certain(self) -> bool:
+        """All of these batches count for the same."""
+        return len(set(self._samples)) <= 1
+
+    def note_read(self, samples: int, rounds: int) -> None:
+        """Another batch is read, after so many reductions of the run."""
+        self._note_trained(rounds)
+        self._samples.append(samples)
+
+    def note_the_end(self, rounds: int) -> None:
+        """The iterator has no more batches; the loop may still train on what it has read."""
+        self._note_trained(rounds)
+        self._has_ended = True
+
+    def _note_trained(self, rounds: int) -> None:
+        if self._samples and (self._has_run or rounds > self._rounds):
+            del self._samples[0]
+        self._rounds = rounds
+        self._has_run = False
+
+    def note_backward(self) -> None:
+        self._has_run = True
+
+    def counted(self, weight: float, where: str) -> float:
+        """The weight of a backward to which the user gave a weight.
+
+        Args:
+            weight: the user's.
+            where: of this rank, for an error.
+
+        Returns:
+            `weight`; 0 if this batch must be a borrowed one.
+
+        Raises:
+            WeightError: the user has weighed a borrowed batch as one of this worker's own.
+        """
+        if weight > 0 and self._samples and not any(self._samples):
+            if not self._has_guessed:
+                return 0
+            raise WeightError(
+                "a batch that counts for another worker was given a weight",
+                where=where,
+                expected="weight=0 for one of the batches that train_epoch has read",
+                got=f"weight={weight:g} for the last one, and none of 0",
+                cause=_CAUSE,
+                fix="override train_batch instead of train_epoch",
+            )
+        if self._has_ended and not self.is_certain:
+            self._samples.remove(next(n for n in self._samples if (n > 0) == (weight > 0)))
+            self._has_guessed = True
+        return weight
+
+    def unknown_weight(self, where: str) -> WeightError:
+        """The error of a backward whose batch is one of several that count differently."""
+        return WeightError(
+            "the weight of this backward is not known",
+            where=where,
+            got=f"batches of {self._samples} samples, read and not yet trained on",
+            cause=_CAUSE,
+            fix="self.backward(loss, weight=number_of_its_samples), or override"
+            " train_batch instead",
+        )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardResults`: the metrics and weights of a batch's shards, and the batch's metrics from them.
+
+A shard's loss counts for its samples, or for what `compute_loss` says (tokens). A mean over tokens
+has to be weighed by tokens: the number goes to the root of backward, where a batch's samples would,
+and weighs what is reported of that shard in the same way. One objective has one kind of weight, so
+an operator brings it for all of its shards or for none.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.errors import (
+    ConfigurationError,
+    MixedWeightsError,
+    NotAvailableError,
+    WeightError,
+)
+from lockstep.keys import NUM_SAMPLES, WEIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.step_context import ShardBatch
+
+BY_SAMPLES: Final = "samples"
+BY_OWN: Final = f"metrics[{WEIGHT!r}]"
+
+
+class ShardResults:
+    """The results of one global batch's shards on this worker.
+
+    Args:
+        operator: its loop computes the batch.
+        purpose: "train" or "validation"; each has its own kind of weight.
+    """
+
+    def __init__(self, operator: Operator, purpose: str) -> None:
+        self._operator = operator
+        self._purpose = purpose
+        self._results: list[tuple[dict[str, Any], float]] = []
+        self._num_samples = 0
+
+    def weight_of(self, shard: ShardBatch, metrics: dict[str, Any]) -> float:
+        """The weight of the loss of `shard`, which is taken out of its metrics.
+
+        Raises:
+            WeightError: it is not a number, negative, NaN or infinite.
+            MixedWeightsError: other shards had a weight and this one has none, or the reverse.
+            ConfigurationError: the loss is a sum, which has no weight; or the metrics say how many
+                samples there are, which the loader does.
+            NotAvailableError: the user's own wrapper synchronises the gradients.
+        """
+        operator = self._operator
+        if NUM_SAMPLES in metrics:
+            raise ConfigurationError(
+                f"the metrics beside a loss hold {NUM_SAMPLES!r}, which the loader has counted",
+                where=f"{type(operator).__name__}.compute_loss",
+                got=f"{NUM_SAMPLES}={metrics[NUM_SAMPLES]!r:.60}",
+                fix="leave it out; what the loss counts for, instead of samples, is"
+                " metrics[lockstep.keys.WEIGHT]",
+            )
+        is_own = WEIGHT in metrics
+        given = metrics.pop(WEIGHT, None)
+        weight = _checked(operator, given) if is_own else shard.num_samples
+        _refuse_mixing(operator, self._purpose, BY_OWN if is_own else BY_SAMPLES)
+        # The samples of a borrowed batch are counted by the worker that owns them.
+        return 0 if shard.is_borrowed else weight
+
+    def add(self, shard: ShardBatch, metrics: dict[str, Any], weight: float) -> None:
+        """Note the metrics of `shard`, and the weight of its loss."""
+        self._results.append((metrics, weight))
+        self._num_samples += shard.num_samples
+
+    def metrics(self) -> dict[str, Any]:
+        """The batch's metrics, its samples, and its weight if that is the operator's own."""
+        state = self._operator._lockstep
+        state.step.partial_weights = partial_weights(self._results)
+        merged = {**mean_over_shards(self._results), NUM_SAMPLES: self._num_samples}
+        if self._results and state.weighed_by[self._purpose] == BY_OWN:
+            merged[WEIGHT] = sum(weight for _, weight in self._results)
+        return merged
+
+
+def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
+    """One step's metrics from its shards': each the mean over the shards that report it.
+
+    Stays on the tensors' device. What is not a number is the first shard's. A shard of weight
+    zero (without tokens, and so often without a loss) counts only if all are.
+    """
+    results = [pair for pair in results if pair[1] > 0] or [(each, 1) for each, _ in results]
+    if len(results) == 1:
+        return dict(results[0][0])
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for metrics, _ in results for key in metrics):
+        values = [(metrics[key], weight) for metrics, weight in results if key in metrics]
+        if all(_is_scalar(value) for value, _ in values):
+            total = sum(weight for _, weight in values)
+            merged[key] = sum(value * (weight / total) for value, weight in values)
+        else:
+            merged[key] = values[0][0]
+    return merged
+
+
+def partial_weights(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, float]:
+    """The weights of the metrics that some shards of a step reported and others did not.
+
+    Without these weights such a metric would count for all shards of its worker, and its mean over
+    the steps would depend on which worker had which shard.
+    """
+    counting = [pair for pair in results if pair[1] > 0]
+    if len(counting) < 2:
+        return {}
+    return {
+        key: sum(weight for metrics, weight in counting if key in metrics)
+        for key in {key for metrics, _ in counting for key in metrics}
+        if any(key not in metrics for metrics, _ in counting)
+    }
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
+def _checked(operator: Operator, given: Any) -> float:
+    where = f"{type(operator).__name__}.compute_loss"
+    if operator.loss_reduction == "sum":
+        raise ConfigurationError(
+            "a loss that is a sum has no weight",
+            where=where,
+            got=f"{BY_OWN} = {given!r:.60}",
+            fix=f"return the mean over the tokens, or leave {WEIGHT!r} out of the metrics",
+        )
+    try:
+        weight = float(given)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise WeightError(
+            "a loss cannot count for this much",
+            where=f"{where}, rank {operator.world_rank}",
+            expected=f"{BY_OWN}: a number from 0 upwards, such as the tokens of the batch",
+            got=f"{given!r:.80}",
+            fix="return loss, {lockstep.keys.WEIGHT: int(mask.sum())}",
+        )
+    state = operator._lockstep
+    is_own_step = state.context.world_size == 1 and state.context.options.accumulate == 1
+    if state.sync is None and not is_own_step:
+        raise NotAvailableError(
+            "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
+            where=where,
+            got=f"{BY_OWN} = {weight:g}",
+            fix="TorchTrainer(..., wrap_ddp=True)",
+        )
+    return weight
+
+
+def _refuse_mixing(operator: Operator, purpose: str, kind: str) -> None:
+    before = operator._lockstep.weighed_by.setdefault(purpose, kind)
+    if before != kind:
+        raise MixedWeightsError(
+            f"some losses are weighed by {BY_SAMPLES} and some by {BY_OWN}",
+            where=f"{type(operator).__name__}.compute_loss, rank {operator.world_rank}",
+            expected=f"a weight by {before}, as before",
+            got=f"a weight by {kind}",
+            cause="compute_loss brings the weight for some batches only",
+            fix=f"return loss, {{{WEIGHT!r}: number}} for every batch (0 without tokens)",
+        )

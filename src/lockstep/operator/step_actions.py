@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StepActions`: the default loop's calls on models and optimizers, for integrations to replace."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.operator.precision import Precision
+    from lockstep.operator.training_parts import TrainingParts
+
+
+class StepActions:
+    """Called by the default loop once per optimizer step; `around_backward` once per shard.
+
+    An integration replaces the actions to call its framework's hooks at the moments at which its
+    own loop calls them; what a step computes stays the loop's.
+    """
+
+    def set_training(self, run: TrainingParts, training: bool) -> None:
+        run.set_training(training)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+
+    def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[Any]:
+        """Entered around the backward of one shard's (scaled) loss."""
+        return nullcontext()
+
+    def step(
+        self,
+        precision: Precision,
+        run: TrainingParts,
+        optimizer: torch.optim.Optimizer,
+        clip_grad_norm: float | None,
+    ) -> None:
+        """After the reduction: unscale, clip, step."""
+        precision.step(optimizer, run.parameters(), clip_grad_norm)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One global batch on this worker, from its delivery to its commit: `StepContext`.
+
+The worker's `BatchIterator` makes a `StepContext` where a global batch begins. Which shards this
+worker computes, what each counts for, which seed each has, where the batch stands in its
+accumulation window and over which ranks its gradients are reduced stands there, and nowhere else in
+operator and worker. The default loops receive the context itself as their batch and pass it down;
+the gradients' synchronisation and the collectives are told the weight by `BatchIterator`, once.
+
+The default loops compute a worker's shards one after the other, so that the arithmetic of a shard
+does not depend on which worker carries it. A loop of the user's own receives the samples of all of
+its worker's shards as one plain batch, as the loader collated it, which then counts as one shard.
+The functions that such a loop calls (`self.backward`, ``super().train_batch``, ``metric.update``)
+find the context as ``operator._lockstep.step``. Between two batches a context without shards stands
+there, for a loop may run a backward or step an optimizer after its last batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lockstep.data.batch_structure import leading_length
+from lockstep.errors import WeightError
+from lockstep.keys import NUM_SAMPLES
+from lockstep.randomness import derive_seed, seed_all
+from lockstep.reduction_context import ReductionContext, activate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from lockstep.data import LoadedPart
+    from lockstep.operator.prefetched_batches import PrefetchedBatches
+    from lockstep.operator.running_statistics import BufferSnapshot
+
+
+class BatchOrigin(NamedTuple):
+    """Where a part of a global batch was read.
+
+    Attributes:
+        epoch: passes over the data before it.
+        step: the number of the global batch in its epoch, from 0.
+        indices: what the sampler gave for its samples; empty without a sampler.
+    """
+
+    epoch: int
+    step: int
+    indices: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.indices[:8]))
+        more = f", ... {len(self.indices)} in all" if len(self.indices) > 8 else ""
+        samples = f"dataset[{shown}{more}], " if shown else ""
+        return f"{samples}global batch {self.step} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class ShardBatch:
+    """One shard of a global batch, or all of a worker's shards as one plain batch.
+
+    Attributes:
+        batch: what the user's loader collated.
+        num_samples: samples in it that count; 0 for a borrowed batch, which only keeps a
+            worker without samples in step with its peers.
+        seed: seeds every global generator before the batch is computed on.
+        shard: the number of the shard; of the first one, if the batch holds several.
+        origin: where it was read; None for a batch that no worker delivered.
+    """
+
+    batch: Any
+    num_samples: int
+    seed: int
+    shard: int = 0
+    origin: BatchOrigin | None = None
+
+    @classmethod
+    def of(cls, part: LoadedPart, run_seed: int, purpose: str, epoch: int, step: int) -> ShardBatch:
+        """A part of global batch `step` of an epoch, with the random numbers of its shard.
+
+        Args:
+            part: as the loader has read it; without a shard if its samples are no shard's.
+            run_seed: the trainer's.
+            purpose: see `StepContext`.
+            epoch: passes over the data before.
+            step: number of the global batch in its epoch.
+        """
+        shard = part.shards[0] if part.shards else -1
+        seed = derive_seed(run_seed, purpose, epoch, step, shard)
+        origin = BatchOrigin(epoch, step, part.indices)
+        return cls(part.batch, part.num_samples, seed, shard, origin)
+
+    @property
+    def is_borrowed(self) -> bool:
+        return self.num_samples == 0
+
+    def seed_randomness(self) -> None:
+        seed_all(self.seed)
+
+
+@dataclass(eq=False)
+class StepContext:
+    """One global batch on this worker, and what has happened with it so far.
+
+    Attributes:
+        reduction: over which ranks losses and gradients of this batch become one, and how.
+        purpose: "train", "validation" or "predict".
+        shards: this worker's shards of the batch, in shard order; one if `is_joint`.
+        is_joint: the user's loop has received this worker's samples as one plain batch.
+        weight: of a plain ``loss.backward()`` on a joint batch; an error where the weight cannot be
+            known; None if each shard's loss is weighed on its own.
+        opens_window: this batch is the first of its accumulation window.
+        closes_window: this batch is the last of its window: the optimizer steps after it.
+        prefetched: the batches that the user's own `train_epoch` has read; None in all other loops.
+        num_computed: how often this batch went through the default `train_batch`.
+        is_stepping: the default loop lets an optimizer step, with all that belongs to a step.
+        has_scheduled: schedulers had their turn after this batch.
+        stepped: the optimizers that stepped, one entry a step, since the batch before was over.
+        partial_weights: weights of metrics that only some of `shards` reported; see
+            `AverageMeterCollection.update`.
+    """
+
+    reduction: ReductionContext
+    purpose: str
+    shards: tuple[ShardBatch, ...] = ()
+    is_joint: bool = False
+    weight: float | WeightError | None = None
+    opens_window: bool = True
+    closes_window: bool = True
+    prefetched: PrefetchedBatches | None = None
+    num_computed: int = 0
+    is_stepping: bool = False
+    has_scheduled: bool = False
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    partial_weights: dict[str, float] = field(default_factory=dict)
+
+    def between_batches(self) -> StepContext:
+        """The context that stands after this batch until the next one is delivered."""
+        return StepContext(
+            self.reduction,
+            self.purpose,
+            opens_window=self.opens_window,
+            closes_window=self.closes_window,
+            prefetched=self.prefetched,
+        )
+
+    @property
+    def delivered(self) -> ShardBatch | None:
+        """The plain batch that the user's loop has received; None between batches."""
+        return self.shards[0] if self.is_joint and self.shards else None
+
+    @property
+    def is_borrowed(self) -> bool:
+        """The plain batch is another worker's, and is counted there."""
+        return self.delivered is not None and self.delivered.is_borrowed
+
+    def shards_in(self, batch: Any) -> tuple[ShardBatch, ...]:
+        """The shards of what a loop was given as a batch; a batch that the user cut is one shard.
+
+        Args:
+            batch: this context, the plain batch that was delivered, or a batch that the user made
+                from it (moved, augmented, cut).
+        """
+        if isinstance(batch, StepContext):
+            return batch.shards
+        delivered = self.delivered
+        if delivered is None:
+            return (ShardBatch(batch, leading_length(batch), seed=0),)
+        if delivered.batch is batch:
+            return (delivered,)
+        # A copy of a borrowed batch is as little this worker's own as the batch.
+        samples = 0 if delivered.is_borrowed else leading_length(batch)
+        return (ShardBatch(batch, samples, delivered.seed),)
+
+    def computing(
+        self, shard: ShardBatch, *, per_shard: bool
+    ) -> AbstractContextManager[ReductionContext]:
+        """Seed the random numbers of `shard`; enter the result around its forward and backward.
+
+        Args:
+            shard: one of `shards_in` a batch.
+            per_shard: a function that needs the whole global batch (a gather, a contrastive
+                loss) has to refuse.
+        """
+        shard.seed_randomness()
+        whole = self.reduction
+        return activate(
+            ReductionContext(whole.group, shard.num_samples, per_shard, averages=whole.averages)
+        )
+
+    def num_samples_of(self, metrics: Mapping[str, Any]) -> int:
+        """How many samples a batch's metrics stand for; those of a borrowed batch for none."""
+        if self.is_borrowed:
+            return 0
+        delivered = self.delivered
+        return int(metrics.get(NUM_SAMPLES, 1 if delivered is None else delivered.num_samples))
+
+    def weight_of_backward(self, given: float | None, where: str) -> float | None:
+        """The weight of a backward in a loop of the user's own.
+
+        Args:
+            given: the weight that the user gave; None: that of the delivered batch.
+            where: this rank and step, for an error.
+
+        Returns:
+            None between two batches: the weight of the last batch delivered still holds.
+
+        Raises:
+            WeightError: the loop has read ahead, and which batch the backward is of is unknown.
+        """
+        delivered, ahead = self.delivered, self.prefetched
+        weight = given
+        if given is None:
+            if isinstance(self.weight, WeightError):
+                raise self.weight
+            weight = None if delivered is None else delivered.num_samples
+        # The worker that owns a borrowed batch counts it, and a loop that weighs by tokens does not
+        # know that the batch is borrowed.
+        elif ahead is not None:
+            weight = ahead.counted(given, where)
+        elif self.is_borrowed:
+            weight = 0
+        if ahead is not None:
+            ahead.note_backward()
+        return weight
+
+
+@dataclass
+class AccumulationWindow:
+    """The global batches that one optimizer step consumes, while it gathers their gradients.
+
+    Attributes:
+        batches: the shards computed so far, each with its `batch_info`: those from which a
+            gradient that is not finite may have come.
+        buffers_before: the models' buffers before the window; None if it is of one batch.
+    """
+
+    batches: list[tuple[ShardBatch, Mapping[str, Any]]] = field(default_factory=list)
+    buffers_before: BufferSnapshot | None = None

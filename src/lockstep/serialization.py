@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses processes as bytes: arguments and results, states with tensors, exceptions.
+
+Everything is a cloudpickle. A state is pickled in two parts: its tensors are taken out of the
+pickle as byte buffers, so that nothing large is copied into a pickle, and whoever sends them
+chooses how (in blocks over a process group, as arrays in Ray's object store, over a socket).
+
+The processes of a run trust each other and share their code; a checkpoint, which a stranger may
+have written, is no pickle (see `lockstep.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from lockstep.errors import NotPicklableError
+from lockstep.tensor_copies import as_bytes, is_block
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+
+    Buffer = torch.Tensor | np.ndarray[Any, Any]
+
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
+"""A tensor's dtype, shape and strides. None for the strides: its numbers are sent row by row, as it
+has gaps in memory, or several elements in one place."""
+
+_ALIGNMENT: Final = 16
+"""Bytes: a tensor of any dtype may begin at a multiple of it."""
+
+
+def dumps(value: Any) -> bytes:
+    """As `cloudpickle.dumps`, also of modules that torch has parametrized."""
+    with io.BytesIO() as file:
+        _Pickler(file, None).dump(value)
+        return file.getvalue()
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """As `dumps`; an error says `what` cannot be sent.
+
+    Raises:
+        NotPicklableError: names `what` and the type that cannot be pickled.
+    """
+    try:
+        return dumps(value)
+    # Whatever a user's __reduce__ raises; the usual ones are TypeError and PicklingError.
+    except Exception as error:
+        raise NotPicklableError(
+            f"{what} cannot be sent to another process",
+            got=f"{type(error).__name__}: {error}",
+            fix="make it in `setup` (which runs in the worker), or pass what it is made from",
+        ) from error
+
+
+def dumps_exception(error: BaseException, instead: Exception) -> bytes:
+    """`error` as a pickle; a pickle of `instead` where it would not arrive as what it is.
+
+    An exception that is no `Exception` (SystemExit, KeyboardInterrupt) does not cross either: it
+    would end the process that it arrives in.
+    """
+    if isinstance(error, Exception):
+        try:
+            data = dumps(error)
+            if type(pickle.loads(data)) is type(error):
+                return data
+        # Whatever a user's __reduce__ or __init__ raises: the failure itself must get through.
+        except Exception:
+            pass
+    return dumps(instead)
+
+
+def split(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """`state` as a pickle without its tensors, and the bytes of each tensor, on the CPU.
+
+    A tensor that lies contiguously on the CPU is not copied.
+    """
+    buffers: list[torch.Tensor] = []
+    with io.BytesIO() as file:
+        _Pickler(file, buffers).dump(state)
+        return file.getvalue(), buffers
+
+
+def join(head: bytes, buffers: Sequence[Buffer]) -> Any:
+    """What `split` was given. The tensors lie in `buffers`, which may be read-only arrays."""
+    return _Unpickler(io.BytesIO(head), buffers).load()
+
+
+def pack(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One block of bytes with the bytes of all `buffers`, each aligned for any dtype."""
+    sizes = [buffer.numel() for buffer in buffers]
+    block = torch.empty(packed_size(sizes), dtype=torch.uint8, device="cpu")
+    for buffer, place in zip(buffers, unpack(block, sizes), strict=True):
+        place.copy_(buffer)
+    return block
+
+
+def unpack(block: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The buffers of these sizes in bytes that `pack` has put into `block`, as views into it."""
+    padded = block.split([_padded(size) for size in sizes])
+    return [buffer[:size] for buffer, size in zip(padded, sizes, strict=True)]
+
+
+def packed_size(sizes: Sequence[int]) -> int:
+    """Bytes of the block into which `pack` puts buffers of these sizes."""
+    return sum(map(_padded, sizes))
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Any cloudpickle, but for parametrized modules, and for tensors if `buffers` is a list.
+
+    torch gives a parametrized module (`weight_norm`, `orthogonal`) a class of its own, made on the
+    spot, and refuses to pickle it. Pickled are the class that it had before, what the module holds,
+    and which of its tensors are computed.
+    """
+
+    def __init__(self, file: io.BytesIO, buffers: list[torch.Tensor] | None) -> None:
+        super().__init__(file)
+        self._buffers = buffers
+
+    def persistent_id(self, obj: Any) -> _Layout | None:
+        # Exactly tensors: a subclass knows itself what it is made of.
+        if self._buffers is None or type(obj) is not torch.Tensor or not is_block(obj):
+            return None
+        tensor = obj.detach().cpu()
+        in_memory = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+        is_dense = in_memory.is_contiguous()
+        self._buffers.append(as_bytes(in_memory if is_dense else tensor))
+        return obj.dtype, obj.shape, tensor.stride() if is_dense else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            plain = type(obj).__bases__[0]
+            names = list(vars(obj)["_modules"]["parametrizations"])
+            return _bare_module, (plain, names), vars(obj), None, None, _fill_module
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Meets the tensors in the order in which the pickler met them."""
+
+    def __init__(self, file: io.BytesIO, buffers: Sequence[Buffer]) -> None:
+        super().__init__(file)
+        self._buffers: Iterator[Buffer] = iter(buffers)
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        dtype, shape, stride = pid
+        buffer = next(self._buffers)
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        if not isinstance(buffer, torch.Tensor):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                buffer = torch.from_numpy(buffer)
+        numbers = buffer.view(dtype)
+        if stride is None:
+            return numbers.view(shape)
+        return numbers.as_strided(shape, stride, numbers.storage_offset())
+
+
+def _bare_module(plain: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """A module of the class that torch makes, with nothing in it."""
+    module = plain.__new__(plain)
+    # What `register_parametrization` calls; by itself it would compute other values.
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def _fill_module(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    vars(module).update(attributes)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of tensors of any layout, to go back to; and what they are in bytes.
+
+The one place that knows which tensors are numbers in memory and strides (a block), and how the
+others (sparse, quantized, nested, expanded, conjugated) are copied and written over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class TensorCopies:
+    """Tensors, and copies of the values that they had at the last `take`.
+
+    The memory of the copies is used again by the next `take`, where it fits: memory fresh from the
+    operating system is mapped page by page, which takes longer than the copy. No host waits for a
+    device.
+
+    Attributes:
+        values: the copies, in the order of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the values that `tensors` have now."""
+        # Not detached: a sparse tensor that is detached would be written to beside the one meant.
+        self._tensors = list(tensors)
+        old = self.values if len(self.values) == len(tensors) else []
+        memory = {n: old[n] for n in range(len(old)) if fits(tensors[n], old[n])}
+        overwrite(list(memory.values()), [tensors[n] for n in memory])
+        self.values = [
+            memory[n] if n in memory else tensor.detach().clone()
+            for n, tensor in enumerate(tensors)
+        ]
+
+    def restore(self) -> None:
+        """Write the copies over the tensors."""
+        overwrite(self._tensors, self.values)
+
+
+def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Each of `targets` gets the value of its counterpart."""
+    plain: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            if _is_plain(target):
+                plain.append(target)
+                theirs.append(value)
+            else:
+                write_into(target, value)
+        if plain:
+            torch._foreach_copy_(plain, theirs)
+
+
+def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy, also where several elements of `tensor` are one number in memory (``expand``)."""
+    if not is_block(tensor):
+        # Not through `detach`: a sparse tensor holds its numbers itself, and would keep its own.
+        with torch.no_grad():
+            tensor.copy_(value)
+        return
+    target = tensor.detach()
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+
+
+def fits(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """The numbers of `value` can take the place of those of `tensor`, whatever they are."""
+    are_blocks = is_block(value) and is_block(tensor)
+    return are_blocks and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+
+
+def is_block(tensor: torch.Tensor) -> bool:
+    """The tensor is numbers in memory and strides, nothing else."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def is_expanded(block: torch.Tensor) -> bool:
+    """Several elements of the block are one number in memory."""
+    return any(
+        not stride and size > 1 for size, stride in zip(block.shape, block.stride(), strict=True)
+    )
+
+
+def as_bytes(block: torch.Tensor) -> torch.Tensor:
+    """The numbers of a block one after the other, as bytes; a view where they lie like that."""
+    plain = block.detach().resolve_conj().resolve_neg().contiguous()
+    # Of a lone number any stride is contiguous.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Every element is a number of its own in memory, as it is."""
+    if not is_block(tensor) or tensor.is_conj() or tensor.is_neg():
+        return False
+    return not is_expanded(tensor)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of global batches, made from the loaders that a user registered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data import BatchParts, ShardedLoader, UserShardedLoader
+from lockstep.operator.rank_context import ONE_PROCESS
+
+if TYPE_CHECKING:
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker.data_cursor import StepSource
+
+
+def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
+    """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
+    context = operator._lockstep.context
+    placement = context.placement
+    if not context.options.add_dist_sampler:
+        return UserShardedLoader(loader, placement)
+    # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
+    # validation loop would count it, and has collectives only with a joint loss.
+    borrows = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
+    parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
+    if not wants_joint(operator, purpose):
+        parts = BatchParts.BY_SHARD
+    # Every shard is seeded before its computation, so the generators' states after loading are
+    # not needed.
+    return ShardedLoader(loader, placement, parts=parts, keeps_generators=False)
+
+
+def wants_joint(operator: TrainingOperator, purpose: str) -> bool:
+    """Whether `operator`'s loop takes all the samples of its worker as one batch."""
+    training = purpose == "train"
+    own_loop = operator._overrides("train_epoch" if training else "validate")
+    own_batch = operator._overrides("train_batch" if training else "validate_batch")
+    options = operator._lockstep.context.options
+    takes_whole = options.sync in (ONE_PROCESS, "data_parallel")
+    return own_loop or own_batch or operator.joint_loss or takes_whole or not options.wrap_ddp

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Outcome`: the value or error of a call on a worker, in a form that can be sent.
+
+Errors are values: an exception that leaves an actor is wrapped by Ray in a type of its own,
+loses its traceback, and keeps alive, through its frames, the process group that it failed in.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lockstep.errors import LockstepError, PeerLostError, WorkerFailedError
+from lockstep.serialization import dumps_exception
+
+_OWN_CODE: Final = f"{os.sep}lockstep{os.sep}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a call on one worker.
+
+    Attributes:
+        value: the result, if `error` is None.
+        error: the pickled exception.
+        notes: its notes; the last one says its rank and its traceback there. They travel
+            beside it, because a `__reduce__` of the user's own leaves them out.
+        peer_lost: the error only says that some other rank went away.
+    """
+
+    value: Any = None
+    error: bytes | None = None
+    notes: tuple[str, ...] = ()
+    peer_lost: bool = False
+
+    def exception(self) -> BaseException | None:
+        if self.error is None:
+            return None
+        exception: BaseException = pickle.loads(self.error)
+        with suppress(Exception):
+            exception.__notes__ = list(self.notes)
+        return exception
+
+
+def failure(rank: int, error: BaseException) -> Outcome:
+    """`error` as an outcome; it is left without traceback, so that its frames can go."""
+    trace = _users_trace(error)
+    peer_lost = is_peer_lost(error)
+    for link in _chain(error):
+        if link.__traceback__ is not None:
+            traceback.clear_frames(link.__traceback__)
+        # Not by assignment, which a user's class may refuse (a frozen dataclass does).
+        BaseException.with_traceback(link, None)
+    notes = (*getattr(error, "__notes__", ()), _rank_note(rank, trace))
+    return Outcome(error=_portable(error, rank), notes=notes, peer_lost=peer_lost)
+
+
+def _users_trace(error: BaseException) -> str | None:
+    """The traceback from the first frame that is not lockstep's; None if the error is.
+
+    Our frames above the user's say nothing to him, and our own messages say it all.
+    """
+    if isinstance(error, LockstepError):
+        return None
+    step = error.__traceback__
+    while step is not None and _OWN_CODE in step.tb_frame.f_code.co_filename:
+        step = step.tb_next
+    frames = error.__traceback__ if step is None else step
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def add_rank(error: BaseException, rank: int) -> None:
+    """Say on the exception itself which rank raised it."""
+    # A user's class may refuse the attribute; the exception itself is worth more than a note.
+    with suppress(Exception):
+        BaseException.add_note(error, _rank_note(rank, None))
+
+
+def _rank_note(rank: int, trace: str | None) -> str:
+    note = f"raised on rank {rank}"
+    return note if trace is None else f"{note}; its traceback there:\n{trace.rstrip()}"
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    return any(isinstance(link, PeerLostError) for link in _chain(error))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    # By identity: a user's exceptions may define an equality that raises.
+    while link is not None and all(link is not seen for seen in chain):
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def _portable(error: BaseException, rank: int) -> bytes:
+    instead = WorkerFailedError(
+        f"a worker raised {type(error).__name__}, which cannot travel between processes",
+        where=f"rank {rank}",
+        got=shown_error(error),
+    )
+    return dumps_exception(error, instead)
+
+
+def shown_error(error: BaseException) -> str:
+    """The first thing to read of `error`; also if its class's own `__str__` fails."""
+    try:
+        return str(error) or repr(error)
+    except Exception:
+        return f"{type(error).__name__}, whose own text cannot be shown"

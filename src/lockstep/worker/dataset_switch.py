@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on a Ray dataset in the place of the operator's own loader, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data import RayDatasetShard
+from lockstep.worker.batch_sources import wants_joint
+from lockstep.worker.data_cursor import Cursor
+
+if TYPE_CHECKING:
+    from lockstep.data import RayBatches
+    from lockstep.operator import TrainingOperator
+
+
+@dataclass
+class DatasetSwitch:
+    """The operator's own loader, kept while a dataset feeds the training.
+
+    Attributes:
+        loader: the position in the operator's own loader; None if it has none.
+        position: where a loaded state says that training stands, if nothing here did.
+    """
+
+    loader: Cursor | None = None
+    position: dict[str, int] | None = None
+    is_open: bool = False
+
+    def begin(
+        self,
+        operator: TrainingOperator,
+        cursors: dict[str, Cursor],
+        rows: Any,
+        batches: RayBatches,
+    ) -> None:
+        """From now on `cursors["train"]` reads `rows`; epochs are counted on.
+
+        Raises:
+            ConfigurationError: no row of a global batch would be this worker's.
+        """
+        before, context = cursors.get("train"), operator._lockstep.context
+        joint = wants_joint(operator, "train")
+        cursor = Cursor(
+            RayDatasetShard(rows, batches, context.placement, context.group, joint=joint)
+        )
+        if self.is_open and before is not None:
+            cursor.move_to(before.epochs_entered, 0)
+            before.close()
+        else:
+            self.loader = before
+        if self.position is not None:
+            cursor.move_to(self.position["epoch"], self.position["step"])
+        self.is_open, self.position = True, None
+        cursors["train"] = cursor
+        _expect(operator, batches.batch_size)
+
+    def end(self, operator: TrainingOperator, cursors: dict[str, Cursor]) -> None:
+        """The operator's own loader again, where it was left."""
+        if not self.is_open:
+            return
+        cursors.pop("train").close()
+        if self.loader is not None:
+            cursors["train"] = self.loader
+            _expect(operator, self.loader.source.global_batch_size)
+        self.loader, self.is_open = None, False
+
+
+def _expect(operator: TrainingOperator, weight: int | None) -> None:
+    sync = operator._lockstep.sync
+    if sync is not None:
+        sync.expect_weight(weight)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's part of `verify()`: a few steps on a copy of the run, by all ranks and by one process.
+
+The copy is a whole worker beside the run's own: an operator whose `setup` runs again, loaders
+and a process group of its own. Nothing of the run is touched, whatever goes wrong; a rank that
+fails closes the copy's group, which frees the others.
+
+The one process takes the same global batches whole, through the operator's own loop and plain
+autograd (`sync.alone`): nothing of shards, weights, buckets or collectives is in it. It starts
+every step from the workers' state, so that a difference is one of this step.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.dropout_off import DropoutOff, normalises_by_batch, pin
+from lockstep.errors import NotAvailableError
+from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
+from lockstep.randomness import preserved
+from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep.group import Group
+    from lockstep.worker.worker import Worker
+
+_DRAWS: Final = (
+    "the step draws random numbers, or uses the statistics of its batch, in a way that cannot be"
+    " turned off"
+)
+_BY_SHARD: Final = (
+    f"{_DRAWS}: the one process computed shard after shard, each with its own numbers, and a"
+    " loss that is no mean over samples would not show"
+)
+_RANKS_ONLY: Final = (
+    f"{_DRAWS}: the workers were held against each other only, not against one process"
+)
+_DROPOUT: Final = "dropout is off in what calls it as a function, attention for one"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The steps of a trial on one rank.
+
+    Attributes:
+        steps: what its optimizers consumed; None where it is rank 0's, bit for bit.
+        truth: the same from one process; from rank 0 only.
+        is_comparable: False if one process cannot compute what the workers do.
+        inconclusive: why the one process did not take the global batch whole; empty if it did.
+        notes: what was turned off.
+    """
+
+    steps: list[Recorded] | None
+    truth: list[Recorded] | None
+    is_comparable: bool
+    inconclusive: str
+    notes: list[str]
+
+
+def run(worker: Worker, num_steps: int) -> Trial:
+    """Run `num_steps` optimizer steps on copies of `worker`.
+
+    Collective:
+        Every rank of the run, over a group of its own.
+
+    Raises:
+        NotAvailableError: no optimizer stepped.
+        An error of the operator's own; the run is as it was.
+    """
+    with preserved(), ExitStack() as ends:
+        workers = _Side(worker.copied(worker.spec, alone=False))
+        ends.callback(workers.copy.stop)
+        workers.copy.go_to(worker.state_dict())
+        # What the users' own classes hold is each rank's own; the one process is rank 0.
+        process = _OneProcess(worker) if worker.rank == 0 else None
+        if process is not None:
+            ends.callback(process.end)
+        steps: list[Recorded] = []
+        truth: list[Recorded] = []
+        for _ in range(num_steps):
+            state = workers.copy.state_dict()
+            steps.append(workers.step())
+            if process is not None:
+                truth.append(process.step(state))
+        if not any(step.gradients for step in steps):
+            raise _no_step(worker, num_steps)
+        digests = workers.group.exchange([step.digest() for step in steps])
+        is_rank_0 = process is not None
+        return Trial(
+            steps=steps if is_rank_0 or digests[worker.rank] != digests[0] else None,
+            truth=truth if is_rank_0 else None,
+            is_comparable=process is None or process.is_comparable,
+            inconclusive="" if process is None else process.inconclusive,
+            notes=workers.notes,
+        )
+
+
+class _Side:
+    """A copy of a worker, what may depend on the split turned off, and its recorder."""
+
+    def __init__(self, copy: Worker) -> None:
+        self.copy = copy
+        try:
+            with copy.in_its_world():
+                copy.build_as_trial()
+            run = copy.run
+            self._pinned = [note for module in run.plain_modules() for note in pin(module)]
+            self._dropout = DropoutOff()
+            self._recorder = OptimizerRecorder(copy.operator, run)
+        except BaseException:
+            copy.stop()
+            raise
+
+    @property
+    def group(self) -> Group:
+        """The group of the copies."""
+        return self.copy.operator._lockstep.context.group
+
+    @property
+    def notes(self) -> list[str]:
+        """The layers and functions whose randomness was turned off."""
+        return [*self._pinned, *[_DROPOUT] * self._dropout.was_needed]
+
+    @property
+    def depends_on_split(self) -> bool:
+        """A layer normalises by its batch and has nothing else to normalise by."""
+        return any(
+            normalises_by_batch(layer) and layer.running_mean is None
+            for module in self.copy.run.modules()
+            for layer in module.modules()
+        )
+
+    @property
+    def computes_shards_apart(self) -> bool:
+        """The loop can take the global batch shard by shard, and mean the same."""
+        operator = self.copy.operator
+        return not operator._overrides_loop() and not operator.joint_loss
+
+    def step(self) -> Recorded:
+        """One window of global batches: one optimizer step of the default loop."""
+        with self.copy.in_its_world(), self._dropout:
+            while True:
+                self.copy.train(1, False, {})
+                if not self.copy.cursors["train"].has_open_window:
+                    return self._recorder.take()
+
+
+class _OneProcess:
+    """The truth: the global batch at once, or where that cannot be, shard by shard."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.inconclusive = ""
+        self.is_comparable = True
+        self._side = self._open(ONE_PROCESS)
+        self._is_whole = True
+
+    def _open(self, way: str) -> _Side:
+        spec = self._worker.spec
+        options = replace(spec.options, sync=way, reproducible=False)
+        alone = replace(spec, num_workers=1, options=options)
+        return _Side(self._worker.copied(alone, alone=True))
+
+    def step(self, state: Mapping[str, Any]) -> Recorded:
+        try:
+            recorded = self._taken(state)
+            depends = recorded.drew or self._side.depends_on_split
+            if not depends or not self._is_whole or not self.is_comparable:
+                return recorded
+            if not self._side.computes_shards_apart:
+                self.is_comparable = False
+                self.inconclusive = _RANKS_ONLY
+                return recorded
+            self._side.copy.stop()
+            self._side, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
+            self.inconclusive = _BY_SHARD
+            return self._taken(state)
+        except Exception as error:
+            error.add_note("raised while one process computed the workers' global batch")
+            raise
+
+    def _taken(self, state: Mapping[str, Any]) -> Recorded:
+        self._side.copy.go_to(state)
+        return self._side.step()
+
+    def end(self) -> None:
+        self._side.copy.stop()
+
+
+def _no_step(worker: Worker, num_steps: int) -> NotAvailableError:
+    return NotAvailableError(
+        "there is nothing to verify: no registered optimizer stepped",
+        where=type(worker.operator).__name__,
+        got=f"{num_steps} global batches",
+        cause="the operator's own loop steps less often, or steps an optimizer that it did not"
+        " register",
+        fix="verify(num_steps=...) with more global batches, or register every optimizer",
+    )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The harness takes turns, clears up, and judges; the contenders here are small real programs.
+
+Nothing is timed: the programs report fixed numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import page, peers
+from benchmarks.harness import (
+    Contender,
+    ContenderFailedError,
+    PairedRow,
+    Row,
+    end_process_group,
+    measure,
+    measure_pairs,
+    run_once,
+)
+from benchmarks.verdict import Measured, NotMeasured, markdown
+
+REPORTING = Path(__file__).resolve().parents[1] / "benchmarks" / "contenders"
+
+
+def program(name: str, lines: str) -> Contender:
+    prelude = "import os, subprocess, sys\nfrom reporting import report, seconds_since_launch\n"
+    return Contender(
+        name, (sys.executable, "-c", prelude + lines), environment={"PYTHONPATH": str(REPORTING)}
+    )
+
+
+def measured(ours: tuple[float, ...], theirs: tuple[float, ...], goal: float | None) -> Measured:
+    return Measured("work", "other", "s", goal, ours, theirs, busiest=0.0, quiet=True)
+
+
+def test_contenders_take_turns_and_the_order_turns_around(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    write = f"open({str(journal)!r}, 'a').write(NAME); report(value=3.0 if NAME == 'A' else 2.0)"
+    row = Row(
+        name="work",
+        ours=program("A", f"NAME = 'A'; {write}"),
+        theirs=program("B", f"NAME = 'B'; {write}"),
+        value="value",
+        unit="s",
+        goal=1.0,
+        rounds=3,
+    )
+    result = measure(row, settle=lambda: 0.25)
+    assert journal.read_text() == "ABBAAB"
+    assert (result.ours, result.theirs) == ((3.0,) * 3, (2.0,) * 3)
+    assert result.result == 1.5
+    assert not result.reached
+    assert (result.busiest, result.quiet) == (0.25, False)
+
+
+def test_the_launch_is_before_the_program_and_the_clock_is_shared() -> None:
+    assert run_once(program("clock", "report(seconds=seconds_since_launch())"))["seconds"] > 0
+
+
+def test_a_contender_that_fails_is_shown() -> None:
+    with pytest.raises(ContenderFailedError, match=r"broken: exit code 3[\s\S]*the last words"):
+        run_once(program("broken", "print('the last words'); sys.exit(3)"))
+
+
+def test_a_contender_without_a_result_is_a_failure() -> None:
+    with pytest.raises(ContenderFailedError, match="silent: exit code 0"):
+        run_once(program("silent", "pass"))
+
+
+def test_a_contender_that_hangs_is_ended() -> None:
+    with pytest.raises(ContenderFailedError, match=r"hanging: no end within 0\.2 s"):
+        run_once(program("hanging", "import signal; signal.pause()"), limit_s=0.2)
+
+
+def test_ending_a_process_group_ends_the_children(tmp_path: Path) -> None:
+    """A pipe ends when the last process that holds it open is gone: no clock, no polling."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import signal, sys\n"
+        "stream = open(sys.argv[1], 'w')\n"
+        "print('up', file=stream, flush=True)\n"
+        "signal.pause()\n"
+    )
+    command = [sys.executable, str(child), str(pipe)]
+    parent = f"import subprocess; subprocess.run({command!r})"
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    with pipe.open() as stream:
+        assert stream.readline() == "up\n"
+        end_process_group(process)
+        assert stream.read() == ""
+
+
+def test_the_result_is_the_median_of_the_ratios_of_neighbours() -> None:
+    """Medians taken apart would say 2 / 10: a slow phase of the machine would be a result."""
+    row = measured(ours=(1.0, 2.0, 100.0), theirs=(1.0, 20.0, 10.0), goal=1.0)
+    assert row.result == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ours", "goal", "reached"),
+    [
+        ((1.0, 1.0, 1.0), 1.0, True),
+        ((1.1, 1.1, 1.1), 1.0, False),
+        ((0.9, 1.1, 1.3), 1.0, True),  # missed by less than the spread of 0.1
+        ((1.1, 1.2, 1.3), 1.0, False),  # missed by more than it
+        ((1.0, 1.0, 50.0), 1.0, True),  # one disturbed round of three
+        ((1.2,), 1.0, False),  # a single round has no spread to hide in
+    ],
+)
+def test_a_goal_is_missed_only_beyond_the_spread(
+    ours: tuple[float, ...], goal: float, reached: bool
+) -> None:
+    assert measured(ours, (1.0,) * len(ours), goal).reached is reached
+
+
+def test_a_row_without_another_contender_is_held_by_its_value() -> None:
+    row = measured((8.0, 9.0, 12.0), (), goal=10.0)
+    assert row.result == 9.0
+    assert row.reached
+
+
+def test_the_table_says_what_was_missed_and_when_the_machine_was_busy() -> None:
+    good = measured((1.0, 1.0), (2.0, 2.0), goal=1.0)
+    bad = Measured("slow", "other", "s", 1.0, (3.0,), (1.0,), busiest=0.5, quiet=False)
+    table = markdown([good, bad])
+    assert "| work | other | 1 s | 2 s | 0.5 ± 0 | ≤ 1 | reached |" in table
+    assert "| slow | other | 3 s | 1 s | 3 | ≤ 1 | **missed** |" in table
+    assert "`slow`: the machine was not quiet, 50% of it in use beforehand." in table
+
+
+def test_a_program_that_takes_turns_with_itself_gives_its_pairs() -> None:
+    pairs = program("both", "report(small={'ours': [1.0, 2.0], 'theirs': [2.0, 1.0]})")
+    row = PairedRow("small", "work", against="other", unit="ms", goal=1.0)
+    (result,) = measure_pairs([row], pairs, rounds=2, settle=lambda: 0.0)
+    assert isinstance(result, Measured)
+    assert (result.ours, result.theirs) == ((1.0, 2.0) * 2, (2.0, 1.0) * 2)
+    assert result.samples == (0.5, 2.0, 0.5, 2.0)
+
+
+def test_only_a_ratio_fails_the_benchmark() -> None:
+    """Seconds are the machine's: a goal in seconds is shown as missed, and fails nothing."""
+    assert measured((2.0, 2.0), (1.0, 1.0), goal=1.0).fails
+    assert not measured((1.0, 1.0), (1.0, 1.0), goal=1.0).fails
+    alone = measured((20.0, 20.0), (), goal=10.0)
+    assert (alone.verdict, alone.fails) == ("**missed**", False)
+
+
+def test_a_row_without_a_goal_is_stated_and_says_why() -> None:
+    row = measured((2.0, 2.0), (1.0, 1.0), goal=None)
+    assert (row.verdict, row.fails) == ("stated", False)
+    noted = Measured("plain", "other", "s", None, (2.0,), (1.0,), 0.0, quiet=True, note="because.")
+    assert "| plain | other | 2 s | 1 s | 2 | - | stated |" in markdown([noted])
+    assert "`plain`: because." in markdown([noted])
+
+
+def test_what_was_not_measured_stands_in_the_table() -> None:
+    row = NotMeasured("work", "somebody", "≤ 1", "not installed")
+    assert "| work | somebody | - | - | - | ≤ 1 | not installed |" in markdown([row])
+    assert not row.fails
+
+
+def test_a_module_that_nobody_has_is_not_found() -> None:
+    assert peers.interpreter_with("no_such_framework") is None
+    assert peers.interpreter_with("torch") == sys.executable
+
+
+def test_results_are_put_between_the_marks_of_their_part(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "results.md").write_text("| new |\n")
+    part = "<!-- results: {} -->\n{}\n<!-- end -->\n"
+    text = "a\n" + part.format("bench", "old") + "b\n" + part.format("full", "kept")
+    filled, missing = page.filled(text, tmp_path)
+    assert filled.startswith("a\n<!-- results: bench -->\n")
+    assert "\n| new |\n\n<!-- end -->\nb\n" in filled
+    assert "old" not in filled
+    assert "kept" in filled
+    assert missing == ["full"]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""add_dist_sampler=False: each worker's own loader, evened out by borrowed batches."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep.data import ShardPlacement, UserShardedLoader
+from lockstep.errors import NotShardableError, WrongTypeError
+from sharing import plain
+
+SECOND = ShardPlacement(2, range(1, 2), 0)
+
+
+def _steps(loader: object, *args: int, **kwargs: int) -> list[tuple[int, list, int]]:
+    steps = UserShardedLoader(loader, SECOND).batches(*args, **kwargs)
+    return [(s.index, plain(s.parts[0].batch), s.parts[0].num_samples) for s in steps]
+
+
+def test_the_loader_delivers_as_it_is() -> None:
+    loader = DataLoader(range(5), batch_size=2)
+    expected = [(0, [0, 1], 2), (1, [2, 3], 2), (2, [4], 1)]
+    assert _steps(loader, 0) == expected
+    assert _steps(loader, 0, 1) == expected[1:]
+    assert _steps(loader, 0, num_steps=2) == expected[:2]
+    unsharded = UserShardedLoader(loader, SECOND)
+    assert unsharded.steps_per_epoch == 3
+    (part,) = next(iter(unsharded.batches(0))).parts
+    assert part.shards == (1,)
+
+
+def test_a_worker_that_has_run_out_borrows_its_last_batch() -> None:
+    loader = [torch.tensor([1, 2]), torch.tensor([3])]
+    assert _steps(loader, 0, num_steps=4) == [
+        (0, [1, 2], 2),
+        (1, [3], 1),
+        (2, [3], 0),
+        (3, [3], 0),
+    ]
+    assert _steps(loader, 0, 3, num_steps=4) == [(3, [3], 0)]
+    assert [s.parts for s in UserShardedLoader([], SECOND).batches(0, num_steps=2)] == [[], []]
+
+
+def test_the_users_distributed_sampler_is_told_the_epoch() -> None:
+    loader = DataLoader(range(8), batch_size=2, sampler=DistributedSampler(range(8), 2, 1))
+    first, second = _steps(loader, 0), _steps(loader, 1)
+    assert first != second
+    assert _steps(loader, 0) == first
+
+
+def test_the_order_is_a_function_of_epoch_and_worker_and_disturbs_nobody() -> None:
+    generator = torch.Generator().manual_seed(7)
+    for loader in (
+        DataLoader(range(30), batch_size=3, shuffle=True),
+        DataLoader(range(30), batch_size=3, shuffle=True, generator=generator),
+    ):
+        torch.manual_seed(1)
+        state, own = torch.get_rng_state(), generator.get_state()
+        whole = _steps(loader, 1)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(generator.get_state(), own)
+        torch.manual_seed(2)
+        assert _steps(loader, 1, 4) == whole[4:]
+        assert _steps(loader, 2) != whole
+    shuffled = DataLoader(range(30), batch_size=3, shuffle=True)
+    first = [plain(s.parts[0].batch) for s in UserShardedLoader(shuffled, SECOND).batches(0)]
+    other = UserShardedLoader(shuffled, ShardPlacement(2, range(1), 0)).batches(0)
+    assert [plain(s.parts[0].batch) for s in other] != first
+
+
+def test_what_cannot_start_again_is_refused() -> None:
+    with pytest.raises(NotShardableError, match="read only once"):
+        UserShardedLoader(iter([1]), SECOND)
+    with pytest.raises(WrongTypeError, match="not a loader"):
+        UserShardedLoader(3, SECOND)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LightningModule ends where Lightning's own trainer takes it, whatever it configures."""
+
+import pytest
+import torch
+from tests.unit.integrations.lightning.modules import (
+    GLOBAL_BATCH,
+    Classifier,
+    by_lightning,
+    farthest,
+    loader,
+)
+
+from lockstep import TorchTrainer, TrainingOperator
+
+pytestmark = pytest.mark.filterwarnings(
+    # Lightning's advice on loader workers and logging intervals, and its use of older torch.
+    "ignore::UserWarning",
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+)
+
+
+def by_lockstep(module_cls, *, epochs=3, num_shards=2, config=None, operator=None, **arguments):
+    """The trained module and what the last `train` and `validate` returned."""
+    operator = operator or {}
+    made = TrainingOperator.from_lightning(
+        module_cls, loader(GLOBAL_BATCH // num_shards), loader(), **operator
+    )
+    with TorchTrainer(
+        training_operator_cls=made, num_shards=num_shards, config=config, **arguments
+    ) as trainer:
+        for _ in range(epochs):
+            trained, validated = trainer.train(), trainer.validate()
+        return trainer.get_model(), trained, validated
+
+
+class StepsEachBatch(Classifier):
+    """An interval of steps, and two schedulers."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        often = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8)
+        seldom = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+        return [optimizer], [
+            {"scheduler": often, "interval": "step", "frequency": 2},
+            {"scheduler": seldom, "frequency": 2},
+        ]
+
+
+class WaitsForAPlateau(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.9, factor=0.3
+        )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+
+class WarmsUp(Classifier):
+    """Lightning's documented way to warm a learning rate up."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = min(1.0, (self.trainer.global_step + 1) / 10) * self.hparams.lr
+
+
+class ClipsByItself(Classifier):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        assert gradient_clip_val == 0.05
+        if self.current_epoch > 0:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+class KeepsALayerInEvalMode(Classifier):
+    def __init__(self, width=7, lr=0.3):
+        super().__init__(width, lr)
+        self.layers.insert(0, torch.nn.BatchNorm1d(5).double().eval())
+
+
+class KnowsItsEnd(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def test_a_module_as_it_is():
+    expected, reference = by_lightning(Classifier())
+    model, trained, validated = by_lockstep(Classifier)
+    assert farthest(model, expected) < 1e-12
+    assert type(model) is Classifier
+    assert validated["val_loss"] == pytest.approx(
+        reference.callback_metrics["val_loss"].item(), rel=1e-6
+    )
+    # Lightning computes its epoch's mean in float32.
+    assert trained["train_loss"] == pytest.approx(
+        reference.callback_metrics["train_loss"].item(), rel=1e-6
+    )
+    assert trained["train_loss"] == trained["train_loss_epoch"]
+    assert trained["last_train_loss"] == trained["train_loss_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module_cls", "lightning_arguments", "operator", "arguments"),
+    [
+        (StepsEachBatch, {}, {}, {}),
+        (WaitsForAPlateau, {}, {}, {}),
+        (WarmsUp, {}, {}, {}),
+        (KeepsALayerInEvalMode, {}, {}, {}),
+        (KnowsItsEnd, {}, {"max_epochs": 3}, {}),
+        (Classifier, {"gradient_clip_val": 0.05}, {}, {"clip_grad_norm": 0.05}),
+        (Classifier, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.05}, {}),
+        (
+            Classifier,
+            {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+            {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+            {},
+        ),
+        (ClipsByItself, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.05}, {}),
+    ],
+)
+def test_what_it_configures_is_done(module_cls, lightning_arguments, operator, arguments):
+    expected, _ = by_lightning(module_cls(), **lightning_arguments)
+    plain, _ = by_lightning(Classifier())
+    model, _, _ = by_lockstep(module_cls, operator=operator, **arguments)
+    # Lightning too clips to a norm plus 1e-6.
+    assert farthest(model, expected) < 1e-12
+    if module_cls is not KeepsALayerInEvalMode:
+        assert farthest(expected, plain) > 1e-3, "the oracle does not see what is configured"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_accumulation(reproducible):
+    """Over windows of full batches, where Lightning's equal weights are right."""
+
+    class FullBatches(Classifier):
+        def train_dataloader(self):
+            dataset = torch.utils.data.Subset(loader().dataset, range(40))
+            return torch.utils.data.DataLoader(dataset, batch_size=self.hparams.width)
+
+    import lightning
+
+    expected = FullBatches(width=8)
+    lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        accumulate_grad_batches=5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(expected)
+
+    class Sharded(FullBatches):
+        def train_dataloader(self):
+            whole = super().train_dataloader()
+            return torch.utils.data.DataLoader(whole.dataset, batch_size=whole.batch_size // 2)
+
+    with TorchTrainer(
+        training_operator_cls=TrainingOperator.from_lightning(Sharded),
+        config={"width": 8},
+        num_shards=2,
+        accumulate=5,
+        reproducible=reproducible,
+    ) as trainer:
+        trainer.train()
+        trainer.train()
+        assert farthest(trainer.get_model(), expected) < 1e-12
+        assert trainer.get_local_operator().module.global_step == 2
+
+
+@pytest.mark.slow
+def test_epochs_in_pieces_are_the_same_epochs():
+    """Schedulers and hooks follow the epoch and not the calls."""
+    expected, _ = by_lightning(StepsEachBatch(), validates=False)
+    operator = TrainingOperator.from_lightning(StepsEachBatch, loader(GLOBAL_BATCH))
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        for steps in (1, 3, 5, 2, 7):
+            trainer.train(num_steps=steps)
+        assert farthest(trainer.get_model(), expected) < 1e-12
+
+
+def test_going_on_from_a_checkpoint(tmp_path):
+    expected, _, _ = by_lockstep(WaitsForAPlateau, epochs=4)
+    operator = TrainingOperator.from_lightning(
+        WaitsForAPlateau, loader(GLOBAL_BATCH // 2), loader()
+    )
+    with TorchTrainer(training_operator_cls=operator, num_shards=2) as trainer:
+        for _ in range(2):
+            trainer.train(), trainer.validate()
+        trainer.train(num_steps=3)
+        path = trainer.save(tmp_path / "middle")
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.load(path)
+        trainer.train(), trainer.validate()
+        trainer.train(), trainer.validate()
+        assert farthest(trainer.get_model(), expected) == 0
+        assert trainer.get_local_operator().module.global_step == 24
+
+
+@pytest.mark.slow
+def test_verify_finds_it_equal():
+    operator = TrainingOperator.from_lightning(Classifier, loader(4), loader())
+    with TorchTrainer(training_operator_cls=operator, num_shards=2) as trainer:
+        trainer.train()
+        assert trainer.verify(num_steps=2).ok

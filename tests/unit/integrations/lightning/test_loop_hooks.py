@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module's hooks are called when Lightning calls them; what it logs counts every sample once."""
+
+import lightning
+import pytest
+import torch
+import torchmetrics
+from tests.unit.integrations.lightning.modules import (
+    GLOBAL_BATCH,
+    SAMPLES,
+    Classifier,
+    by_lightning,
+    loader,
+)
+
+from lockstep import TorchTrainer, TrainingOperator
+
+pytestmark = pytest.mark.filterwarnings(
+    # Lightning's advice on loader workers and logging intervals, and its use of older torch.
+    "ignore::UserWarning",
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+)
+
+HOOKS = [
+    "prepare_data",
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_train_batch_start",
+    "training_step",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "validation_step",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_end",
+    "on_fit_end",
+    "teardown",
+]
+
+
+class Witness(Classifier):
+    """Notes each hook, where the run is, and whether layers train."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        often = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        return [optimizer], [{"scheduler": often, "interval": "step", "frequency": 3}]
+
+
+def _noted(hook):
+    original = getattr(Witness, hook)
+
+    def noted(self, *args, **kwargs):
+        events = vars(self).setdefault("events", [])
+        index = [each for each in args if isinstance(each, int)]
+        events.append((hook, self.current_epoch, self.global_step, index, self.training))
+        return original(self, *args, **kwargs)
+
+    return noted
+
+
+for _hook in HOOKS:
+    setattr(Witness, _hook, _noted(_hook))
+
+
+def _from(hook, events):
+    return events[next(i for i, event in enumerate(events) if event[0] == hook) :]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_hooks_are_called_in_lightnings_order(accumulate):
+    expected, _ = by_lightning(
+        Witness(), max_epochs=2, validates=False, accumulate_grad_batches=accumulate
+    )
+    operator = TrainingOperator.from_lightning(Witness, loader())
+    with TorchTrainer(training_operator_cls=operator, accumulate=accumulate) as trainer:
+        trainer.train()
+        trainer.train()
+        module = trainer.get_local_operator().module
+    assert _from("on_train_start", module.events) == _from("on_train_start", expected.events)
+    names = [event[0] for event in module.events]
+    assert names[:4] == ["prepare_data", "setup", "configure_model", "configure_optimizers"]
+    assert names[-3:] == ["on_train_end", "on_fit_end", "teardown"]
+
+
+def test_validation_hooks_are_called_in_lightnings_order():
+    expected = Witness()
+    lightning.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
+    ).validate(expected, loader(), verbose=False)
+    operator = TrainingOperator.from_lightning(Witness, loader(), loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.validate()
+        module = trainer.get_local_operator().module
+
+    def validating(events):
+        return [event for event in _from("on_validation_start", events) if event[0] != "teardown"]
+
+    assert validating(module.events) == validating(expected.events)
+
+
+class Speaker(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(2, average="micro")
+        self.seen = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        features, target = batch
+        self.log("samples", len(target), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("largest", features.max(), reduce_fx=torch.max)
+        self.log_dict({"first": features[:, 0].mean(), "heavy": 1.0}, batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        features, target = batch
+        self.accuracy(self(features), target)
+        self.seen(features[:, 0])
+        self.log("accuracy", self.accuracy)
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        self.log("seen", float(len(self.seen.compute())))
+        self.seen.reset()
+
+
+def test_what_is_logged_counts_every_sample_once():
+    features, targets = loader().dataset.tensors
+    operator = TrainingOperator.from_lightning(Speaker, loader(GLOBAL_BATCH // 2), loader(3))
+    with TorchTrainer(training_operator_cls=operator, num_shards=2) as trainer:
+        trained, validated = trainer.train(), trainer.validate()
+        model = trainer.get_model()
+        again = trainer.validate()
+        trained_more = trainer.train(num_steps=2)
+    hits = (model(features).argmax(dim=1) == targets).double().mean().item()
+    assert trained["samples"] == SAMPLES
+    assert trained["largest"] == features.max()
+    assert trained["heavy"] == 1
+    assert validated["accuracy"] == pytest.approx(hits)
+    assert validated["seen"] == again["seen"] == SAMPLES
+    assert validated["num_samples"] == SAMPLES
+    assert again["accuracy"] == validated["accuracy"]
+    assert trained_more["samples"] == 2 * GLOBAL_BATCH
+
+
+class KeepsACount(Classifier):
+    count = 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.count += len(batch[1])
+
+    def on_save_checkpoint(self, checkpoint):
+        assert list(checkpoint["state_dict"]) == list(self.state_dict())
+        checkpoint["count"] = self.count
+
+    def on_load_checkpoint(self, checkpoint):
+        assert checkpoint["hyper_parameters"]["width"] == 7
+        self.count = checkpoint["count"]
+
+
+def test_what_a_module_adds_to_a_checkpoint_comes_back(tmp_path):
+    operator = TrainingOperator.from_lightning(KeepsACount, loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.train()
+        path = trainer.save(tmp_path / "state")
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.load(path)
+        trainer.train()
+        assert trainer.get_local_operator().module.count == 2 * SAMPLES
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_after_step_of_a_subclass_follows_each_step(accumulate):
+    class Follows(TrainingOperator.from_lightning(Witness, loader())):
+        seen = ()
+
+        def after_step(self):
+            self.seen = (*self.seen, self.module.layers[0].weight.detach().clone())
+
+    with TorchTrainer(training_operator_cls=Follows, accumulate=accumulate) as trainer:
+        trainer.train()
+        operator = trainer.get_local_operator()
+        steps, last = trainer.status()["step"], operator.module.layers[0].weight
+        assert len(operator.seen) == -(-steps // accumulate)
+        assert torch.equal(operator.seen[-1], last)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module's steps return, and what it keeps beside its weights: used, or refused by name."""
+
+import pytest
+import torch
+from tests.unit.integrations.lightning.modules import (
+    GLOBAL_BATCH,
+    SAMPLES,
+    Classifier,
+    loader,
+    problem,
+)
+from tests.unit.integrations.lightning.test_unsupported import Rows
+from torch import nn
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import NonFiniteError, NotAvailableError
+from lockstep.keys import BATCH_SIZE
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+class Returns(Classifier):
+    """As in RaySGD's own tutorial: nothing is logged."""
+
+    def training_step(self, batch, batch_idx):
+        features, target = batch
+        loss = nn.functional.cross_entropy(self(features), target)
+        return {"loss": loss, "first": features[:, 0].mean(), "rows": float(len(target))}
+
+    def validation_step(self, batch, batch_idx):
+        features, target = batch
+        output = self(features)
+        hits = (output.argmax(dim=1) == target).double().mean()
+        return {"val_loss": nn.functional.cross_entropy(output, target), "val_accuracy": hits}
+
+
+def trainer(module, train=None, validation=None, **arguments):
+    operator = TrainingOperator.from_lightning(
+        module, loader() if train is None else train, loader() if validation is None else validation
+    )
+    return TorchTrainer(training_operator_cls=operator, **arguments)
+
+
+class Diverges(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * float("nan")
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    with trainer(Diverges) as one, pytest.raises(NonFiniteError) as caught:
+        one.train()
+    assert "(dataset[0, 1, 2" in str(caught.value)
+    assert "the loss is nan" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_numbers_in_a_dict_are_means_over_all_samples(num_shards):
+    each = loader(GLOBAL_BATCH // num_shards)
+    with trainer(Returns, each, loader(3), num_shards=num_shards) as one:
+        trained = one.train()
+        validated = one.validate()
+        model = one.get_model()
+    features, targets = problem().tensors
+    output = model(features)
+    assert trained["first"] == pytest.approx(features[:, 0].mean().item())
+    assert trained.keys() >= {"train_loss", "last_train_loss", "rows", "last_rows"}
+    hits = (output.argmax(dim=1) == targets).double().mean().item()
+    assert validated["val_accuracy"] == pytest.approx(hits)
+    loss = nn.functional.cross_entropy(output, targets).item()
+    assert validated["val_loss"] == pytest.approx(loss, rel=1e-12)
+    assert validated["num_samples"] == SAMPLES
+
+
+class LossOnly(Returns):
+    def validation_step(self, batch, batch_idx):
+        returned = super().validation_step(batch, batch_idx)
+        return {"loss": returned["val_loss"], "val_accuracy": returned["val_accuracy"]}
+
+
+def test_a_loss_without_a_name_of_its_own_is_the_val_loss():
+    with trainer(Returns) as one, trainer(LossOnly) as other:
+        assert one.validate() == other.validate()
+
+
+class ReturnsRows(Returns):
+    def training_step(self, batch, batch_idx):
+        return {**super().training_step(batch, batch_idx), "targets": batch[1]}
+
+    def validation_step(self, batch, batch_idx):
+        return {**super().validation_step(batch, batch_idx), "log": {"val": 1.0}}
+
+
+class ReadsRows(ReturnsRows):
+    read = 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert outputs["targets"].equal(batch[1])
+        self.read += 1
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        assert outputs["log"] == {"val": 1.0}
+        self.read += 1
+
+
+def test_what_is_no_number_is_refused_unless_a_hook_reads_it():
+    with trainer(ReturnsRows) as one:
+        with pytest.raises(NotAvailableError, match=r"'targets', which is no number"):
+            one.train()
+        with pytest.raises(NotAvailableError, match=r"'log', which is no number[^$]*got +dict"):
+            one.validate()
+    with trainer(ReadsRows) as one:
+        assert one.train().keys() & {"targets", "log"} == set()
+        one.validate()
+        assert one.get_model().read == 12
+
+
+class Predicts(Classifier):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] * 2, batch[1]
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]).argmax(dim=1)
+
+
+def test_predict_step_is_what_predict_collects():
+    with trainer(Predicts) as one:
+        found = torch.stack(one.predict(loader()))
+        assert found.equal(one.get_model()(problem().tensors[0] * 2).argmax(dim=1))
+
+
+def test_hooks_of_lightnings_own_prediction_are_refused_when_it_predicts():
+    class Hooked(Classifier):
+        def on_predict_start(self):
+            pass
+
+    with trainer(Hooked) as one:
+        one.train()
+        with pytest.raises(NotAvailableError, match="on_predict_start"):
+            one.predict(loader())
+
+
+class Counts(Rows):
+    asked = 0
+    seen = ()
+
+    def state_dict(self):
+        self.asked += 1
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state):
+        self.asked = state["asked"]
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["rows"] = SAMPLES
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = (checkpoint["rows"], checkpoint["hyper_parameters"]["width"])
+
+
+@pytest.mark.parametrize("datamodule", [Rows, Counts])
+def test_what_a_datamodule_keeps_comes_back(datamodule, tmp_path):
+    operator = TrainingOperator.from_lightning(Classifier, datamodule=datamodule)
+    arguments = {"training_operator_cls": operator, "config": {BATCH_SIZE: GLOBAL_BATCH}}
+    with TorchTrainer(**arguments) as one:
+        one.train()
+        path = one.save(tmp_path / "state")
+    with TorchTrainer(**arguments) as one:
+        one.load(path)
+        restored = one.get_local_operator().datamodule
+        if datamodule is Counts:
+            assert (restored.asked, restored.seen) == (1, (SAMPLES, 7))
+
+
+def test_the_operator_gives_its_module():
+    with trainer(Classifier) as one:
+        inside = one.get_local_operator()
+        assert inside.get_model() is inside.module

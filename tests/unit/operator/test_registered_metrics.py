@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchmetrics objects of an operator, held to the same objects over the whole data at once."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.regression import PearsonCorrCoef
+from torchmetrics.wrappers import ClasswiseWrapper
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.metrics.torchmetrics_merge import computed
+from lockstep.operator.registered_metrics import RegisteredMetrics
+
+CLASSES, SAMPLES = 3, 37
+GENERATOR = torch.Generator().manual_seed(0)
+FEATURES = torch.randn(SAMPLES, 5, generator=GENERATOR)
+TARGETS = torch.randint(CLASSES, (SAMPLES,), generator=GENERATOR)
+DATA = TensorDataset(FEATURES, TARGETS)
+
+
+def some_of_each_kind():
+    """Sums, lists of rows, no reduction at all, a wrapper, and a collection that shares states."""
+    return {
+        "auroc": MulticlassAUROC(CLASSES),
+        "by": ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None)),
+        "all": MetricCollection([MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]),
+    }
+
+
+class Classifier(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(0)
+        self.model = nn.Linear(5, CLASSES)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.register(models=self.model, optimizers=optimizer, criterion=nn.CrossEntropyLoss())
+        loader = DataLoader(DATA, 4)
+        self.register_data(train_loader=loader, validation_loader=loader)
+        self.register_metrics(**config["metrics"]())
+
+
+def start(metrics, operator=Classifier, **arguments):
+    return TorchTrainer(
+        training_operator_cls=operator, config={"metrics": metrics}, num_shards=3, **arguments
+    )
+
+
+def expected(model):
+    """Over the whole data at once, by the names that results have."""
+    with torch.no_grad():
+        output = model(FEATURES)
+    values = {}
+    for name, metric in some_of_each_kind().items():
+        metric.update(output, TARGETS)
+        value = metric.compute()
+        parts = value if isinstance(value, dict) else {"": value}
+        values |= {
+            f"val_{name}_{key}" if key else f"val_{name}": part.item()
+            for key, part in parts.items()
+        }
+    return values
+
+
+def test_default_loops_count_every_sample_once():
+    def metrics():
+        return {"train": MulticlassAccuracy(CLASSES), "validation": some_of_each_kind()}
+
+    with start(metrics) as trainer:
+        result = trainer.validate()
+        found = {key: value for key, value in result.items() if key in expected(nn.Linear(5, 3))}
+        assert found == pytest.approx(expected(trainer.get_model()), rel=1e-6)
+        assert len(found) == 6
+        trained = trainer.train()
+        assert 0 < trained["train_MulticlassAccuracy"] <= 1
+        assert "val_auroc" not in trained
+        # From nothing at every call.
+        twice = trainer.validate(), trainer.validate()
+        assert twice[0] == twice[1]
+
+
+class OwnLoss(Classifier):
+    def compute_loss(self, batch, batch_info):
+        features, target = batch
+        output = self.model(features)
+        if self.config.get("counts", True):
+            self.correlation.update(output[:, 0], output[:, 1])
+        return nn.functional.cross_entropy(output, target)
+
+    def setup(self, config):
+        super().setup(config)
+        self.correlation = PearsonCorrCoef()
+        # One object for both: a call starts it anew.
+        named = {"correlation": self.correlation}
+        self.register_metrics(train=named, validation=named)
+
+
+def test_a_loss_of_ones_own_updates_its_metrics():
+    with start(dict, OwnLoss) as trainer:
+        result = trainer.validate()
+        with torch.no_grad():
+            output = trainer.get_model()(FEATURES)
+    truth = torch.corrcoef(output[:, :2].T)[0, 1].item()
+    assert result["val_correlation"] == pytest.approx(truth, rel=1e-5)
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(WrongTypeError, match="call it first"):
+        start(lambda: {"validation": {"f1": MulticlassF1Score}})
+    with pytest.raises(WrongTypeError, match="a dict of them"):
+        start(lambda: {"train": nn.Linear(1, 1)})
+
+    class Forgetful(OwnLoss):
+        def compute_loss(self, batch, batch_info):
+            return self.model(batch[0]).mean()
+
+    with (
+        start(dict, Forgetful) as trainer,
+        pytest.raises(ConfigurationError, match="never updated"),
+    ):
+        trainer.validate()
+
+
+def test_ranks_without_samples_do_not_count():
+    ranks = [PearsonCorrCoef() for _ in range(3)]
+    ranks[0].update(FEATURES[:20, 0], FEATURES[:20, 1])
+    ranks[2].update(FEATURES[20:, 0], FEATURES[20:, 1])
+    whole = torch.corrcoef(FEATURES[:, :2].T)[0, 1].item()
+    before = ranks[0].mean_x.clone()
+    assert computed([{"r": rank} for rank in ranks])["r"] == pytest.approx(whole, rel=1e-5)
+    assert torch.equal(ranks[0].mean_x, before)
+    assert computed([{"r": PearsonCorrCoef()}]) == {}
+    weighted = [MeanMetric(), MeanMetric()]
+    weighted[0].update(1.0, weight=3)
+    weighted[1].update(5.0, weight=1)
+    assert computed([{"m": each} for each in weighted]) == {"m": 2.0}
+
+
+def test_a_step_can_be_taken_back():
+    output, target = FEATURES[:, :CLASSES].softmax(dim=1), TARGETS
+    once, twice = RegisteredMetrics(), RegisteredMetrics()
+    for measures in (once, twice):
+        given = some_of_each_kind()
+        measures.register("validation", given, torch.device("cpu"), lambda: False)
+    once.observe("validation", output, target)
+    empty = twice.mark()
+    twice.observe("validation", output[:9], target[:9])
+    twice.back_to(empty)
+    twice.observe("validation", output[:20], target[:20])
+    mark = twice.mark()
+    for _ in range(2):
+        twice.observe("validation", output[20:], target[20:])
+        twice.back_to(mark)
+    twice.observe("validation", output[20:], target[20:])
+    values = [computed([each.collected("validation")]) for each in (once, twice)]
+    assert values[1] == pytest.approx(values[0], rel=1e-6)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When registered schedulers step: every one of them, assigned to an attribute or not.
+
+`lockstep.operator.loops` steps them, `lockstep.operator.registration` finds them.
+"""
+
+import pytest
+import torch
+from tests.unit.trainer.programs import linear, loader, sgd, trainer
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
+
+from lockstep import TrainingOperator
+from lockstep.errors import ConfigurationError
+
+
+def scheduled(make):
+    class Scheduled(TrainingOperator):
+        def setup(self, config):
+            model = linear()
+            self.optimizer = sgd(model)
+            back = self.register(
+                models=model,
+                optimizers=self.optimizer,
+                criterion=nn.MSELoss(),
+                schedulers=make(self.optimizer),
+            )
+            assert len(back) == 4
+            self.register_data(train_loader=loader(), validation_loader=loader())
+
+    return Scheduled
+
+
+def halves(optimizer):
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def learning_rate(one):
+    return one.get_local_operator().optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("freq", "expected"), [("epoch", 0.1 * 0.5**2), ("batch", 0.1 * 0.5**8), ("manual", 0.1)]
+)
+def test_when_a_scheduler_steps(freq, expected):
+    with trainer(scheduled(halves), scheduler_step_freq=freq) as one:
+        one.train()
+        one.train()
+        one.validate()
+        assert learning_rate(one) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_list_of_schedulers_steps_as_a_whole():
+    operator = scheduled(lambda optimizer: [halves(optimizer), halves(optimizer)])
+    with trainer(operator, scheduler_step_freq="epoch") as one:
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**2)
+
+
+def test_update_scheduler_gives_the_metric_to_those_that_take_one():
+    def both(optimizer):
+        return [ReduceLROnPlateau(optimizer, patience=0, factor=0.1), halves(optimizer)]
+
+    with trainer(scheduled(both), scheduler_step_freq="manual") as one:
+        one.train()
+        one.update_scheduler(1.0)
+        assert learning_rate(one) == pytest.approx(0.05)
+        one.update_scheduler(torch.tensor(2.0))
+        assert learning_rate(one) == pytest.approx(0.05 * 0.1 * 0.5)
+        one.update_scheduler(metric=0.5)
+        assert learning_rate(one) == pytest.approx(0.05 * 0.1 * 0.5 * 0.5)
+
+
+def test_update_scheduler_without_a_scheduler_says_what_to_register():
+    with trainer() as one:
+        with pytest.raises(ConfigurationError, match=r"schedulers=..."):
+            one.update_scheduler(1.0)
+        assert one.train()["batch_count"] == 4
+
+
+def keeps(make, own_loop=False, name="scheduler"):
+    """An operator whose scheduler is an attribute alone, as RaySGD's default loops wanted it."""
+
+    class Keeps(TrainingOperator):
+        def setup(self, config):
+            self.model, self.optimizer, self.criterion = self.register(
+                models=(model := linear()), optimizers=sgd(model), criterion=nn.MSELoss()
+            )
+            setattr(self, name, make(self.optimizer))
+            self.register_data(train_loader=loader())
+
+    class OwnStep(Keeps):
+        def train_batch(self, batch, batch_info):
+            metrics = super().train_batch(batch, batch_info)
+            getattr(self, name).step()
+            return metrics
+
+    return OwnStep if own_loop else Keeps
+
+
+@pytest.mark.parametrize(("freq", "epochs"), [("epoch", 2), ("batch", 8), ("manual", 0)])
+def test_self_scheduler_steps_and_is_saved_without_being_registered(freq, epochs, tmp_path):
+    expected = 0.1 * 0.5**epochs
+    with trainer(keeps(halves), scheduler_step_freq=freq) as one:
+        one.train()
+        one.train()
+        assert learning_rate(one) == pytest.approx(expected, rel=1e-12)
+        path = one.save(tmp_path / "state")
+        one.update_scheduler(1.0)
+        assert learning_rate(one) == pytest.approx(expected * 0.5, rel=1e-12)
+    with trainer(keeps(halves), scheduler_step_freq=freq) as one:
+        one.load(path)
+        assert one.get_local_operator().scheduler.last_epoch == epochs
+
+
+class Foreign:
+    """A scheduler of another package."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_a_scheduler_of_another_package_steps_too():
+    with trainer(keeps(Foreign), scheduler_step_freq="epoch") as one:
+        one.train()
+        assert one.get_local_operator().scheduler.steps == 1
+
+
+def test_a_loop_of_ones_own_steps_what_it_has_and_self_scheduler_is_saved():
+    with trainer(keeps(halves, own_loop=True)) as one:
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**4, rel=1e-12)
+        assert one.state_dict()["schedulers"][0]["last_epoch"] == 4
+    with trainer(keeps(halves, own_loop=True, name="decay")) as one:
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**4, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "freq"),
+    [
+        (halves, "scheduler", None),
+        (halves, "decay", "epoch"),
+        (lambda optimizer: [halves(optimizer)], "schedulers", "epoch"),
+        (lambda optimizer: {"main": halves(optimizer)}, "rates", "manual"),
+    ],
+)
+def test_a_scheduler_that_nothing_would_step_is_named(make, name, freq):
+    with pytest.raises(ConfigurationError, match=rf"self\.{name} is a .*that nothing steps"):
+        trainer(keeps(make, name=name), scheduler_step_freq=freq)
+
+
+def test_parts_of_a_registered_chain_are_not_schedulers_of_their_own():
+    class Chained(TrainingOperator):
+        def setup(self, config):
+            model = linear()
+            optimizer = sgd(model)
+            self.warmup, self.decay = halves(optimizer), halves(optimizer)
+            chain = SequentialLR(optimizer, [self.warmup, self.decay], milestones=[1])
+            self.register(
+                models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=chain
+            )
+            self.register_data(train_loader=loader())
+
+    with trainer(Chained, scheduler_step_freq="epoch") as one:
+        one.train()
+        assert len(one.state_dict()["schedulers"]) == 1

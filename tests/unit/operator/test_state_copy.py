@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going back leaves an optimizer the very groups that a user may have kept."""
+
+import torch
+from torch import nn
+
+from lockstep.operator.state_copy import StateCopy
+
+
+def test_an_optimizer_goes_back_in_its_own_groups():
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def step():
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+        return [p.detach().clone() for p in layer.parameters()]
+
+    step()
+    kept, group = StateCopy(layer.parameters(), [optimizer, scheduler]), optimizer.param_groups[0]
+    expected = [step(), step()]
+    group["added"] = 1
+    kept.restore()
+    assert optimizer.param_groups[0] is group
+    assert "added" not in group
+    assert group["params"] == list(layer.parameters())
+    assert all(map(torch.equal, step(), expected[0]))
+    group["lr"] = 0.0
+    assert all(map(torch.equal, step(), expected[0]))

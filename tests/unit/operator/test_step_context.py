@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight, the shards and the reduction of one global batch, without a run around it."""
+
+import pytest
+import torch
+
+from lockstep import reduction_context
+from lockstep.errors import WeightError
+from lockstep.group import Group
+from lockstep.keys import NUM_SAMPLES
+from lockstep.operator.prefetched_batches import PrefetchedBatches
+from lockstep.operator.step_context import ShardBatch, StepContext
+from lockstep.reduction_context import ReductionContext
+
+ROWS = torch.arange(6.0).reshape(3, 2)
+
+
+def step(*shards, is_joint=False, **further):
+    return StepContext(
+        ReductionContext(Group(None), averages=False), "train", shards, is_joint, **further
+    )
+
+
+def test_the_default_loop_gets_the_shards_of_the_context_itself():
+    first, second = ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 1, seed=2, shard=1)
+    context = step(first, second)
+    assert context.shards_in(context) == (first, second)
+    assert context.delivered is None
+    assert not context.is_borrowed
+
+
+def test_a_plain_batch_is_one_shard():
+    delivered = ShardBatch(ROWS, 3, seed=1)
+    context = step(delivered, is_joint=True)
+    assert context.shards_in(ROWS) == (delivered,)
+    (cut,) = context.shards_in(ROWS[:2])
+    assert (cut.num_samples, cut.seed) == (2, 1)
+
+
+@pytest.mark.parametrize("made_from", [lambda batch: batch, lambda batch: batch * 2])
+def test_whatever_is_made_from_a_borrowed_batch_has_no_samples(made_from):
+    context = step(ShardBatch(ROWS, 0, seed=1), is_joint=True)
+    (shard,) = context.shards_in(made_from(ROWS))
+    assert shard.num_samples == 0
+    assert context.num_samples_of({NUM_SAMPLES: 3}) == 0
+    assert context.weight_of_backward(5.0, "here") == 0
+
+
+def test_a_batch_that_no_worker_delivered_counts_its_rows():
+    (shard,) = step().shards_in(ROWS)
+    assert shard.num_samples == 3
+
+
+def test_samples_of_a_batch_are_those_delivered_unless_its_metrics_say_others():
+    context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True)
+    assert context.num_samples_of({}) == 3
+    assert context.num_samples_of({NUM_SAMPLES: 7}) == 7
+
+
+def test_inside_the_computation_of_a_shard_its_weight_and_seed_hold():
+    shard = ShardBatch(ROWS, 3, seed=11)
+    context = step(shard)
+    with context.computing(shard, per_shard=True) as reduction:
+        drawn = torch.rand(1)
+        assert reduction_context.active() is reduction
+        assert (reduction.weight, reduction.per_shard, reduction.averages) == (3, True, False)
+    assert context.reduction.weight is None
+    with context.computing(shard, per_shard=False):
+        assert torch.equal(drawn, torch.rand(1))
+
+
+def test_between_two_batches_nothing_of_the_step_is_left():
+    context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, closes_window=False)
+    context.num_computed, context.has_scheduled = 1, True
+    after = context.between_batches()
+    assert (after.delivered, after.num_computed, after.has_scheduled) == (None, 0, False)
+    assert after.closes_window is False
+    assert after.weight_of_backward(None, "here") is None
+
+
+def test_a_backward_whose_batch_is_unknown_is_refused():
+    context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, weight=WeightError("unknown"))
+    with pytest.raises(WeightError, match="unknown"):
+        context.weight_of_backward(None, "here")
+
+
+def test_a_backward_in_a_loop_that_reads_ahead_is_noted():
+    ahead = PrefetchedBatches()
+    context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, prefetched=ahead)
+    ahead.note_read(3, rounds=0)
+    assert context.weight_of_backward(None, "here") == 3
+    ahead.note_read(2, rounds=0)
+    # The first batch has had its backward: only the second one is open, and counts for 2.
+    assert ahead.is_certain

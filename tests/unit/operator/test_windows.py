@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accumulation, clipping and reproducible sums in the default loop, against plain autograd.
+
+`lockstep.operator.loops` with ``accumulate``, ``clip_grad_norm`` and ``reproducible``.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.keys import BATCH_SIZE
+
+SAMPLES, BATCH = 37, 5
+
+
+def problem():
+    generator = torch.Generator().manual_seed(5)
+    return (
+        torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64),
+        torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64),
+    )
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Regression(TrainingOperator):
+    def setup(self, config):
+        self.model, self.optimizer, self.criterion = self.register(
+            models=(model := net()), optimizers=sgd(model), criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+
+
+def one_process(accumulate, epochs=2, clip=None):
+    """The mean over all samples of a window, whatever batches it was cut into."""
+    features, targets = problem()
+    model = net()
+    optimizer = sgd(model)
+    for _ in range(epochs):
+        for start in range(0, SAMPLES, BATCH * accumulate):
+            rows = slice(start, start + BATCH * accumulate)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(features[rows]), targets[rows]).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return model
+
+
+def trained(calls=(None, None), **arguments):
+    with TorchTrainer(
+        training_operator_cls=Regression, config={BATCH_SIZE: BATCH}, **arguments
+    ) as trainer:
+        for steps in calls:
+            trainer.train(num_steps=steps)
+        return trainer.get_model()
+
+
+def assert_equal_weights(model, other):
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+# 37 samples are 8 batches, the last of 2: windows of 3 end with a short one of 2 batches.
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
+def test_a_window_is_one_mean_over_its_samples(accumulate, num_shards, reproducible):
+    model = trained(num_shards=num_shards, accumulate=accumulate, reproducible=reproducible)
+    assert_equal_weights(model, one_process(accumulate))
+
+
+def test_a_call_may_end_in_the_middle_of_a_window():
+    model = trained(calls=(4, 1, 2, 9), accumulate=3)
+    assert_equal_weights(model, one_process(3))
+
+
+def test_a_state_saved_in_a_window_goes_on_from_its_start(tmp_path):
+    arguments = {"training_operator_cls": Regression, "config": {BATCH_SIZE: BATCH}}
+    with TorchTrainer(**arguments, accumulate=3) as trainer:
+        trainer.train(num_steps=5)
+        path = trainer.save(tmp_path / "state.pt")
+        trainer.train(num_steps=2)
+        trainer.load(path)  # drops what the open window held
+        trainer.train()
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), one_process(3))
+    with TorchTrainer(**arguments, accumulate=3) as trainer:
+        trainer.load(path)
+        assert trainer.state_dict()["global_step"] == 3
+        trainer.train()
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), one_process(3))
+
+
+class Poisoned(Regression):
+    """Its own part of a state fails once everything else has been taken over."""
+
+    def state_dict(self):
+        return {"poison": False}
+
+    def load_state_dict(self, state):
+        if state["poison"]:
+            raise ValueError("poison")
+
+
+def test_a_load_that_fails_in_a_window_counts_none_of_its_batches_again():
+    with TorchTrainer(
+        training_operator_cls=Poisoned, config={BATCH_SIZE: BATCH}, accumulate=3
+    ) as trainer:
+        trainer.train(num_steps=5)
+        with pytest.raises(ValueError, match="poison"):
+            trainer.load_state_dict({**trainer.state_dict(), "operator": {"poison": True}})
+        result = trainer.train(num_steps=3)
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), one_process(3))
+    assert result["num_samples"] == SAMPLES - 5 * BATCH
+
+
+class Normalised(TrainingOperator):
+    def setup(self, config):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        self.register(models=model, optimizers=sgd(model), criterion=nn.MSELoss())
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+
+
+def test_running_statistics_count_no_batch_twice_in_a_state_saved_in_a_window():
+    def trainer():
+        return TorchTrainer(
+            training_operator_cls=Normalised, config={BATCH_SIZE: BATCH}, accumulate=3
+        )
+
+    with trainer() as undisturbed:
+        undisturbed.train(num_steps=6)
+        expected = undisturbed.get_model()[1].state_dict()
+    with trainer() as stopped:
+        stopped.train(num_steps=5)
+        state = stopped.state_dict()
+        assert stopped.get_model()[1].num_batches_tracked == 5
+    with trainer() as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.status()["step"] == 3
+        resumed.train(num_steps=3)
+        got = resumed.get_model()[1].state_dict()
+    assert got["num_batches_tracked"] == 6
+    torch.testing.assert_close(got["running_mean"], expected["running_mean"])
+    torch.testing.assert_close(got["running_var"], expected["running_var"])
+
+
+def test_a_state_of_other_windows_begins_a_new_one():
+    """Saved at step 2, which is the middle of a window where three batches make one."""
+    arguments = {"training_operator_cls": Regression, "config": {BATCH_SIZE: BATCH}}
+    with TorchTrainer(**arguments, accumulate=2) as trainer:
+        trainer.train(num_steps=2)
+        state = trainer.state_dict()
+    ends = []
+    # The gradients of no earlier step, and of no open window, may come into the next one.
+    for earlier_steps in (None, 1, 3):
+        with TorchTrainer(**arguments, accumulate=3) as trainer:
+            if earlier_steps is not None:
+                trainer.train(num_steps=earlier_steps)
+            trainer.load_state_dict(state)
+            assert trainer.state_dict()["position"]["train"]["step"] == 2
+            assert trainer.state_dict()["global_step"] == 2
+            trainer.train(num_steps=2)
+            assert trainer.state_dict()["position"]["train"]["step"] == 3
+            trainer.train()
+            ends.append(trainer.get_model())
+    assert_equal_weights(ends[1], ends[0])
+    assert_equal_weights(ends[2], ends[0])
+
+
+class Stream(IterableDataset):
+    """Of a length that nobody knows."""
+
+    def __iter__(self):
+        return zip(*problem(), strict=True)
+
+
+class Streamed(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(Stream(), config[BATCH_SIZE]))
+
+
+def test_a_short_last_window_is_not_computed_again():
+    """Eight batches make windows of 3, 3 and 2; whoever saves then has stepped three times."""
+    arguments = {"training_operator_cls": Streamed, "config": {BATCH_SIZE: BATCH}}
+    with TorchTrainer(**arguments, accumulate=3) as trainer:
+        trainer.train(num_steps=8)
+        state = trainer.state_dict()
+    assert state["global_step"] == 8
+    with TorchTrainer(**arguments, accumulate=3) as trainer:
+        trainer.load_state_dict(state)
+        trainer.train(num_steps=8)
+        assert_equal_weights(trainer.get_model(), one_process(3))
+
+
+def test_clipping_bounds_the_norm_of_the_global_gradient():
+    assert_equal_weights(trained(num_shards=3, clip_grad_norm=0.05), one_process(1, clip=0.05))
+    assert_equal_weights(
+        trained(num_shards=3, clip_grad_norm=0.05, accumulate=3), one_process(3, clip=0.05)
+    )
+
+
+class ByHand(Regression):
+    """Windows of three batches, the last of two, in a loop of one's own."""
+
+    def train_epoch(self, iterator, info):
+        for index, (features, targets) in enumerate(iterator):
+            if index % 3 == 0:
+                self.optimizer.zero_grad()
+            loss = self.criterion(self.model(features), targets)
+            if index % 3 == 2 or index == 7:
+                self.backward(loss)
+                self.optimizer.step()
+            else:
+                with self.no_sync():
+                    self.backward(loss)
+        return {}
+
+
+def test_a_window_made_by_hand_is_one_mean_over_its_samples():
+    with TorchTrainer(training_operator_cls=ByHand, config={BATCH_SIZE: BATCH}) as trainer:
+        trainer.train()
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), one_process(3))
+
+
+class OwnLoop(Regression):
+    def train_batch(self, batch, batch_info):
+        return {}
+
+
+class Joint(Regression):
+    joint_loss = True
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "message"),
+    [
+        (OwnLoop, {"accumulate": 2}, "self.no_sync"),
+        (OwnLoop, {"clip_grad_norm": 1.0}, "clip_grad_norm_"),
+        (OwnLoop, {"reproducible": True}, "override compute_loss"),
+        (Joint, {"reproducible": True}, "joint loss"),
+        (Regression, {"accumulate": 0}, "1 or more"),
+        (Regression, {"clip_grad_norm": -1.0}, "positive norm"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_write(operator, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TorchTrainer(training_operator_cls=operator, config={BATCH_SIZE: 4}, **arguments)
+
+
+class BackwardInside(Regression):
+    def compute_loss(self, batch, batch_info):
+        loss = super().compute_loss(batch, batch_info)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+def test_a_backward_inside_compute_loss_is_refused_where_the_order_counts():
+    with (
+        TorchTrainer(
+            training_operator_cls=BackwardInside, config={BATCH_SIZE: 4}, reproducible=True
+        ) as trainer,
+        pytest.raises(RuntimeError, match="the default loop runs backward"),
+    ):
+        trainer.train()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importing without collecting garbage, and the collector as it was afterwards."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.import_without_gc import gc_paused
+
+_FIRST_USE = """
+import gc
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append(phase) if phase == "start" else None)
+import lockstep
+collected.clear()
+lockstep.TorchTrainer
+print(len(collected), gc.isenabled())
+"""
+
+
+def test_the_first_use_of_a_name_goes_through_its_imports_once_afterwards():
+    told = subprocess.run(
+        [sys.executable, "-c", _FIRST_USE], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert told.stdout.split() == ["1", "True"]
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with gc_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_collector_is_on_again_after_a_failed_import():
+    with pytest.raises(ImportError), gc_paused():
+        raise ImportError
+    assert gc.isenabled()
