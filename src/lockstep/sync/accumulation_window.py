@@ -119,7 +119,7 @@ class AccumulationWindow:
         return made
 
     def note_left(self, slots: Sequence[Slot]) -> None:
-        """A backward of the window has ended: note what it left in each ``parameter.grad``."""
+        """A backward of the window has ended: note the tensor in each ``parameter.grad``."""
         self._left = [_as_left(slot.param.grad) for slot in slots]
 
     def holds_what_was_left(self, slots: Sequence[Slot]) -> bool:

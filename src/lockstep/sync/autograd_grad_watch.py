@@ -85,7 +85,7 @@ class AutogradGradWatch:
 
     @property
     def are_fresh(self) -> bool:
-        """There were calls, and not every optimizer has stepped since."""
+        """``torch.autograd.grad`` was called, and not every optimizer has stepped since."""
         return bool(self._before)
 
     def remember_gradients(self) -> None:

@@ -2,7 +2,7 @@
 """Hears of every backward that reaches a synchronised parameter, whatever code started it.
 
 A hook on each parameter runs when a gradient comes. The first one that runs in a graph task (one
-run of autograd's engine) decides what the task is: a backward that adds to ``parameter.grad``,
+run of autograd's engine) decides the kind of the task: a backward that adds to ``parameter.grad``,
 which has to be reduced, or ``torch.autograd.grad``, which only returns gradients. Reentrant
 checkpointing starts tasks inside of tasks, and autograd has a thread for each device.
 
@@ -110,7 +110,7 @@ class BackwardListener:
         """Let reduced gradients pass the user's hooks, in the order in which autograd would.
 
         Args:
-            reduced: emptied; after an exception it holds what has not landed.
+            reduced: emptied; after an exception the gradients that have not landed remain.
             land: puts a gradient that has passed the hooks on its tensor into
                 ``parameter.grad``; the hooks that wait for that run afterwards.
         """

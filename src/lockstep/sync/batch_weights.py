@@ -60,8 +60,8 @@ def weighted_root(
         where: for the error.
 
     Returns:
-        The scale as the root's dtype can hold it (the rounded one is what the gradients will
-        carry, so it is also what they must be divided by), the root, and its ``gradient=``.
+        The scale as the root's dtype can hold it (the gradients will carry the rounded scale, so
+        they must also be divided by it), the root, and its ``gradient=``.
 
     Gradient:
         Of `scale` times the loss.

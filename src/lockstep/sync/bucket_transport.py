@@ -3,7 +3,7 @@
 
 Which parameters have a place in a bucket follows ``requires_grad``: a parameter that is frozen
 when the buckets are made waits outside. When any rank unfreezes it, all ranks give it a place;
-they learn of it from the sums of a round, and reduce what it has got in a second one.
+they learn of it from the sums of a round, and reduce its gradient in a second round.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class BucketTransport(Transport):
         owner: RoundOwner,
         slots: Sequence[Slot],
         signature: int,
-        *,
         cap_bytes: int,
+        *,
         order: ShardOrder | None = None,
         combine: Callable[[Group, Bucket], Pending] | None = None,
         meet: Callable[[], None] | None = None,
@@ -103,13 +103,13 @@ class BucketTransport(Transport):
         return any(slot.param.requires_grad for slot in self._outside)
 
     def _reduce_unfrozen(self, first: Contribution) -> tuple[Sums, Contribution]:
-        """A second round for what was unfrozen; from the next backward on it has its bucket.
+        """A second round, for unfrozen parameters; from the next backward on they have buckets.
 
         Returns:
-            The sums over the ranks, and what this rank contributed.
+            The sums over the ranks, and this rank's contribution to them.
 
         Gradient:
-            As of a round of its own, for what any rank unfroze.
+            As of a round of its own, for the parameters that any rank unfroze.
 
         Collective:
             Every rank: one exchange, and the all-reduces of the new buckets.

@@ -120,7 +120,7 @@ class UnreadSums:
 
     Args:
         sums: as the accelerator has them, or will have them.
-        contribution: what this rank contributed to them.
+        contribution: of this rank to them.
     """
 
     def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:

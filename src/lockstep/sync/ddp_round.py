@@ -22,7 +22,7 @@ from lockstep.sync.ddp_round_header import Header, exchange, make_header
 from lockstep.sync.ddp_wrapper import put_in, taken_out, views_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from lockstep.group import Pending
     from lockstep.sync.buckets import Slot
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Cargo:
+class _BucketInFlight:
     """One bucket on its way; DDP waits for `future`, which is None without a backward."""
 
     flat: torch.Tensor
@@ -40,19 +40,23 @@ class _Cargo:
     future: torch.futures.Future[torch.Tensor] | None = None
     pending: Pending | None = None
 
+    def views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter with the place of its gradient in the bucket."""
+        return zip(self.params, views_of(self.flat, self.params), strict=True)
+
 
 @dataclass
 class Turn:
     """The reduction of one model in this round.
 
     Attributes:
-        cargo: its buckets so far.
+        buckets: of the model, so far.
         used: how many ranks used each of its parameters; None where all must be used.
         is_led: the ranks agreed that it is this model's turn.
         has_landed: its gradients are the global ones.
     """
 
-    cargo: list[_Cargo] = field(default_factory=list)
+    buckets: list[_BucketInFlight] = field(default_factory=list)
     used: torch.Tensor | None = None
     asked: Pending | None = None
     is_led: bool = False
@@ -70,7 +74,7 @@ class DDPRound:
         finds_unused: the ranks ask each other which parameters were used.
 
     Attributes:
-        stand_in: while a backward of weight zero runs, what the window held before it.
+        stand_in: while a backward of weight zero runs, the window's gradients before it.
         contribution: of this rank.
         sums: of all ranks' contributions; None before the first turn.
         refusal: an exception of a turn, kept where raising it would lose its type.
@@ -101,7 +105,7 @@ class DDPRound:
         self._late: list[Slot] = []
 
     def bring(self, contribution: Contribution, step: int) -> None:
-        """Say what this rank contributes, at which optimizer step."""
+        """Set this rank's contribution, and the optimizer step that it is for."""
         self.contribution = contribution
         self._step = step
 
@@ -124,7 +128,7 @@ class DDPRound:
 
     def unfinished(self) -> list[DDPWrapper]:
         """The models whose reducer waits for what will not come."""
-        return [m for m, turn in self._turns.items() if turn.cargo and not turn.has_landed]
+        return [m for m, turn in self._turns.items() if turn.buckets and not turn.has_landed]
 
     def landed(self) -> list[DDPWrapper]:
         """The models whose gradients are the global ones."""
@@ -133,7 +137,9 @@ class DDPRound:
     def led(self) -> list[DDPWrapper]:
         """The models whose own backward has reduced them."""
         turns = self._turns.items()
-        return [m for m, turn in turns if turn.has_landed and turn.cargo and turn.cargo[0].future]
+        return [
+            m for m, turn in turns if turn.has_landed and turn.buckets and turn.buckets[0].future
+        ]
 
     # ------------------------------------------------------------------ led by a backward
 
@@ -141,7 +147,7 @@ class DDPRound:
         """A bucket of DDP's is full.
 
         Returns:
-            What DDP waits for at the end of backward; `_land` completes it before that.
+            DDP waits for it at the end of backward; `_land` completes it before that.
 
         Collective:
             Every rank, in the order of the backward. With the last bucket, or with the first of
@@ -151,7 +157,7 @@ class DDPRound:
         devices = [flat.device] if flat.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         turn = self._turns[model]
-        turn.cargo.append(_Cargo(flat, bucket.parameters(), future))
+        turn.buckets.append(_BucketInFlight(flat, bucket.parameters(), future))
         self._gone.update(map(self._slot_of, bucket.parameters()))
         # An exception that is raised here would lose its type in C++.
         if self.refusal is None:
@@ -167,7 +173,7 @@ class DDPRound:
         if not (is_last or len(self._models) == 1):
             return
         if reduction_context.crossing_ahead(self._owner.attached()):
-            return  # `_land` sends them: what crosses ranks goes first, on every rank
+            return  # `_land` sends them: a gather's gradients go first, on every rank
         self._send_all(model, turn, is_last)
 
     def _send_all(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
@@ -177,9 +183,9 @@ class DDPRound:
             header = make_header(mine, self._step, model=model.signature(), late=late)
             self._note(exchange(self._owner.attached(), header, mine))
             turn.is_led = True
-        for cargo in turn.cargo:
-            if cargo.pending is None:
-                self._ship(cargo)
+        for bucket in turn.buckets:
+            if bucket.pending is None:
+                self._send_bucket(bucket)
         if is_last and self._finds_unused and turn.asked is None:
             self._ask_who_used(model, turn)
 
@@ -188,17 +194,17 @@ class DDPRound:
         follow = header.leads < self._owner.attached().size
         self._ends_together = self._ends_together or follow or header.late > 0
 
-    def _ship(self, cargo: _Cargo) -> None:
-        """Make a bucket hold what this rank's window brings, and send it."""
-        mine, flat = self.contribution, cargo.flat
+    def _send_bucket(self, bucket: _BucketInFlight) -> None:
+        """Put the gradients of this rank's window into a bucket, and send it."""
+        mine, flat = self.contribution, bucket.flat
         if mine.is_silent:
             flat.zero_()
         elif self.stand_in is not None:
-            for param, view in zip(cargo.params, views_of(flat, cargo.params), strict=True):
+            for param, view in bucket.views():
                 put_in(view, self.stand_in.get(self._slot_of(param)))
         if mine.scale != 1.0 and not mine.is_silent:
             flat.mul_(mine.scale)
-        cargo.pending = self._owner.attached().all_reduce(flat)
+        bucket.pending = self._owner.attached().all_reduce(flat)
 
     def _ask_who_used(self, model: DDPWrapper, turn: Turn) -> None:
         counts = not self.contribution.discards
@@ -210,16 +216,16 @@ class DDPRound:
         """Wait for a model's buckets, divide them and give them to DDP."""
         if self.refusal is not None:
             raise self.refusal
-        if any(cargo.pending is None for cargo in turn.cargo):
+        if any(bucket.pending is None for bucket in turn.buckets):
             self._send_all(model, turn, is_last=True)
         assert self.sums is not None
-        for cargo in turn.cargo:
-            assert cargo.pending is not None
-            cargo.pending.wait()
+        for bucket in turn.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
             if self._owner.weights.averages and self.sums.weight != 1.0:
-                cargo.flat.div_(self.sums.weight)
-            if cargo.future is not None:
-                cargo.future.set_result(cargo.flat)
+                bucket.flat.div_(self.sums.weight)
+            if bucket.future is not None:
+                bucket.future.set_result(bucket.flat)
         if turn.asked is not None:
             turn.asked.wait()
         turn.has_landed = True
@@ -227,7 +233,7 @@ class DDPRound:
     # ------------------------------------------------------------------ following
 
     def follow(self) -> None:
-        """Take part in what the peers' backward reduces, with this rank's gradients or none.
+        """Take part in the reductions of the peers' backward, with this rank's gradients or none.
 
         Collective:
             Every rank: this, or a backward. The same calls as the peers' backward, and a small
@@ -246,7 +252,7 @@ class DDPRound:
                 self._take_turn(self._led_model(round(header.model / header.leads)))
                 continue
             if not header.ends and header.sums.plain + header.sums.weighted > 0:
-                # All follow, and some hold what a window left: every model, in order.
+                # All ranks follow, and some hold gradients of a window: every model, in order.
                 self.sums = header.sums
                 for model in self._models:
                     if model.reduced:
@@ -273,17 +279,15 @@ class DDPRound:
         turn = self._turns[model]
         turn.is_led = True
         for flat, params in model.empty_buckets():
-            cargo = _Cargo(flat, params)
-            turn.cargo.append(cargo)
-            for param, view in zip(params, views_of(flat, params), strict=True):
+            bucket = _BucketInFlight(flat, params)
+            turn.buckets.append(bucket)
+            for param, view in bucket.views():
                 put_in(view, param.grad)
-            self._ship(cargo)
+            self._send_bucket(bucket)
         if asks or self._finds_unused:
             self._ask_who_used(model, turn)
         self._land(model, turn)
-        for cargo in turn.cargo:
-            for param, view in zip(cargo.params, views_of(cargo.flat, cargo.params), strict=True):
-                param.grad = taken_out(view, param)
+        self._write_gradients(model, turn)
 
     # ------------------------------------------------------------------ the end
 
@@ -291,7 +295,7 @@ class DDPRound:
         """After the backward: tell followers how it has ended, and which parameters were used.
 
         Raises:
-            LockstepError: what this rank or another has to refuse; see `round_checks.judge`.
+            LockstepError: this rank or another has to refuse the round; see `round_checks.judge`.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -301,38 +305,39 @@ class DDPRound:
         if self._ends_together:
             for model in halves:
                 self._send_rest(model)
-        # With nothing led, peers may wait for what this rank has to refuse.
+        # With nothing led, peers may wait for this rank's faults.
         if self._ends_together if halves or self.led() else mine.faults:
             ending = make_header(mine, self._step, ends=True)
             exchange(self._owner.attached(), ending, mine)
         for model, turn in self._turns.items():
             if turn.has_landed and turn.used is not None:
-                self._give_to_users(model, turn, turn.used)
+                self._write_gradients(model, turn)
 
     def _half_sent(self) -> list[DDPWrapper]:
         return [m for m, turn in self._turns.items() if turn.is_led and not turn.has_landed]
 
     def _send_rest(self, model: DDPWrapper) -> None:
-        """Peers wait for all buckets of a model, and then for the word that it is refused."""
+        """Peers wait for all buckets of a model, and then for the message that refuses it."""
         turn = self._turns[model]
-        for flat, params in list(model.empty_buckets())[len(turn.cargo) :]:
-            turn.cargo.append(_Cargo(flat, params))
-            self._ship(turn.cargo[-1])
+        for flat, params in list(model.empty_buckets())[len(turn.buckets) :]:
+            turn.buckets.append(_BucketInFlight(flat, params))
+            self._send_bucket(turn.buckets[-1])
         if self._finds_unused and turn.asked is None:
             self._ask_who_used(model, turn)
-        for pending in [*(cargo.pending for cargo in turn.cargo), turn.asked]:
+        for pending in [*(bucket.pending for bucket in turn.buckets), turn.asked]:
             if pending is not None:
                 pending.wait()
 
-    def _give_to_users(self, model: DDPWrapper, turn: Turn, used: torch.Tensor) -> None:
-        """A parameter that some rank used has a gradient on every rank; the others have none."""
-        counts = dict(zip(model.slots, used.tolist(), strict=True))
-        for cargo in turn.cargo:
-            for param, view in zip(cargo.params, views_of(cargo.flat, cargo.params), strict=True):
-                if not counts[self._slot_of(param)]:
-                    param.grad = None
-                else:
-                    param.grad = taken_out(view, param)
+    def _write_gradients(self, model: DDPWrapper, turn: Turn) -> None:
+        """A parameter that some rank used gets a gradient on every rank; the others have none."""
+        unused: set[Slot] = set()
+        if turn.used is not None:
+            counts = zip(model.slots, turn.used.tolist(), strict=True)
+            unused = {slot for slot, count in counts if not count}
+        for bucket in turn.buckets:
+            for param, view in bucket.views():
+                is_unused = self._slot_of(param) in unused
+                param.grad = None if is_unused else taken_out(view, param)
 
 
 def came_twice(place: str, what: str) -> GradientNotReducedError:

@@ -25,7 +25,7 @@ class Header(NamedTuple):
     """One rank's message, or the sums of all of them.
 
     Attributes:
-        sums: what the ranks contribute.
+        sums: the ranks' contributions.
         leads: a backward of this rank has finished a model.
         ends: this rank's backward has finished its last model.
         model: which one; 0 without `leads`. Its square tells whether all leaders mean the same.

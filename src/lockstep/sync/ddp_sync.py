@@ -47,7 +47,9 @@ class DDPSync(GradientSync):
         forward_buffers = arguments.get("forward_sync_buffers", True)
         self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
 
-        def make_transport(owner: RoundOwner, slots: Sequence[Slot], _signature: int) -> Transport:
+        def make_transport(
+            owner: RoundOwner, slots: Sequence[Slot], _signature: int, _cap_bytes: int
+        ) -> Transport:
             transport = DDPTransport(owner, slots, modules, arguments)
             self.models = transport.models
             return transport

@@ -150,8 +150,8 @@ class DDPTransport(Transport):
         if torch.is_grad_enabled():
             fault = Fault.of("graph", [slot.name])
             raise round_checks.refused(*fault, where=self._owner.place)
-        # DDP takes what a reentrant checkpoint hides from it for unused, and fails when its
-        # gradient comes after all.
+        # DDP takes parameters that a reentrant checkpoint hides for unused, and fails when their
+        # gradients come after all.
         is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
         if self._finds_unused and nesting_depth() > 0 and is_awaited:
             raise came_twice(self._owner.place, slot.name)
@@ -230,7 +230,7 @@ class DDPTransport(Transport):
         """Tell the peers how this rank's backward has ended.
 
         Raises:
-            LockstepError: what a backward has left that no rank may use.
+            LockstepError: the backward has left gradients that no rank may use.
         """
         found = [*faults, *self._faults_at_end()]
         self._round.contribution.faults += found

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that earlier rounds have left, while a new window is open.
 
-A parameter's gradient is the sum of what several backwards have brought. What an earlier round has
-reduced is the same on every rank already; reduced again, it would be averaged a second time. So it
-is taken out of ``parameter.grad`` when the window opens, and added to what the window's own round
-leaves there. The ranks compare what their programs did to it meanwhile: a sum of one rank's
-clipped gradient and another rank's unclipped one would be the gradient of no objective.
+A parameter's gradient is the sum of the gradients of several backwards. A gradient that an earlier
+round has reduced is the same on every rank already; reduced again, it would be averaged a second
+time. So it is taken out of ``parameter.grad`` when the window opens, and added to the gradient of
+the window's own round. The ranks compare the changes that their programs made to it meanwhile: a
+sum of one rank's clipped gradient and another rank's unclipped one would be the gradient of no
+objective.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class EarlierGradients:
             self._put_back(slot)
 
     def add_to_failed(self) -> None:
-        """A backward raised midway: what it left is this rank's own, and part of a whole."""
+        """A backward raised midway: its gradients are this rank's own, and parts of a whole."""
         for slot in self._slots:
             if slot.param.grad is None:
                 self._put_back(slot)

@@ -62,16 +62,13 @@ class FSDPSync(GradientSync):
         buffers: str = "after_backward",
         averages: bool = True,
     ) -> None:
-        cap_bytes = int(bucket_cap_mb * 2**20)
         super().__init__(
             modules,
             group,
             bucket_cap_mb=bucket_cap_mb,
             buffers=buffers,
             averages=averages,
-            make_transport=partial(
-                BucketTransport, cap_bytes=cap_bytes, meet=partial(self._meet_at, _ROUND)
-            ),
+            make_transport=partial(BucketTransport, meet=partial(self._meet_at, _ROUND)),
         )
         self._mesh: DeviceMesh | None = None
         self._sharded: list[ShardedOptimizer] = []

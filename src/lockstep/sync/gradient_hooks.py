@@ -3,7 +3,7 @@
 
 A hook on a parameter means to see the gradient of the global batch. While backward runs there is
 only this rank's share of it, scaled by its weight: whatever a hook adds, clamps or replaces would
-be another thing on each rank, and what it does after its bucket has left races the reduction. So
+be another thing on each rank, and a write after its bucket has left races the reduction. So
 autograd is shown our hooks alone; the user's are run once for each round, on the reduced gradient,
 in the order in which autograd would have run them. It does not matter then whether the user or
 lockstep registered first.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient sync that hangs on the parameters: no wrapper, no way round.
 
-`GradientSync` is what programs see of it. Behind it `ReductionRounds` knows what the global
-gradient is, a `Transport` moves numbers between the ranks, and hooks on the parameters hear of
-every backward, whichever method of the model, or none, computed the loss: when ``backward``
-returns the gradients are the global ones.
+`GradientSync` is the surface for programs. Behind it `ReductionRounds` knows the global gradient, a
+`Transport` moves numbers between the ranks, and hooks on the parameters hear of every backward,
+whichever method of the model, or none, computed the loss: when ``backward`` returns the gradients
+are the global ones.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def replicate(
             backward; "manual": when `GradientSync.broadcast_buffers` is called.
 
     Returns:
-        What to call ``backward``, ``no_sync``, ``detach`` on. It need not be kept: the hooks
-        on the parameters hold it.
+        The sync, for its ``backward``, ``no_sync`` and ``detach``. A program need not keep it: the
+        hooks on the parameters hold it.
 
     Gradient:
         After each backward outside ``no_sync``: the mean over ranks, or by weights.
@@ -126,7 +126,8 @@ class GradientSync:
             modules,
             group,
             self._found,
-            make_transport or partial(BucketTransport, cap_bytes=self._cap_bytes, order=order),
+            make_transport or partial(BucketTransport, order=order),
+            cap_bytes=self._cap_bytes,
             averages=averages,
             num_shards=None if order is None else order.num_shards,
             after_round=self.broadcast_buffers if buffers == "after_backward" else None,
@@ -177,7 +178,7 @@ class GradientSync:
         return self._rounds.no_sync()
 
     def reduce_pending(self) -> None:
-        """Take part in the round that the peers run, with what is there, or with nothing.
+        """Take part in the round that the peers run, with the window's gradients or with none.
 
         For a rank that has nothing (left) to run backward through, and to close a window of
         `no_sync` backwards.
@@ -231,7 +232,7 @@ class GradientSync:
 
     @property
     def needs_guard(self) -> bool:
-        """There are peers, so that a gradient of this rank alone is not the whole."""
+        """There are peers, so that a gradient of this rank alone is not the global one."""
         return self._rounds.needs_guard
 
     def watch_gradients(self) -> None:
@@ -256,7 +257,7 @@ class GradientSync:
         self._rounds.weights.expect(total)
 
     def set_delivered_weight(self, weight: float | WeightError | None) -> None:
-        """Say what the batch counts for whose plain ``loss.backward()`` comes next.
+        """Say what the batch of the next plain ``loss.backward()`` counts for.
 
         Args:
             weight: samples or tokens; None: one per rank (torch's mean over ranks); an error:
@@ -293,7 +294,7 @@ class GradientSync:
     def may_go_back_to(self, step: int | None) -> None:
         """Say to which step of the run an interruption from now on leads back.
 
-        Here each rank keeps what it needs for that itself.
+        Here each rank keeps its own optimizers' state for that.
 
         Args:
             step: steps of the run that had happened; None: the present step stays.

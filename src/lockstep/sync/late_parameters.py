@@ -95,7 +95,7 @@ class _Listeners:
     """
 
     def __init__(self) -> None:
-        # Reentrant: what the garbage collector frees inside may be a synchronisation.
+        # Reentrant: the garbage collector may free a `LateParameters` inside.
         self._lock = threading.RLock()
         self._all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objective: what the global gradient of some parameters is, and when it may be used.
+"""The objective: the global gradient of some parameters, and when optimizers may use it.
 
 Backwards come in windows. A window holds the backwards since the last round: one, or several
 under `no_sync`. The backward that closes it is the only one with a round of reduction, in which
-every rank contributes its window's gradients and their weight. What the global gradient is:
+every rank contributes its window's gradients and their weight. The global gradient is
 
     sum over ranks and window of weight * d loss / sum of weights
 
@@ -61,6 +61,7 @@ class ReductionRounds:
         group: the peers; until `detach`.
         found: the parameters and buffers on which the ranks have agreed.
         make_transport: makes the transport for these parameters.
+        cap_bytes: how large a bucket may grow.
         averages: False if the losses are sums over their batches: the gradients are added and
             not divided.
         num_shards: see `BatchWeights`.
@@ -86,6 +87,7 @@ class ReductionRounds:
         found: Inventory,
         make_transport: TransportFactory,
         *,
+        cap_bytes: int,
         averages: bool,
         num_shards: int | None,
         after_round: Callable[[], None] | None,
@@ -110,7 +112,7 @@ class ReductionRounds:
         self._captures = AutogradGradWatch(self.slots)
         self._late = LateParameters(modules, found.parameters.values())
         self._new_window()
-        self.transport = make_transport(self, self.slots, found.signature())
+        self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
         self.listener = BackwardListener(
             self.slots, self.transport, self._backward_began, self._gradients_asked_for
         )
@@ -149,7 +151,7 @@ class ReductionRounds:
             self._open_window(PLAIN)
         else:
             weight = checked_weight(weight, self.place)
-            self._settle()  # what the last round weighed is the next one's unit
+            self._settle()  # the weights of the last round set the unit of the next one
             given = backward_kwargs.get("gradient")
             scale, loss, given = self.weights.root(loss, given, weight)
             backward_kwargs["gradient"] = given
@@ -188,7 +190,7 @@ class ReductionRounds:
         if self._window.holds_what_was_left(self.slots):
             return
         grads = [slot.param.grad for slot in self.slots if slot.param.grad is not None]
-        # What the window has not reached is out of sight: was it to be zeroed, too?
+        # An earlier gradient may be out of the program's sight: was it to be zeroed, too?
         is_hidden = not self._window.has_reached(self._earlier.by_slot)
         if is_hidden or any(bool(grad.any()) for grad in grads):
             self._window.faults.append(Fault("touched"))
@@ -207,7 +209,7 @@ class ReductionRounds:
         self._leave_window_open()
 
     def _leave_window_open(self) -> None:
-        """A backward under `no_sync` has ended: note what it left."""
+        """A backward under `no_sync` has ended: note the gradients that it left."""
         self.listener.is_running = False
         self._window.note_left(self.slots)
 
@@ -291,7 +293,7 @@ class ReductionRounds:
         return self.transport.own_memory(taken)
 
     def _return_gradients(self, taken: Gradients) -> None:
-        """After a backward of weight zero: what it used has a gradient, unless it was borrowed."""
+        """A parameter that a backward of weight zero used has a gradient, but for borrowed rows."""
         landed = self.transport.landed
         for slot in self.slots:
             if slot in landed:
@@ -480,7 +482,7 @@ class ReductionRounds:
     def has_open_window(self) -> bool:
         """Gradients have arrived since the last round, or a backward failed midway.
 
-        What a failed backward leaves with a rank alone is what it leaves in one process.
+        A failed backward leaves the same gradients with a rank alone as in one process.
         """
         return self._window.kind is not None or (self._has_failed and self.needs_guard)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How gradients travel between the ranks, apart from what the global gradient is.
+"""How gradients travel between the ranks: the interface of transports.
 
 `ReductionRounds` is the objective: it knows which backwards belong to one round, what each rank's
-gradients weigh, what has to be refused, and whether the ranks may use what a round has left. A
+gradients weigh, which faults make the ranks refuse, and whether they may use a round's gradients. A
 transport moves numbers: it sums the ranks' gradients, divides them by the sum of the weights, and
-puts them into ``parameter.grad``. It knows no window and no hook of the user's.
+puts them into ``parameter.grad``. A transport knows no windows and no hooks of the user's.
 
 A new transport (one that scatters the sums over the ranks, say) implements `Transport`; the
 objective, the guard before the optimizers and the tests of the oracle hold for it as they are.
@@ -32,7 +32,7 @@ Gradients = dict["Slot", "torch.Tensor"]
 
 
 class RoundOwner(Protocol):
-    """What a transport may ask of the objective that it works for."""
+    """The part of the objective that a transport may use."""
 
     @property
     def place(self) -> str: ...
@@ -50,14 +50,14 @@ class RoundOwner(Protocol):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a transport has done in a round; the objective judges it.
+    """The outcome of a round, from the transport; the objective judges it.
 
     Attributes:
         took_place: the ranks have met, and compared what earlier rounds left.
         has_gradients: some rank has brought gradients.
         used_all: this rank has brought a gradient for every parameter.
-        verdicts: sums over the ranks that are still to be judged, each with what this rank
-            contributed to it.
+        verdicts: sums over the ranks that the objective has to judge, each with this rank's
+            contribution to them.
         unread: sums that are judged later, so that the host need not wait for an accelerator.
         read_together: every rank reads these sums at this place, so that the ranks can exchange
             what they have to refuse.
@@ -77,8 +77,8 @@ class Transport(Protocol):
     """How the gradients of the ranks become one.
 
     A round is `begin`, a backward inside `backward`, and `finish`; or `follow`, where this rank
-    runs no backward. `reset` ends any of them. A transport derives from this class, for what has
-    a body here is what most transports do.
+    runs no backward. `reset` ends any of them. A transport derives from this class, because methods
+    with a body here suit most transports.
 
     Attributes:
         can_rejoin: another group may take the place of one that has broken.
@@ -104,7 +104,7 @@ class Transport(Protocol):
 
     @property
     def is_half_sent(self) -> bool:
-        """The peers wait for what this rank has not sent yet."""
+        """The peers wait for buckets that this rank has not sent yet."""
 
     @property
     def landed(self) -> Collection[Slot]:
@@ -138,7 +138,7 @@ class Transport(Protocol):
         """End the round whose backward has ended.
 
         Args:
-            faults: what the objective has to refuse since `begin`.
+            faults: that the objective has found since `begin`.
 
         Gradient:
             ``parameter.grad`` becomes the sum over the ranks, divided by the sum of their
@@ -154,7 +154,7 @@ class Transport(Protocol):
         return self.finish(faults)
 
     def reset(self, *, has_failed: bool) -> None:
-        """Forget what has arrived since the last round.
+        """Forget the gradients that have arrived since the last round.
 
         Args:
             has_failed: a backward or a round has raised midway.
@@ -164,7 +164,7 @@ class Transport(Protocol):
         """An optimizer uses the gradients as they are now."""
 
     def take_shard(self, shard: int, weight: float) -> None:
-        """Under a shard order: what is in ``parameter.grad`` is the gradient of `shard`.
+        """Under a shard order: take the gradient of `shard` out of ``parameter.grad``.
 
         Args:
             weight: of all backwards of the window so far, in units.
@@ -183,6 +183,6 @@ def _no_shards() -> WrongUseError:
     return WrongUseError('sums over shards in a fixed order need sync="replicate"')
 
 
-TransportFactory = Callable[[RoundOwner, Sequence["Slot"], int], Transport]
-"""Makes a transport for an objective, its parameters, and a number that tells its model from
-others (below 64)."""
+TransportFactory = Callable[[RoundOwner, Sequence["Slot"], int, int], Transport]
+"""Makes a transport for an objective and its parameters; the two numbers are one that tells its
+model from others (below 64), and the most bytes of a bucket."""

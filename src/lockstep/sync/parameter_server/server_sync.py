@@ -56,7 +56,6 @@ class ParameterServerSync(GradientSync):
         address: ServerAddress | None,
         *,
         goes_on_at: int | None = None,
-        bucket_cap_mb: float = 25,
         **options: Any,
     ) -> None:
         self._served: list[RemoteOptimizer] = []
@@ -72,14 +71,8 @@ class ParameterServerSync(GradientSync):
             connect_to_server(address, group.rank) if address else InProcessServer()
         )
         try:
-            transport = partial(
-                BucketTransport,
-                cap_bytes=int(bucket_cap_mb * 2**20),
-                combine=self._sum_at_the_owner,
-            )
-            super().__init__(
-                modules, group, bucket_cap_mb=bucket_cap_mb, make_transport=transport, **options
-            )
+            transport = partial(BucketTransport, combine=self._sum_at_the_owner)
+            super().__init__(modules, group, make_transport=transport, **options)
         except BaseException:
             self._channel.close()
             raise
