@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
 
 import lockstep
 
@@ -37,41 +39,16 @@ PUBLIC_NAMES = [
 ]
 """What `import lockstep` offers. Users hold on to it: adding a name is a decision."""
 
-KNOWN_CIRCLES = [
-    {
-        "lockstep.engine",
-        "lockstep.engine.ray",
-    },
-    {
-        "lockstep.trainer",
-        "lockstep.trainer.arguments",
-        "lockstep.trainer.beside",
-        "lockstep.trainer.call_errors",
-        "lockstep.trainer.call_listeners",
-        "lockstep.trainer.callbacks",
-        "lockstep.trainer.calls",
-        "lockstep.trainer.driver",
-        "lockstep.trainer.durable",
-        "lockstep.trainer.early_stopping",
-        "lockstep.trainer.failure_tolerance",
-        "lockstep.trainer.profiling",
-        "lockstep.trainer.state",
-        "lockstep.trainer.step_metrics",
-        "lockstep.trainer.unused_definitions",
-    },
-    {
-        "lockstep.worker.group_formation",
-        "lockstep.worker.parity_trial",
-        "lockstep.worker.prediction",
-        "lockstep.worker.worker",
-    },
-]
-"""Circles of imports that are still there. The list only ever gets shorter."""
+KNOWN_CIRCLES: list[set[str]] = []
+"""Circles of imports that are still there: none. The list never gets longer."""
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 FIRST_LINE = "# SPDX-License-Identifier: Apache-2.0"
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|manager|helpers?|misc)($|_)")
+
+PRIVATE_NAMES_OF_OURS = {"successor._parameters"}
+"""Where an object of lockstep has an attribute that is called as a private one of torch's."""
 
 PYTHON_FOLDERS = ("src", "tests", "examples", "benchmarks", "docs")
 WITHOUT_MOCKS = ("ranks", "procs", "ray", "faults", "soak")
@@ -313,6 +290,45 @@ def test_no_circle_of_imports() -> None:
     assert not ways, "a new circle of imports:\n" + "\n".join(ways)
     gone = [known for known in KNOWN_CIRCLES if known not in circles]
     assert gone == [], f"broken, or smaller: take it off KNOWN_CIRCLES. There are {circles}"
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _private_touches(tree: ast.Module) -> Iterator[tuple[int, str, ast.expr | None]]:
+    """Private names that a module takes from others: line, name, and from what if it says so."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, part, None) for part in parts if _private(part))
+        elif isinstance(node, ast.Attribute) and _private(node.attr):
+            if ast.unparse(node.value) not in {"self", "cls"}:
+                yield node.lineno, node.attr, node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}:
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and _private(str(name.value)):
+                yield node.lineno, str(name.value), node.args[0]
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            key = str(node.slice.value)
+            yield from [(node.lineno, key, node.value)] * _private(key)
+
+
+def test_one_file_alone_touches_what_is_private_to_torch() -> None:
+    """`lockstep._torch_compat` says of each name for which torch it is; so do no other files."""
+    compat = SOURCE / "_torch_compat.py"
+    known = {name for _, name, _ in _private_touches(_tree(compat))}
+    known |= {name for name in dir(torch.Tensor) if _private(name)}
+    offences = []
+    for path in SOURCE_FILES:
+        if path == compat or path.is_relative_to(SOURCE / "audit"):
+            continue
+        for line, name, owner in _private_touches(_tree(path)):
+            root = ast.unparse(owner).split(".")[0] if owner else "torch"
+            of_ours = f"{root}.{name}" in PRIVATE_NAMES_OF_OURS
+            if (name in known or root in {"torch", "dist", "nn"}) and not of_ours:
+                offences.append(f"{_name(path)}:{line} {name}")
+    assert offences == []
 
 
 def test_the_driver_holds_no_torch_distributed() -> None:

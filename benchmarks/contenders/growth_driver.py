@@ -20,11 +20,12 @@ from lockstep.engine import PoolStatus
 from lockstep.engine.pending_call import PendingCall
 from lockstep.metrics import AverageMeterCollection
 from lockstep.serialization import pickled
-from lockstep.worker import Outcome, Report
+from lockstep.worker import LoopRequest, Outcome, Report
 from reporting import report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from lockstep.engine.base import OnProgress
+    from lockstep.worker import RemoteCall, Worker
 
 WORKERS = (2, 10, 100, 1_000)
 REPEATS = 5
@@ -54,7 +55,7 @@ class Everybody:
     def __init__(self) -> None:
         self._value = cloudpickle.dumps(_report())
 
-    def perform(self, method: str, arguments: bytes) -> Outcome:
+    def perform(self, method: bytes, arguments: bytes) -> Outcome:
         return Outcome(value=self._value)
 
 
@@ -63,24 +64,26 @@ class Standing:
 
     def __init__(self, actor: Any, num_workers: int) -> None:
         self.ended: BaseException | None = None
+        self.interrupted_by: BaseException | None = None
         self.started = [{"loaders": {"train": 10}}] * num_workers
         self._actor = actor
 
     def call(
         self,
-        method: str,
-        *args: Any,
-        watch: Callable[[dict[str, Any]], None] | None = None,
+        call: RemoteCall[Worker, Any],
+        *,
+        on_progress: OnProgress | None = None,
         retries: int = 3,
     ) -> list[Any]:
-        arguments = pickled(args, "arguments")
-        pending_call = PendingCall(method, hears_all=False)
+        arguments = pickled((call.args, call.kwargs), "arguments")
+        pending_call: PendingCall[Any] = PendingCall(call.contract, outlives_deaths=False)
         for rank in range(len(self.started)):
+            method = cloudpickle.dumps(call.method)
             pending_call.pending[self._actor.perform.remote(method, arguments)] = rank
-        pending_call.listen(None)
+        pending_call.wait(None)
         return [pending_call.values[rank] for rank in range(len(self.started))]
 
-    def roster(self) -> PoolStatus:
+    def status(self) -> PoolStatus:
         return PoolStatus(workers=len(self.started))
 
     def close(self, *, force: bool) -> None:
@@ -89,8 +92,8 @@ class Standing:
 
 def _measure(actor: Any, num_workers: int) -> dict[str, float]:
     trainer = TorchTrainer(training_operator_cls=Classifier, config={"num_steps": 1})
-    trainer._engine.close(force=False)
-    trainer._engine = Standing(actor, num_workers)
+    trainer._pool.open_engine().close(force=False)
+    trainer._pool._engine = Standing(actor, num_workers)
     trainer.train()
     cpu, wall = [], []
     for _ in range(REPEATS):
@@ -99,7 +102,7 @@ def _measure(actor: Any, num_workers: int) -> dict[str, float]:
         cpu.append(time.process_time() - cpu_before)
         wall.append(time.perf_counter() - started)
     trainer.shutdown()
-    arguments = len(pickled((None, False, {}), "arguments"))
+    arguments = len(pickled(((LoopRequest("train", None, False, {}),), {}), "arguments"))
     answer = len(cloudpickle.dumps(Outcome(value=cloudpickle.dumps(_report()))))
     return {
         "workers": num_workers,

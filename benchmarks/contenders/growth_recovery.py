@@ -16,12 +16,14 @@ import cloudpickle
 
 import ray
 from lockstep.engine import Resources
-from lockstep.engine.ray import RayEngine
+from lockstep.engine.ray_engine import RayEngine
+from lockstep.engine.worker_group import WorkerGroup
 from lockstep.engine.worker_handle import WorkerHandle, this_node
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.regrouping import Loss, Regrouping
+from lockstep.recovery.losses import Loss
+from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker import Outcome, SurvivorState
+from lockstep.worker import Outcome, SurvivorState, join, stand_down
 from reporting import report
 
 WORKERS = (2, 10, 100, 1_000)
@@ -33,29 +35,37 @@ class Everybody:
 
     def __init__(self) -> None:
         self._answers = {
-            "stand_down": cloudpickle.dumps(SurvivorState(point=(7, 0))),
-            "join": cloudpickle.dumps(None),
+            stand_down.contract: cloudpickle.dumps(SurvivorState(point=(7, 0))),
+            join.contract: cloudpickle.dumps(None),
         }
         self.asked = 0
 
-    def perform(self, method: str, arguments: bytes) -> Outcome:
+    def perform(self, method: bytes, arguments: bytes) -> Outcome:
         self.asked += 1
-        return Outcome(value=self._answers[method])
+        return Outcome(value=self._answers[cloudpickle.loads(method).contract])
 
     def count(self) -> int:
         return self.asked
 
 
-class Crowd(RayEngine):
-    """An engine all of whose members are that one actor."""
+class Crowd(WorkerGroup):
+    """Workers all of which are that one actor."""
 
     def __init__(self, actor: Any, size: int) -> None:
         self.members = [WorkerHandle(number, this_node(), number, actor) for number in range(size)]
         self.spares = []
-        self.spec = SimpleNamespace(num_workers=size, num_shards=size)
         self._resources = Resources(1, 0, None, "gloo", timeout_s=60)
         self._use_local = False
-        self._store = self._server = self._fetcher = self._pool = None
+        self._store = self.server = self._pool = None
+
+
+class CrowdEngine(RayEngine):
+    """An engine of these workers."""
+
+    def __init__(self, actor: Any, size: int) -> None:
+        self.workers = Crowd(actor, size)
+        self.spec = SimpleNamespace(num_workers=size, num_shards=size)
+        self._fetcher = None
 
     def _check_session(self) -> None:
         pass
@@ -65,16 +75,16 @@ def _measure(actor: Any, size: int) -> dict[str, float]:
     cpu, wall = [], []
     before = ray.get(actor.count.remote())
     for _ in range(REPEATS):
-        engine = Crowd(actor, size)
-        regrouping = Regrouping(engine, 1, Watchdog(engine, 60))
-        loss = Loss(engine.members[0], 0, range(1), WorkerDiedError("the first one died"))
+        engine = CrowdEngine(actor, size)
+        regrouping = Regrouping(engine, 1, Watchdog(engine.workers, 60))
+        loss = Loss(engine.workers.members[0], 0, range(1), WorkerDiedError("the first one died"))
         started, cpu_before = time.perf_counter(), time.process_time()
         regrouped = regrouping.run("train", [loss])
         cpu.append(time.process_time() - cpu_before)
         wall.append(time.perf_counter() - started)
         if regrouped.size != size - 1:
             raise RuntimeError(f"{size - 1} survivors were expected, not {regrouped.size}")
-        engine.call_off()
+        engine.workers.close_rendezvous()
     messages = 2 * (ray.get(actor.count.remote()) - before) / REPEATS
     return {
         "workers": size,

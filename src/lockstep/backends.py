@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the backend of a process group: gloo or NCCL, registered with torch or raw."""
+"""Differences between backends of process groups: gloo and NCCL, registered with torch or raw."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of
 
 
 def metadata_device(process_group: Any | None) -> torch.device:
@@ -15,7 +16,7 @@ def metadata_device(process_group: Any | None) -> torch.device:
     if process_group is None or not torch.cuda.is_available():
         return torch.device("cpu")
     # A raw backend has no list of devices; of those only NCCL cannot carry CPU tensors.
-    devices = getattr(process_group, "_device_types", None)
+    devices = devices_of(process_group)
     if devices is not None:
         carries_cpu = torch.device("cpu") in devices
     else:
@@ -25,17 +26,13 @@ def metadata_device(process_group: Any | None) -> torch.device:
 
 def timeout_s(process_group: Any) -> float:
     """How long a collective may take, in seconds; infinite if the backend does not say."""
-    backend = process_group
-    if isinstance(process_group, dist.ProcessGroup) and hasattr(process_group, "_get_backend"):
-        backend = process_group._get_backend(torch.device("cpu"))
-    options = getattr(backend, "options", None)
-    return math.inf if options is None else float(options._timeout.total_seconds())
+    return backend_timeout_s(backend_of(process_group, "cpu"))
 
 
 def abort_nccl(group: Any) -> None:
     """End what runs on `group`, if NCCL does it; from any thread. For gloo see `GlooSockets`."""
     if isinstance(group, dist.ProcessGroup):
         if dist.get_backend(group) == "nccl":
-            group._get_backend(torch.device("cuda")).abort()
+            backend_of(group, "cuda").abort()
     elif "nccl" in type(group).__name__.lower():
         group.abort()

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import use_count
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -37,9 +39,9 @@ class CollectiveKeepalive:
     def __init__(self, arguments: Any) -> None:
         self._lent = [
             # In this order. In inference mode a view owns nothing.
-            (tensor, tensor.view(tensor.shape), _owners(tensor))
+            (tensor, tensor.view(tensor.shape), use_count(tensor))
             for tensor in _tensors(arguments)
-            if tensor.device.type == "cpu" and _owners(tensor) == 1
+            if tensor.device.type == "cpu" and use_count(tensor) == 1
         ]
 
     def settle(self) -> None:
@@ -47,17 +49,12 @@ class CollectiveKeepalive:
         lent, self._lent = self._lent, []
         deadline = None
         for tensor, _view, owners in lent:
-            while _owners(tensor) > owners:
+            while use_count(tensor) > owners:
                 now = time.monotonic()
                 deadline = deadline or now + _PATIENCE_S
                 if now > deadline:
                     return
                 time.sleep(0)  # lets a thread that waits for the interpreter have it
-
-
-def _owners(tensor: torch.Tensor) -> int:
-    count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return count
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

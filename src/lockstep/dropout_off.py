@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model depends on the split of a batch by design, turned off for a comparison.
+"""Dropout and batch statistics, turned off while a split batch is compared with a whole one.
 
 Dropout draws other numbers on every rank, and batch statistics are those of the rank's own rows:
-neither is an error, and both would drown one.
+neither is an error, and the differences that they make would hide one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep._torch_compat import BatchNorm, Dropout, TorchDispatchMode, arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,14 +23,17 @@ _aten: Final = torch.ops.aten
 
 
 def pin(model: nn.Module) -> list[str]:
-    """Turn off what layers do by the split, for good; returns a note for each kind.
+    """Turn off, for good, what layers compute from part of a batch otherwise than from the whole.
 
     A later ``model.train()``, which every training loop calls, changes nothing about it.
+
+    Returns:
+        What was turned off, one sentence for each layer.
     """
     notes: list[str] = []
     for name, module in model.named_modules():
         place = f"layer `{name}`" if name else "the model"
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, Dropout):
             _stay_in_evaluation(module)
             notes.append(f"dropout is off in {place}")
         elif normalises_by_batch(module) and module.running_mean is not None:
@@ -45,8 +47,8 @@ def pin(model: nn.Module) -> list[str]:
 
 
 def normalises_by_batch(module: nn.Module) -> bool:
-    """By the rows of this rank alone, that is."""
-    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    """Whether a layer takes its statistics from the rows of this rank alone."""
+    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _stay_in_evaluation(module: nn.Module) -> None:
@@ -64,7 +66,7 @@ class DropoutOff(TorchDispatchMode):
     and backward both have to run inside.
 
     Attributes:
-        was_needed: something would have been dropped.
+        was_needed: an operator would have dropped something.
     """
 
     def __init__(self) -> None:
@@ -80,8 +82,8 @@ class DropoutOff(TorchDispatchMode):
     ) -> Any:
         given = dict(kwargs or {})
         if func is _aten.bernoulli_.float and args[0].is_floating_point():
-            # What is kept is divided by the probability to keep it: as if by the mean. A mask of
-            # bools or integers has no mean: it stays drawn.
+            # A layer divides the kept elements by the probability to keep them, the mask's mean. A
+            # mask of bools or integers has no mean: it stays drawn.
             self.was_needed = True
             probability = args[1] if len(args) > 1 else given.get("p", 0.5)
             return args[0].fill_(probability)
@@ -104,5 +106,5 @@ def _neutral_argument(func: Any) -> tuple[int, str, float] | None:
         wanted, neutral = "scale", 1.0
     else:
         wanted, neutral = "p" if func is _aten.native_dropout.default else "dropout_p", 0.0
-    names = [argument.name for argument in func._schema.arguments]
+    names = arguments_of(func)
     return (names.index(wanted), wanted, neutral) if wanted in names else None

@@ -55,7 +55,7 @@ class LockstepError(Exception):
         what: one sentence, no full stop needed.
         where: rank, step, parameter, file.
         expected: what would have been right.
-        got: what was there instead.
+        got: the value that was there instead.
         cause: the likely reason.
         fix: what to type.
     """
@@ -112,7 +112,7 @@ class TrainerClosedError(LockstepError, RuntimeError):
 
 
 class NotEnoughResourcesError(LockstepError, TimeoutError):
-    """The cluster has not got, within the start timeout, what the workers need."""
+    """The cluster has not got, within the start timeout, the resources that the workers need."""
 
     code = "LS005"
 
@@ -128,7 +128,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointWriteError(LockstepError, OSError):
-    """A checkpoint that could not be written; what was there before is as it was.
+    """A checkpoint that could not be written; the earlier one is intact.
 
     Attributes:
         errno: the operating system's number, e.g. ``errno.ENOSPC``, or None.
@@ -212,7 +212,7 @@ class ParityError(LockstepError, AssertionError):
 class NonFiniteError(LockstepError, FloatingPointError):
     """A step would put the first NaN or infinity into the weights; they stay as they were.
 
-    Running statistics are what the forwards of this step have made of them.
+    Running statistics keep the changes that the forwards of this step made.
 
     Attributes:
         is_alike: every rank finds it, because its gradient is the same everywhere.
@@ -253,7 +253,7 @@ class ReplicasDifferError(LockstepError, ValueError):
 
 
 class LostUpdateError(LockstepError, RuntimeError):
-    """A forward wrote to a replica of the model, and what it wrote would be lost."""
+    """A forward wrote to a replica of the model, and the write would be lost."""
 
     code = "LS310"
 
@@ -271,7 +271,7 @@ class NotShardableError(LockstepError, TypeError):
 
 
 class AuditError(LockstepError, RuntimeError):
-    """What the watch over a run found; its code is that of the gravest finding.
+    """Findings of the audit that watches a run; the code is that of the gravest one.
 
     Attributes:
         findings: all that are errors, as `lockstep.audit` has them.

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from lockstep._torch_compat import ALL_GATHER_ONE, REDUCE_SCATTER_ONE
 from lockstep.backends import abort_nccl, metadata_device, timeout_s
 from lockstep.collective_keepalive import CollectiveKeepalive
 from lockstep.errors import PeerLostError
 from lockstep.gathered_sum import GatheredSum, is_quicker_gathered
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +56,7 @@ _ENVELOPE: Final = 504
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
 
-    __slots__ = ("_group", "_loan", "_what", "_where", "_work")
+    __slots__ = ("_group", "_keepalive", "_what", "_where", "_work")
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Pending:
         self._work = work
         self._what = what
         self._where = where
-        self._loan = keepalive
+        self._keepalive = keepalive
         self._group = group
 
     def wait(self) -> None:
@@ -80,13 +82,14 @@ class Pending:
         if self._work is None:
             return
         try:
-            self._work.wait()
+            with in_phase(Phase.WAITING):
+                self._work.wait()
         except RuntimeError as error:
             raise _peer_lost(self._what, self._where, error) from error
         finally:
             self._work = None
-            if self._loan is not None:
-                self._loan.settle()
+            if self._keepalive is not None:
+                self._keepalive.settle()
         if self._group is not None:
             self._group._has_waited(self._what)
 
@@ -97,7 +100,7 @@ class Pending:
 
     def abandon(self) -> None:
         """Drop the reference without waiting."""
-        self._work = self._loan = None
+        self._work = self._keepalive = None
 
 
 _DONE = Pending(None, "", "")
@@ -161,7 +164,7 @@ class Group:
             return _DONE
         if op is SUM and is_quicker_gathered(tensor, self.size):
             parts = tensor.new_empty(self.size * tensor.numel())
-            pending = self._start("all_reduce", "_allgather_base", parts, tensor)
+            pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
             return pending.then(partial(GatheredSum, parts=parts, total=tensor))
         options = dist.AllreduceOptions()
         options.reduceOp = op
@@ -200,10 +203,9 @@ class Group:
         """
         if self._is_silent("all_gather"):
             return [tensor.clone()]
-        tensor = tensor.contiguous()
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._start("all_gather", "allgather", [gathered], [tensor]).wait()
-        return gathered
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        self.all_gather_into(gathered.view(-1), tensor.contiguous().view(-1))
+        return list(gathered)
 
     def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Fill `gathered` with every rank's `tensor`, one after the other along dimension 0.
@@ -224,14 +226,14 @@ class Group:
         if self._is_silent("all_gather"):
             gathered.copy_(tensor)
             return
-        self._start("all_gather", "_allgather_base", gathered, tensor).wait()
+        self._start("all_gather", ALL_GATHER_ONE, gathered, tensor).wait()
 
     def reduce(self, tensor: torch.Tensor, destination: int) -> Pending:
         """Start to sum `tensor` over all ranks on one of them, in place.
 
         Args:
-            tensor: contiguous, of the same shape and dtype on every rank. What is in it
-                afterwards has a meaning on `destination` only.
+            tensor: contiguous, of the same shape and dtype on every rank. Its
+                result has a meaning on `destination` only.
 
         Gradient:
             None: not differentiable.
@@ -270,7 +272,7 @@ class Group:
             return
         options: Any = dist.ReduceScatterOptions()
         options.reduceOp = SUM
-        self._start("reduce_scatter", "_reduce_scatter_base", received, sent, options).wait()
+        self._start("reduce_scatter", REDUCE_SCATTER_ONE, received, sent, options).wait()
 
     def all_to_all(
         self,
@@ -279,7 +281,7 @@ class Group:
         received_rows: Sequence[int],
         sent_rows: Sequence[int],
     ) -> None:
-        """Send rows of `sent` to every rank and fill `received` with what they send here.
+        """Send rows of `sent` to every rank and fill `received` with the rows they send here.
 
         Args:
             received: rows by sending rank; contiguous.
@@ -339,7 +341,7 @@ class Group:
 
         For the moments at which a rank may not come for a reason of its own, such as a
         backward that it leaves out. Where metadata travels on the CPU, each rank hears from
-        each other one directly, and so knows who is missing. NCCL's ranks meet in an
+        each other one directly, and so knows which are missing. NCCL's ranks meet in an
         all-gather, whose timeout is NCCL's own.
 
         Args:
@@ -377,6 +379,7 @@ class Group:
             fix=f"run the {to} on every rank, or agree to leave it out on all of them",
         ) from failure
 
+    @in_phase(Phase.WAITING)
     def _hear(self, mine: torch.Tensor, heard: torch.Tensor) -> RuntimeError | None:
         """Exchange messages with every other rank; the first failure, if there is one."""
         limit = timedelta(seconds=min(ROLL_CALL_LIMIT_S, timeout_s(self._process_group)))
@@ -405,13 +408,13 @@ class Group:
         self._closed = True
 
     def give_up(self) -> None:
-        """A peer will never come: end what runs, and refuse all that follows. From any thread."""
-        # First: whatever the abort ends early is read by nobody; see `confirm`.
+        """End the collectives that run, refuse all others: a peer is lost. From any thread."""
+        # First: no result of a collective that the abort ends may be used; see `confirm`.
         self._is_given_up = True
         abort_nccl(self._process_group)
 
     def confirm(self) -> None:
-        """Make sure that what was waited for has come, before anything is made of it for good.
+        """Make sure that the collectives waited for are whole, before a step uses their results.
 
         ``wait`` of a CUDA collective only puts the streams in order, and says nothing of one that
         an abort ends half-way. The flag is set before the abort. So where the device has done all
@@ -431,7 +434,8 @@ class Group:
             return
         self._is_unconfirmed = False
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            with in_phase(Phase.WAITING):
+                torch.cuda.synchronize(self.device)
         self._refuse_given_up("a step")
 
     def _has_waited(self, what: str) -> None:
@@ -461,14 +465,16 @@ class Group:
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
         where, keepalive = f"rank {self.rank} of {self.size}", CollectiveKeepalive(arguments)
         try:
-            work = getattr(self._process_group, method)(*arguments)
+            # The first collective of a group connects the ranks.
+            with in_phase(Phase.WAITING):
+                work = getattr(self._process_group, method)(*arguments)
             return Pending(work, what, where, keepalive, self)
         except RuntimeError as error:
             raise _peer_lost(what, where, error) from error
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:
-    """A `Group` from what a user may pass: a group, a process group, or None.
+    """A `Group` from a user's argument: a group, a process group, or None.
 
     None means the world group where one is initialised, else a rank alone.
     """

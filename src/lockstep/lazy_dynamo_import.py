@@ -17,27 +17,22 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
-from torch import _compile
 from torch.optim import Optimizer
+
+from lockstep._torch_compat import (
+    BREAKS_GRAPH,
+    COMPILER,
+    HAS_ASKED,
+    KEEPS_OUT,
+    NAMES_IN_BREAKS_GRAPH,
+    keep_out_of_graphs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-_COMPILER: Final = "torch._dynamo"
-_KEEPS_OUT: Final = "_disable_dynamo.<locals>.inner"
-"""Of torch/_compile.py: imports the compiler to ask it to stay out of a function."""
-_HAS_ASKED: Final = "__dynamo_disable"
-"""The attribute in which torch then keeps the function that it got from the compiler."""
-_BREAKS_GRAPH: Final = "_use_grad_for_differentiable.<locals>._use_grad"
-"""Of torch/optim/optimizer.py: wraps the step of torch's own optimizers."""
-_KNOWN: Final = frozenset(
-    {"torch", "torch._dynamo", "_dynamo", "graph_break", "cast", "Optimizer"}
-    | {"is_grad_enabled", "set_grad_enabled", "defaults"}
-)
-"""All names that the wrapper uses: a wrapper that does more is left as it is."""
 
 
 def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -46,14 +41,14 @@ def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameter
     Python reads what the ranks say to each other, and a graph has no Python in it. The typed form
     of ``torch.compiler.disable``, which imports the compiler where that is not put off.
     """
-    if _put_off.is_on and _COMPILER not in sys.modules:
+    if _put_off.is_on and COMPILER not in sys.modules:
 
         @functools.wraps(function)
         def plain(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             # Torch sets an attribute on the function; a bound method takes none.
             return function(*args, **kwargs)
 
-        kept_out: Callable[Parameters, Result] = _compile._disable_dynamo(plain)
+        kept_out: Callable[Parameters, Result] = keep_out_of_graphs(plain)
         _put_off.add(plain)
         return kept_out
     disable: Any = torch.compiler.disable
@@ -63,18 +58,24 @@ def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameter
 
 def import_compiler_lazily() -> None:
     """Let optimizers of this process be made, and step, without the compiler."""
-    if _COMPILER in sys.modules or _put_off.is_on:
+    if COMPILER in sys.modules or _put_off.is_on:
         return
     _put_off.is_on = True
     sys.meta_path.insert(0, _put_off)
     for method in vars(Optimizer).values():
-        if _name_of(method) == _KEEPS_OUT:
+        if _name_of(method) == KEEPS_OUT:
             _put_off.add(method.__wrapped__)
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, Optimizer):
             step: Any = vars(kind).get("step")
-            if _name_of(step) == _BREAKS_GRAPH and _KNOWN.issuperset(step.__code__.co_names):
+            if _name_of(step) == BREAKS_GRAPH and NAMES_IN_BREAKS_GRAPH.issuperset(
+                step.__code__.co_names
+            ):
                 kind.step = _stepping(step)  # type: ignore[method-assign]
+
+
+def _is_known(step: Any) -> bool:
+    return NAMES_IN_BREAKS_GRAPH.issuperset(step.__code__.co_names)
 
 
 class _PutOff:
@@ -91,14 +92,14 @@ class _PutOff:
         self._functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
     def add(self, function: Callable[..., Any]) -> None:
-        vars(function)[_HAS_ASKED] = function
+        vars(function)[HAS_ASKED] = function
         self._functions.add(function)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """See `sys.meta_path`; called before a module is imported."""
-        if name == _COMPILER:
+        if name == COMPILER:
             for function in self._functions:
-                vars(function).pop(_HAS_ASKED, None)
+                vars(function).pop(HAS_ASKED, None)
             self._functions.clear()
 
 
@@ -116,7 +117,7 @@ def _stepping(breaking_graph: Any) -> Callable[..., Any]:
     @functools.wraps(plain)
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # In this order: in a graph the first is a constant, and a table of modules is none.
-        if torch.compiler.is_compiling() or _COMPILER in sys.modules:
+        if torch.compiler.is_compiling() or COMPILER in sys.modules:
             return breaking_graph(optimizer, *args, **kwargs)
         with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
             return plain(optimizer, *args, **kwargs)

@@ -65,7 +65,7 @@ class ParityRow:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What `verify` and `assert_parity` found: one row a parameter, notes on what was pinned.
+    """The result of `verify` and `assert_parity`: one row a parameter, notes on layers turned off.
 
     Attributes:
         inconclusive: why a right result does not show that the gradients are right; empty where
@@ -136,7 +136,7 @@ def compare(
     Args:
         truth: gradient by parameter name, from one process; None where it has none.
         by_rank: the same from every rank, after its reduction.
-        notes: what was pinned or cannot be compared, for the report.
+        notes: for the report: layers that were turned off, parameters that cannot be compared.
         tolerance: largest relative error; by dtype if None.
     """
     floor = FLOOR * float(
@@ -186,7 +186,7 @@ def _row(
 
 
 def _unbounded_row(name: str, reference: torch.Tensor, values: Sequence[torch.Tensor]) -> ParityRow:
-    """Numbers say nothing here; right is what is infinite, and NaN, in the same places."""
+    """A gradient with NaN or infinity is right where one process has them in the same places."""
     same = [torch.allclose(value, reference, equal_nan=True) for value in values]
     if all(same):
         return ParityRow(name, 0.0, 1.0, 1.0, 0, True, NO_NUMBERS)
@@ -209,7 +209,7 @@ def _presence_row(
 
 
 def explain(scale: float, cosine: float, alike: bool, world_size: int) -> str:
-    """In words, what a wrong gradient most likely means."""
+    """The most likely cause of a wrong gradient, in words."""
     if not alike:
         return NOT_SYNCHRONISED
     if cosine < 0.999:

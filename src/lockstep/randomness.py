@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lockstep._torch_compat import may_seed_cuda
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -36,7 +38,7 @@ def seed_all(seed: int) -> None:
     """Seed torch (CPU, and CUDA where it is built in), numpy's global state and `random`."""
     torch.default_generator.manual_seed(seed)
     # A forked loader worker must not touch CUDA; elsewhere the call is queued until CUDA starts.
-    if torch.version.cuda is not None and not torch.cuda._is_in_bad_fork():
+    if may_seed_cuda():
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

@@ -2,8 +2,8 @@
 """What crosses processes as bytes: arguments and results, states with tensors, exceptions.
 
 Everything is a cloudpickle. A state is pickled in two parts: its tensors are taken out of the
-pickle as byte buffers, so that nothing large is copied into a pickle, and whoever sends them
-chooses how (in blocks over a process group, as arrays in Ray's object store, over a socket).
+pickle as byte buffers, so that nothing large is copied into a pickle, and each sender chooses how
+they travel (over a process group, as arrays in Ray's object store, in one block over a socket).
 
 The processes of a run trust each other and share their code; a checkpoint, which a stranger may
 have written, is no pickle (see `lockstep.checkpoint`).
@@ -96,10 +96,10 @@ def join(head: bytes, buffers: Sequence[Buffer]) -> Any:
     return _Unpickler(io.BytesIO(head), buffers).load()
 
 
-def pack(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+def pack(buffers: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
     """One block of bytes with the bytes of all `buffers`, each aligned for any dtype."""
     sizes = [buffer.numel() for buffer in buffers]
-    block = torch.empty(packed_size(sizes), dtype=torch.uint8, device="cpu")
+    block = torch.empty(packed_size(sizes), dtype=torch.uint8, device=device)
     for buffer, place in zip(buffers, unpack(block, sizes), strict=True):
         place.copy_(buffer)
     return block

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep._torch_compat import copy_each
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -59,7 +61,7 @@ def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
             else:
                 write_into(target, value)
         if plain:
-            torch._foreach_copy_(plain, theirs)
+            copy_each(plain, theirs)
 
 
 def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:

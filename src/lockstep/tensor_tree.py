@@ -6,7 +6,7 @@ leaf. A list or tuple of nothing but plain values is a leaf, too: rows of a batc
 ``default_collate`` leaves them. The functions have the names that they have in torch's pytree.
 
 Rejected: torch's pytree and optree themselves. Both take a dataclass, and a mapping that is no dict
-(`BatchEncoding`), for one leaf unless somebody registers its class in the whole process; both lose
+(`BatchEncoding`), for one leaf unless its class is registered for the whole process; both lose
 the `_metadata` that a module's ``state_dict()`` carries, and optree sorts the keys of a dict.
 """
 

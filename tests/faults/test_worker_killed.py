@@ -25,7 +25,7 @@ from lockstep import TrainingOperator
 from lockstep.errors import PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
-from lockstep.worker import Rendezvous, Worker, WorkerSpec, failure
+from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec, failure
 
 WORKERS, ROWS, GLOBAL_BATCH = 3, 25, 12
 # The second step, which has rows for everybody, is the one that does not happen; the third has
@@ -106,7 +106,7 @@ def _live(rank, victim, port):
     rendezvous = Rendezvous("127.0.0.1", port, 0, "gloo", one_node=True, timeout_s=30)
     worker = Worker(SPEC, rank, rank)
     worker.start(rendezvous)
-    worker.train(BEFORE, False, {})
+    worker.train(LoopRequest("train", BEFORE, False, {}))
     broken = weakref.ref(dist.group.WORLD)
     assert broken() is not None
     if rank == victim:
@@ -116,7 +116,7 @@ def _live(rank, victim, port):
         reached.register_prehook(lambda _: os._exit(1))
     # As an engine's actor does: let go of the group, then keep of the error what can travel.
     try:
-        worker.train(AFTER, False, {})
+        worker.train(LoopRequest("train", AFTER, False, {}))
     except BaseException as error:
         worker.leave()
         outcome = failure(rank, error)
@@ -136,7 +136,7 @@ def _live(rank, victim, port):
     successor.start(replace(rendezvous, generation=1))
     try:
         successor.go_to(state)
-        successor.train(AFTER, False, {})
+        successor.train(LoopRequest("train", AFTER, False, {}))
         weights = [p.detach().flatten() for p in successor.operator.model.parameters()]
         return torch.cat(weights).tolist(), successor.operator.global_step
     finally:

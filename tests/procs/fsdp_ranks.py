@@ -27,7 +27,6 @@ from harness import reset
 from lockstep.errors import LockstepError
 from lockstep.group import Group
 from lockstep.sync.fsdp import FSDPSync
-from lockstep.sync.sharded_optimizer import ShardedOptimizer
 from ranks.programs import PROGRAMS, Accumulated, X, Y, mlp, prepared, sgd, squared
 from ranks.worlds import OneProcess, OnRanks
 from ranks.wrapped_programs import LearnedLoss
@@ -85,7 +84,7 @@ def adopting(sync):
 
     def made(optimizer, *arguments):
         before(optimizer, *arguments)
-        sync._sharded.append(ShardedOptimizer(optimizer, sync))
+        sync.shard(optimizer)
 
     torch.optim.Optimizer.__init__ = made
     try:

@@ -21,7 +21,7 @@ from harness import TOLERANCE, assert_same, side_by_side
 from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options, RankContext
-from lockstep.worker import Rendezvous, Worker, WorkerSpec
+from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec
 from ranks.table_operators import COLUMNS, OPERATORS, Plain
 
 EPOCHS = 2
@@ -121,7 +121,7 @@ def train(worker: Worker) -> tuple[Seen, LockstepError | None]:
     refusal: LockstepError | None = None
     try:
         for _ in range(EPOCHS):
-            worker.train(None, False, {})
+            worker.train(LoopRequest("train", None, False, {}))
     except LockstepError as error:
         refusal = error
         # Peers may be waiting for this rank.

@@ -12,7 +12,7 @@ from tests.ray.operators import DefaultLoop
 from harness import side_by_side
 from lockstep.errors import PeerLostError
 from lockstep.keys import BATCH_SIZE
-from lockstep.worker import Rendezvous, Worker
+from lockstep.worker import LoopRequest, Rendezvous, Worker
 from lockstep.worker.spec import WorkerSpec
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_a_step_is_not_committed_if_the_group_was_given_up_behind_it(pair):
 
     def one(rank):
         with pytest.raises(PeerLostError, match="a step over a group that was given up") as caught:
-            both.workers[rank].train(1, False, {})
+            both.workers[rank].train(LoopRequest("train", 1, False, {}))
         found[rank] = caught.value
 
     side_by_side(one, 2)

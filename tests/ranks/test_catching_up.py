@@ -16,7 +16,7 @@ def test_it_counts_the_shards_that_it_carried_then():
     spec = WorkerSpec(DefaultLoop, {BATCH_SIZE: 10}, num_workers=1, num_shards=3, seed=0)
     worker = Worker(spec, 0, 0)
     worker.start(None)
-    call = worker._begin(LoopRequest("train", 4, False, {}), None)
+    call = worker._begin(LoopRequest("train", 4, False, {}))
     setting = worker.operator._lockstep.context
     fewer = replace(setting.placement, shards=range(1))
     worker.operator._lockstep.context = replace(setting, placement=fewer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One owner steps for N ranks: gradients and weights are those of one process."""
+"""A server steps for N ranks: gradients and weights are those of one process."""
 
 import copy
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is lost, the others form another group, and the same owner goes on with them."""
+"""A rank is lost, the others form another group, and the same store goes on with them."""
 
 import threading
 
@@ -85,12 +85,13 @@ def killed_at(moment, rank, sync):
             return
         channel = sync._channel
         if moment.endswith("sent"):
-            # The owner makes the step; nobody reads its answer here.
+            # The server makes the step; this rank never reads the answer.
             optimizer = int(reached[-1])
-            request = sync._served[optimizer]._request("step", [])
-            request.about["with_gradient"], request.tensors = _gradients(sync, optimizer)
-            channel._line.send(request)
-        channel._line.close()
+            request = sync._served[optimizer]._request("step")
+            request.body.with_gradient, gradients = _gradients(sync, optimizer)
+            request.tensors = [*request.tensors, *gradients]
+            channel._messages.send(request)
+        channel._messages.close()
         raise Dies
 
     return strike

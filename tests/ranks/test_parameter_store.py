@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An owner whose workers died takes back what none of those that are left has counted."""
+"""A store whose workers died takes back the steps that no worker which is left has counted."""
 
+import copy
 import pickle
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync.parameter_server.messages import Message
+from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
-from lockstep.sync.parameter_server.remote_optimizer import shipped
+from lockstep.sync.parameter_server.remote_optimizer import pickled_optimizers
 
 
 class Counting(torch.optim.Optimizer):
@@ -43,7 +44,7 @@ OPTIMIZERS = {
 
 
 class Run:
-    """Workers of an owner, and what they ask of it; parameter 1 belongs to every optimizer."""
+    """The workers of a store, and their requests; parameter 1 belongs to every optimizer."""
 
     def __init__(self, make, num_optimizers=1, size=2):
         self.parameters = {
@@ -57,28 +58,24 @@ class Run:
             (group,) = optimizers[-1].param_groups
             settings = {name: value for name, value in group.items() if name != "params"}
             self.groups.append([(settings, numbers)])
-        self.owner, self.size = ParameterStore(size), size
-        self.shipped = shipped(optimizers, self.parameters)
-        self.alone(Message("adopt", self.shipped))
+        self.store, self.size = ParameterStore(size), size
+        self.pickled_optimizers = pickled_optimizers(optimizers, self.parameters)
+        self.attach(self.pickled_optimizers)
+
+    def attach(self, body):
+        for rank in range(1, self.size):
+            assert self.store.handle(rank, Message("attach")) == {}
+        return self.alone(Message("attach", body))
 
     def alone(self, message):
-        answer = self.owner.handle(0, message)[0]
-        if answer.what == "error":
-            raise pickle.loads(answer.about)
+        answer = self.store.handle(0, message)[0]
+        if answer.kind == "error":
+            raise pickle.loads(answer.body)
         return answer
 
     def request(self, what, optimizer, point, **about):
-        return Message(
-            what,
-            {
-                "number": optimizer,
-                "groups": self.groups[optimizer],
-                "weights": [],
-                "state": None,
-                "may_go_back_to": point,
-                **about,
-            },
-        )
+        groups = self.groups[optimizer]
+        return Message(what, OptimizerRequest(optimizer, groups, may_go_back_to=point, **about))
 
     def step(self, point, seed, optimizer=0):
         generator = torch.Generator().manual_seed(seed)
@@ -90,23 +87,23 @@ class Run:
                     torch.randn(3 + number, generator=generator)
                     for number in self.numbers[optimizer]
                 ]
-            answers = self.owner.handle(rank, request)
-        assert [answer.what for answer in answers.values()] == ["done"] * self.size
+            answers = self.store.handle(rank, request)
+        assert [answer.kind for answer in answers.values()] == ["done"] * self.size
 
     def load(self, state, point):
-        self.alone(self.request("load", 0, point, state=state))
+        self.alone(self.request("load_state_dict", 0, point, state=state))
 
     def state(self, optimizer=0):
-        return pickle.loads(self.alone(self.request("state", optimizer, None)).about)
+        return copy.deepcopy(self.alone(self.request("state_dict", optimizer, None)).body)
 
     def weights(self):
-        return [param.detach().clone() for param in self.owner._parameters.values()]
+        return [param.detach().clone() for param in self.store._parameters.values()]
 
     def regrouped(self, committed, size=1):
-        self.owner, self.size = self.owner.succeeded_by(size), size
-        answer = self.alone(Message("inherit", committed))
-        for number, weight in zip(answer.about, answer.tensors, strict=True):
-            assert torch.equal(weight, self.owner._parameters[number])
+        self.store, self.size = self.store.succeeded_by(size), size
+        answer = self.attach(committed)
+        for number, weight in zip(answer.body, answer.tensors, strict=True):
+            assert torch.equal(weight, self.store._parameters[number])
 
 
 def assert_same_bits(run, other):
@@ -209,7 +206,7 @@ def test_what_nobody_comes_back_to_is_not_copied():
     run.step(0, seed=0)
     run.step(None, seed=1)
     after = run.weights()
-    assert run.owner._undo_log._kept == []
+    assert run.store._undo_log._kept == []
     run.regrouped(0)
     assert all(map(torch.equal, run.weights(), after))
 
@@ -219,7 +216,7 @@ def test_copies_use_their_memory_again():
     places = []
     for step in range(4):
         run.step(step, seed=step)
-        (kept,) = run.owner._undo_log._kept
+        (kept,) = run.store._undo_log._kept
         places.append([tensor.data_ptr() for tensor in kept._tensors])
     assert places[1] == places[2] == places[3]
 
@@ -233,24 +230,23 @@ def test_workers_that_are_left_further_behind_than_was_kept():
     assert "step 4" in str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["adopt", "inherit"])
-def test_who_asks_too_early_is_answered_when_rank_0_has_come(what):
+@pytest.mark.parametrize("is_first", [True, False], ids=["first generation", "another one"])
+def test_who_comes_too_early_is_answered_when_rank_0_has_come(is_first):
     run = Run(OPTIMIZERS["sgd"])
-    owner, about = ParameterStore(2), run.shipped
-    if what == "inherit":
-        owner.handle(0, Message("adopt", about))
-        owner, about = owner.succeeded_by(2), 0
-    asked = Message("state", {"number": 0, "weights": [], "groups": run.groups[0]})
-    assert owner.handle(1, asked) == {}
-    assert not owner.is_idle
-    answers = owner.handle(0, Message(what, about))
-    assert [answers[rank].what for rank in (0, 1)] == ["done", "done"]
-    assert owner.is_idle
+    store, body = ParameterStore(2), run.pickled_optimizers
+    if not is_first:
+        store, body = run.store.succeeded_by(2), 0
+    assert store.handle(1, Message("attach")) == {}
+    assert not store.is_idle
+    answers = store.handle(0, Message("attach", body))
+    assert [answers[rank].kind for rank in (0, 1)] == ["done", "done"]
+    assert store.is_idle
+    asked = Message("state_dict", OptimizerRequest(0, run.groups[0]))
+    assert store.handle(1, asked)[1].kind == "done"
 
 
-def test_who_asks_after_rank_0_has_left_is_refused():
-    owner = ParameterStore(2)
-    owner.leave(0)
-    asked = Message("state", {"number": 0, "weights": [], "groups": []})
-    assert owner.handle(1, asked)[1].what == "error"
-    assert owner.is_idle
+def test_who_comes_after_rank_0_has_left_is_refused():
+    store = ParameterStore(2)
+    store.leave(0)
+    assert store.handle(1, Message("attach"))[1].kind == "error"
+    assert store.is_idle

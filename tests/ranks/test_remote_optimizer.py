@@ -287,7 +287,7 @@ def test_detaching_makes_the_optimizer_an_ordinary_one():
 
 
 class SlowToSend(torch.optim.SGD):
-    """Rank 0, who sends it to the owner, comes later than its peers."""
+    """Rank 0, which sends it to the server, comes later than its peers."""
 
     def __getstate__(self):
         time.sleep(0.2)
@@ -418,9 +418,9 @@ def test_a_rank_that_goes_away_keeps_nobody_waiting(where):
             raise KeyError("gone")
         if where == "step":
             optimizer.step()
-        # Straight to the owner: through the group a peer's end would be noticed too.
+        # Straight to the server: through the group a peer's end would be noticed too.
         rounds = sync._rounds
-        sync._sum_at_the_owner(rounds.attached(), rounds.transport.reducer.layout.buckets[0])
+        sync._sum_at_server(rounds.attached(), rounds.transport.reducer.layout.buckets[0])
 
     one, other = run(loop)
     assert isinstance(one, PeerLostError)

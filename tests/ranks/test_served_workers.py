@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as threads, without Ray: one is lost, the others regroup around the same owner."""
+"""Workers as threads, without Ray: one is lost, the others regroup around the same store."""
 
 import threading
 from datetime import timedelta
@@ -14,7 +14,7 @@ from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
 from lockstep.sync import ParameterServer
-from lockstep.worker import Formation, Rendezvous, Worker, WorkerSpec
+from lockstep.worker import Formation, LoopRequest, Rendezvous, Worker, WorkerSpec, join, stand_down
 from ranks.programs import X, Y, mlp, squared
 from ranks.test_replicate_exact import weights
 
@@ -51,7 +51,7 @@ class TwoSteps(TrainingOperator):
 
     def reach(self, moment):
         if self.strike == (self.global_step, moment):
-            self._lockstep.sync._channel._line.close()
+            self._lockstep.sync._channel._messages.close()
             raise Dies
 
 
@@ -148,20 +148,22 @@ def test_the_run_goes_on_with_those_that_are_left(operator_cls, moment, victim, 
     # Not set and taken away by several threads of one process.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     workers, first = started(operator_cls, 2)
-    all_at_once(workers, lambda rank, worker: worker.train(2, False, {}))
+    all_at_once(workers, lambda rank, worker: worker.train(LoopRequest("train", 2, False, {})))
     workers[victim].operator.strike = (3, moment)
     left = workers[1 - victim]
-    results = all_at_once(workers, lambda rank, worker: worker.train(2, False, {}))
+    results = all_at_once(
+        workers, lambda rank, worker: worker.train(LoopRequest("train", 2, False, {}))
+    )
     assert isinstance(results[victim], Dies)
-    survivor = left.stand_down("train")
+    survivor = stand_down(left, "train")
     first.end()
     second = Generation(1, 1, before=first)
-    left.join(0, Formation(second.rendezvous, size=1, source=0, stale=()))
+    join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=()))
     begun = survivor.progress.steps
-    left.train(2, False, {}, survivor.progress)
+    left.train(LoopRequest("train", 2, False, {}, survivor.progress))
     assert left.operator.global_step == 4
     assert begun == (0 if operator_cls is OneLoop else 1)
-    left.train(STEPS - 4, False, {})
+    left.train(LoopRequest("train", STEPS - 4, False, {}))
     assert_same(weights([left.operator.model]), one_process(STEPS))
     for worker in workers:
         worker.stop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server around the owner: who may speak to it, and when it ends."""
+"""The sockets of a parameter server: which ranks may connect, and when the server ends."""
 
 import gc
 import socket
@@ -16,7 +16,7 @@ from ranks.served import server
 
 
 def add(channel, value):
-    return channel.ask(Message("add", tensors=[torch.full((3,), float(value))])).tensors[0]
+    return channel.ask(Message("all_reduce", tensors=[torch.full((3,), float(value))])).tensors[0]
 
 
 def sums(channels, tensors, order):
@@ -24,7 +24,7 @@ def sums(channels, tensors, order):
     found = [None] * len(channels)
 
     def one(rank):
-        found[rank] = channels[rank].ask(Message("add", tensors=[tensors[rank]])).tensors[0]
+        found[rank] = channels[rank].ask(Message("all_reduce", tensors=[tensors[rank]])).tensors[0]
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in order]
     for thread in threads:
@@ -86,7 +86,7 @@ def test_who_waits_for_a_worker_that_goes_is_freed(orderly):
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        other.close() if orderly else other._line.close()
+        other.close() if orderly else other._messages.close()
         waiting.join()
         one.close()
     assert len(errors) == 1
@@ -107,15 +107,15 @@ def test_a_second_connection_of_each_rank_is_a_session_of_its_own():
 
 
 def test_what_is_due_to_the_others_comes_although_one_has_gone():
-    # More than fits on the way: what was sent is being read, in this order, and the owner finds
+    # More than fits on the way: what was sent is being read, in this order, and the server finds
     # the line broken when it answers.
     much = torch.ones(8 << 20)
     with server(2) as address:
         gone, left = (connect_to_server(address, rank) for rank in range(2))
-        left._line.send(Message("add", tensors=[much]))
-        gone._line.send(Message("add", tensors=[much]))
-        gone._line.close()
-        assert torch.equal(left._line.receive().tensors[0], much * 2)
+        left._messages.send(Message("all_reduce", tensors=[much]))
+        gone._messages.send(Message("all_reduce", tensors=[much]))
+        gone._messages.close()
+        assert torch.equal(left._messages.receive().tensors[0], much * 2)
         with pytest.raises(PeerLostError):
             add(left, 1)
         left.close()

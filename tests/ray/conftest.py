@@ -42,5 +42,7 @@ def workers_end_with_their_trainer():
 
 
 def _free() -> float:
-    waiting = sum(each.asked[0].get("CPU", 0) * len(each.actors) for each in actor_pool._waiting)
+    waiting = sum(
+        each.request.bundle.get("CPU", 0) * len(each.actors) for each in actor_pool.idle_pools
+    )
     return ray.available_resources().get("CPU", 0) + waiting

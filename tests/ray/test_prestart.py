@@ -25,10 +25,10 @@ def start(num_workers):
 @pytest.mark.slow
 @pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_a_trainer_takes_over_the_workers_that_wait_for_it():
-    (waiting,) = actor_pool._waiting
+    (waiting,) = actor_pool.idle_pools
     ids = {actor._actor_id.hex() for actor in waiting.actors}
     with start(num_workers=2) as trainer:
-        assert actor_pool._waiting == []
+        assert actor_pool.idle_pools == []
         assert set(trainer.apply_all_workers(_actor_id)) == ids
         assert len(set(trainer.apply_all_workers(os.getpid))) == 2
         trainer.train(num_steps=15)
@@ -98,7 +98,7 @@ def _break_the_next_step(operator):
 @pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_a_trainer_with_a_worker_here_and_a_spare_takes_over_its_own():
     lockstep.prestart(num_workers=2, use_local=True, spare_workers=1)
-    (waiting,) = actor_pool._waiting
+    (waiting,) = actor_pool.idle_pools
     ids = {actor._actor_id.hex() for actor in waiting.actors}
     assert len(ids) == 2
     arguments = {"num_workers": 2, "use_local": True, "spare_workers": 1}
@@ -126,8 +126,8 @@ def test_workers_that_nobody_wants_are_sent_home(monkeypatch):
         assert len(set(trainer.apply_all_workers(os.getpid))) == 4
     lockstep.prestart(num_workers=2)
     lockstep.prestart(num_workers=4)
-    actor_pool.dismiss_waiting()
+    actor_pool.end_idle_pools()
     monkeypatch.setenv("LOCKSTEP_START_TIMEOUT_S", "1")
     with pytest.raises(NotEnoughResourcesError, match="5 workers"):
         lockstep.prestart(num_workers=5)
-    assert actor_pool._waiting == []
+    assert actor_pool.idle_pools == []

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "A2 shuffled, padded validation": "unit/data/test_sharded_loader.py",
     "A4 iterables on every rank whole": "unit/data/test_streams.py",
     "A5 position not in the checkpoint":
-        "unit/trainer/test_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
+        "unit/trainer/test_run_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
     "A6 train(dataset=...) took anything":
         "unit/trainer/test_arguments.py::test_what_is_no_dataset_is_refused",
     "B7 the global batch rounded down, and written back":
@@ -67,7 +67,7 @@ ELSEWHERE = {
     "D24 state of whichever worker answers first":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
     "D25 steps, random numbers, criterion not saved":
-        "unit/trainer/test_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
+        "unit/trainer/test_run_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
     "E26 a criterion's parameters differ between workers":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
     "E27 a custom method of the model goes around the synchronisation":

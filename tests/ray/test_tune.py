@@ -35,7 +35,7 @@ def _ctrl_c_is_the_processs_own():
 @pytest.fixture
 def room_for_trials():
     """The workers that wait for a trainer of this process hold what a trial's would need."""
-    actor_pool.dismiss_waiting()
+    actor_pool.end_idle_pools()
     yield
     lockstep.prestart(num_workers=2, keep=True)
 

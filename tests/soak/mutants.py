@@ -34,8 +34,8 @@ MUTANTS = {
     ),
     "a_gradient_of_the_users_is_replaced": Mutant(
         "sync/tensor_references.py",
-        "        return not (\n            any(map(_is_view, grads))",
-        "        return None not in grads or not (\n            any(map(_is_view, grads))",
+        "        return not (\n            any(map(is_view, grads))",
+        "        return None not in grads or not (\n            any(map(is_view, grads))",
     ),
     "hooks_are_run_by_autograd": Mutant(
         "sync/gradient_hooks.py",
@@ -80,13 +80,15 @@ MUTANTS = {
         "sync/late_parameters.py", "        if id(module) in self._members:", "        if False:"
     ),
     "buffers_of_graphs_are_written": Mutant(
-        "sync/buffers.py",
-        "    if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):\n        return\n"
-        "    if is_saved:\n",
-        "    if False:\n",
+        "sync/buffer_broadcast.py",
+        "        if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):\n"
+        "            return\n        if is_saved:\n",
+        "        if False:\n",
     ),
     "buffers_travel_in_whatever_shape": Mutant(
-        "sync/buffers.py", "held if _shape_of(held) == shape else", "held if held is not None else"
+        "sync/buffer_broadcast.py",
+        "held if _shape_of(held) == shape else",
+        "held if held is not None else",
     ),
     "gradients_of_earlier_steps_are_not_kept": Mutant(
         "worker/rollback.py",

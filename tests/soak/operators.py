@@ -21,7 +21,7 @@ from harness import random_state_by_turns
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE, WEIGHT
 from lockstep.operator import Options, RankContext
-from lockstep.worker import Rendezvous, Worker, WorkerSpec
+from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec
 from soak import text
 from soak.judging import Trace
 from soak.spec import Spec
@@ -244,7 +244,7 @@ def on_ranks(spec: Spec, source: str, names: dict[str, Any], patience_s: float) 
                 worker._build_operator(torch.device("cpu"))
                 world = _watched(worker.operator, modules[rank])
                 for _ in range(EPOCHS):
-                    worker.train(None, False, {})
+                    worker.train(LoopRequest("train", None, False, {}))
             except Exception as error:
                 worker.leave()
                 final = [p.detach().clone() for m in modules[rank] for p in m.parameters()]

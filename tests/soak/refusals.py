@@ -196,7 +196,7 @@ REFUSALS: tuple[Refusal, ...] = (
         Refusal(
             piece,
             ("LS003",),
-            "The owner does not know a parameter that was added after attaching.",
+            "The server does not know a parameter that was added after attaching.",
             ("parameter_server",),
             ranks=1,
         )
@@ -205,7 +205,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "optimizer:lbfgs",
         ("LS003",),
-        "An optimizer that asks for the loss again cannot step at the owner.",
+        "An optimizer that asks for the loss again cannot step at the server.",
         ("parameter_server",),
         ranks=1,
     ),

@@ -32,7 +32,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointNotFoundError: there is no such file (also a FileNotFoundError).
         CheckpointError: the file is empty, truncated, damaged, foreign, written by a newer
-            version, or a directory of somebody else's, or holds what only code could rebuild.
+            version, or a directory of another program's, or holds what only code could rebuild.
     """
     try:
         if is_checkpoint_directory(os.fspath(path)):

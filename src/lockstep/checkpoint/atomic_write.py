@@ -43,7 +43,7 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
 
     When this returns, content and name are on the disk. When it raises, from `fill` or from
     the file system, `path` is what it was and the temporary file is gone; killed halfway,
-    the process leaves ``.lockstep-*.tmp`` beside it, which nobody reads.
+    the process leaves ``.lockstep-*.tmp`` beside it, which no reader takes for a checkpoint.
 
     Args:
         path: the file; missing folders are created, a symbolic link is written through.
@@ -108,8 +108,8 @@ class _SyncedMeanwhile(io.FileIO):
         """Return when everything is on the disk.
 
         Raises:
-            OSError: it is not. The system reports a failed write once, to whoever asks first: so
-                the earlier calls are asked, too.
+            OSError: it is not. The system reports a failed write to one call of fsync only: so the
+                results of the earlier calls count, too.
         """
         for syncing in self._syncing:
             syncing.result()

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep._torch_compat import storage_key
 from lockstep.errors import CheckpointError, WrongTypeError
 
 _ATOMS: Final = frozenset(
@@ -124,13 +125,13 @@ class _Plain:
             return tensor.cpu()
         storage = tensor.untyped_storage()
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        key = (storage._cdata, tensor.dtype, *place)
+        key = (storage_key(tensor), tensor.dtype, *place)
         if key not in self._tensors:
             if tensor.numel() * tensor.itemsize < storage.nbytes():
                 saved = tensor.clone().cpu()
             else:
                 # Moved by storage, not by tensor: two tensors on one CUDA storage stay on one.
-                on_cpu = self._storages.setdefault(storage._cdata, storage.cpu())
+                on_cpu = self._storages.setdefault(storage_key(tensor), storage.cpu())
                 saved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(on_cpu, *place)
             self._tensors[key] = (tensor, saved)
         return self._tensors[key][1]

@@ -3,7 +3,7 @@
 
 The names sort by step, and the steps of a run only grow. A name with a larger step than the one
 just written is therefore of a line that the run has left: it was damaged, or the run was taken
-back to an older state. Such a file is renamed, so that nobody goes on from it; it is not deleted,
+back to an older state. Such a file is renamed, so that no run goes on from it; it is not deleted,
 because only a person can know what it is worth.
 """
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backwards in which gradients travel between ranks: who comes, and what their losses count.
+"""Backwards in which gradients travel between ranks: the roll call before they do.
 
-Every function here that communicates in its backward first calls the roll. A rank that leaves
-its backward out is named instead of waited for, and what only shows now is refused by all ranks
-alike, because all have heard the same: whether weights are on the roots of backward (then what
-travels carries them) or will be applied at the reduction (then it must count the same
-everywhere), and whether ranks differentiate one loss or each its own.
+Every function of `collectives` that communicates in its backward first calls the roll. A rank that
+leaves its backward out is named instead of waited for. Two faults show only now, and all ranks
+refuse them alike, because all have heard the same: weights that are not equal and not on the roots
+of backward (a gradient that travels would be weighed by the wrong rank at the reduction), and, for
+a function that needs one loss, ranks that each differentiate another one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from lockstep import reduction_context
+from lockstep._torch_compat import current_graph_task
 from lockstep.errors import (
     CrossedWeightsError,
     LossesDifferError,
@@ -30,55 +30,61 @@ from lockstep.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.collectives.row_layout import Agreed
+    from lockstep.collectives.call_preconditions import RowLayout
     from lockstep.group import Group
 
 _PRINTS: Final = 8
 
 
-@dataclass(frozen=True)
-class Heard:
-    """What the roll call of one backward brought.
+class Answer(NamedTuple):
+    """What one rank answers to the roll call before a backward.
 
     Attributes:
-        weights: what each rank's loss counts for.
-        scalars: the number that each rank sent, zero from a rank that counts for nothing.
-        on_roots: the weights are in what flows backward already.
+        ticket: the number that the rank gave the call in its forward.
+        weight: of the rank's loss.
+        at_root: 1.0 if the weight was put on the root of the rank's backward, else 0.0.
+        scalar: the gradient of a function that returns a number; zero with weight zero.
+        fingerprint: of the gradient, where losses are compared; else zeros.
     """
 
-    weights: tuple[float, ...]
-    scalars: tuple[float, ...]
-    on_roots: bool
+    ticket: float
+    weight: float
+    at_root: float
+    scalar: float
+    fingerprint: list[float]
 
 
 class CommunicatingBackward:
-    """The backward to come of one call; made in its forward, kept by its graph.
+    """The backward to come of one call; made in the forward, kept by the autograd graph.
 
     Args:
         function: as the user calls it.
-        agreed: what the ranks agreed on in forward.
+        layout: of the rows that the ranks brought to the forward.
         returns_rows: the function hands rows to a loss; False: it is the loss.
     """
 
     def __init__(
-        self, function: str, group: Group, agreed: Agreed, *, returns_rows: bool = False
+        self, function: str, group: Group, layout: RowLayout, *, returns_rows: bool = False
     ) -> None:
         self.function = function
         self.group = group
-        self.agreed = agreed
+        self.layout = layout
         self.averages = _averages()
-        # Ranks of unequal size that count alike: right for one loss, rarely for means of their own.
-        self._is_doubtful = returns_rows and self.averages and not agreed.are_even
+        # Unequal numbers of rows that count alike: right for one loss, rarely for a mean per rank.
+        self._is_doubtful = returns_rows and self.averages and not layout.is_even
         # Autograd may run backward on a thread that has never heard of this rank's batch.
         self._weight = reduction_context.delivered_weight()
         self._ahead = reduction_context.Crossing(group)
 
-    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> Heard:
+    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> list[Answer]:
         """Meet the other ranks, and refuse together what cannot be right.
 
         Args:
-            gradient: what flows back into the function on this rank; a scalar is sent along.
+            gradient: of the function's output on this rank; a scalar is sent along.
             one_loss: refuse ranks that differentiate different losses.
+
+        Returns:
+            The answers of all ranks, by rank.
 
         Collective:
             Every rank that ran the forward. Blocks, not for ever: see `Group.roll_call`.
@@ -98,7 +104,7 @@ class CommunicatingBackward:
         if one_loss or doubtful:
             prints = fingerprint(gradient, weight if at_root else 1.0)
         token = [
-            float(self.agreed.tickets[self.group.rank]),
+            float(self.layout.tickets[self.group.rank]),
             weight,
             float(at_root),
             scalar if math.isfinite(scalar) else math.inf,
@@ -106,24 +112,24 @@ class CommunicatingBackward:
         ]
         heard = self.group.roll_call(token)
         self._ahead.is_over()
-        if [int(one[0]) for one in heard] != list(self.agreed.tickets):
+        answers = [
+            Answer(ticket, weight, at_root, math.nan if math.isinf(scalar) else scalar, prints)
+            for ticket, weight, at_root, scalar, *prints in heard
+        ]
+        if [int(one.ticket) for one in answers] != list(self.layout.tickets):
             raise RowsDifferError(
                 f"the ranks run backward through different calls of {self.function}",
                 where=f"rank {self.group.rank} of {self.group.size}",
                 cause="their losses use the outputs of several calls in another order",
                 fix="compute the loss by the same code on every rank",
             )
-        self._compare_weights(heard)
-        differing = _losses_that_differ(heard, gradient.dtype)
+        self._compare_weights(answers)
+        differing = _losses_that_differ(answers, gradient.dtype)
         if differing and one_loss:
             raise self._different_losses(differing)
         if differing and doubtful and not _global_mean_has_run():
             self._warn_of_means()
-        return Heard(
-            tuple(one[1] for one in heard),
-            tuple(math.nan if math.isinf(one[3]) else one[3] for one in heard),
-            at_root,
-        )
+        return answers
 
     def _refuse_differentiating(self) -> None:
         # Autograd runs a backward with gradients enabled if it is to be differentiated itself.
@@ -142,9 +148,9 @@ class CommunicatingBackward:
             return (1.0 if current.weight is None else current.weight), True
         return (1.0 if self._weight is None else self._weight), False
 
-    def _compare_weights(self, heard: Sequence[Sequence[float]]) -> None:
-        weights = [one[1] for one in heard]
-        mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.agreed.rows[rank]]
+    def _compare_weights(self, answers: Sequence[Answer]) -> None:
+        weights = [one.weight for one in answers]
+        mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.layout.counts[rank]]
         if mute:
             raise CrossedWeightsError(
                 f"rows went into {self.function} whose gradients would be dropped",
@@ -152,13 +158,13 @@ class CommunicatingBackward:
                 got="a backward of weight zero, through rows that the other ranks' losses hold",
                 fix="bring no rows where a batch should not count: x[:0]",
             )
-        on_roots = {one[2] for one in heard}
+        on_roots = {one.at_root for one in answers}
         counting = {weight for weight in weights if weight != 0.0}
         if on_roots == {1.0} or (on_roots == {0.0} and (len(counting) < 2 or not self.averages)):
             return
         listed = ", ".join(
-            f"{weight:g} {'at the root' if one[2] else 'at the reduction'} on rank {rank}"
-            for rank, (weight, one) in enumerate(zip(weights, heard, strict=True))
+            f"{one.weight:g} {'at the root' if one.at_root else 'at the reduction'} on rank {rank}"
+            for rank, one in enumerate(answers)
         )
         raise CrossedWeightsError(
             f"the gradients of {self.function} cross ranks before unequal weights are applied",
@@ -181,7 +187,7 @@ class CommunicatingBackward:
         )
 
     def _warn_of_means(self) -> None:
-        rows = self.agreed.rows
+        rows = self.layout.counts
         empty = [rank for rank, count in enumerate(rows) if count == 0]
         nobody = f"; rank {', '.join(map(str, empty))} has none" if empty else ""
         warnings.warn(
@@ -200,7 +206,7 @@ def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
 
     Args:
         gradient: of any shape.
-        scale: what it carries as a factor, to be taken out; zero: nothing is to be compared.
+        scale: a factor of it, to be divided out; zero: the gradient is not to be compared.
     """
     if scale == 0.0:
         return [0.0] * _PRINTS
@@ -215,9 +221,9 @@ def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
     return [number if math.isfinite(number) else math.inf for number in numbers]
 
 
-def _losses_that_differ(heard: Sequence[Sequence[float]], dtype: torch.dtype) -> list[int]:
+def _losses_that_differ(answers: Sequence[Answer], dtype: torch.dtype) -> list[int]:
     """The ranks whose gradient is another one than that of the first rank that counts."""
-    prints = {rank: one[4:] for rank, one in enumerate(heard) if one[1] != 0.0}
+    prints = {rank: one.fingerprint for rank, one in enumerate(answers) if one.weight != 0.0}
     if not prints:
         return []
     first = next(iter(prints.values()))
@@ -235,11 +241,11 @@ _of_this_thread = threading.local()
 
 def note_global_mean() -> None:
     """In the backward that runs, losses of rows were weighed by their number over all ranks."""
-    _of_this_thread.task = torch._C._current_graph_task_id()
+    _of_this_thread.task = current_graph_task()
 
 
 def _global_mean_has_run() -> bool:
-    return getattr(_of_this_thread, "task", None) == torch._C._current_graph_task_id()
+    return getattr(_of_this_thread, "task", None) == current_graph_task()
 
 
 def _averages() -> bool:

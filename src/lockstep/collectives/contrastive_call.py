@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a contrastive loss: what the ranks agree on, and what is the same for all losses."""
+"""One call of a contrastive loss: the checks between ranks, and what all such losses share."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from lockstep.collectives.communicating_backward import CommunicatingBackward
-from lockstep.collectives.row_layout import (
-    Agreed,
+from lockstep.collectives.call_preconditions import (
+    RowLayout,
     agree_on_rows,
     brings_nothing,
     ranks_named,
     ranks_of,
     refuse_sums,
 )
+from lockstep.collectives.communicating_backward import CommunicatingBackward
 from lockstep.collectives.similarity_tiles import Similarities, strips_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError
 
@@ -32,19 +31,27 @@ _REDUCTIONS: Final = ("mean", "sum", "none")
 TILE: Final = (512, 1024)
 """Two float32 tiles of this size are 4 MiB; measured flat in time around it."""
 
-# What a rank alone finds wrong, by its number.
-_FINE, _NOT_MATRICES, _POSITIVES = range(3)
+_MATRICES: Final = "two matrices with equally long rows, shapes (n, D) and (m, D)"
+_POSITIVES: Final = "positives: one integer for each row of a"
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call, after the ranks have agreed on it."""
+class ContrastiveCall:
+    """One call of a contrastive loss, after the ranks have compared their arguments.
+
+    Attributes:
+        rows: of the matrix of similarities, which are rows of `a`; by rank.
+        columns: of that matrix, which are rows of `b`; by rank.
+        scale: what similarities are multiplied by.
+        communication: the backward to come; None where no gradient is needed.
+        nothing: this rank's batch is borrowed: it brings no rows.
+    """
 
     group: Group
-    agreed: Agreed
-    columns: Agreed
+    rows: RowLayout
+    columns: RowLayout
     scale: float
-    crossing: CommunicatingBackward | None
+    communication: CommunicatingBackward | None
     reduction: str
     tile: Tile
     nothing: bool
@@ -58,7 +65,7 @@ class Call:
         return [part for span in spans for part in strips_of(span, self.tile[1])]
 
     def reduced(self, losses: torch.Tensor) -> torch.Tensor:
-        """What the user gets for the losses of this rank's rows.
+        """The function's result: the losses of this rank's rows, or their global mean or sum.
 
         Gradient:
             None: inside a forward of our own.
@@ -74,22 +81,22 @@ class Call:
 
     @property
     def divisor(self) -> int:
-        return self.agreed.total if self.reduction == "mean" else 1
+        return self.rows.total if self.reduction == "mean" else 1
 
     def call_roll(self, gradient: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """What one row's loss counts for, if all count the same; and this rank's gradient.
+        """The factor of one row's loss, if all rows have the same; and this rank's gradient.
 
         Gradient:
-            What flows back on all ranks is summed; of a rank that counts for nothing, zero.
+            The gradients of all ranks are summed; that of a rank with weight zero is zero.
 
         Collective:
             Every rank. One roll call.
         """
-        assert self.crossing is not None
-        heard = self.crossing.call_roll(gradient)
-        if heard.weights[self.group.rank] == 0.0:
+        assert self.communication is not None
+        answers = self.communication.call_roll(gradient)
+        if answers[self.group.rank].weight == 0.0:
             gradient = torch.zeros_like(gradient)
-        return sum(heard.scalars) / self.divisor, gradient
+        return sum(one.scalar for one in answers) / self.divisor, gradient
 
 
 def agreed_call(
@@ -100,8 +107,8 @@ def agreed_call(
     reduction: str,
     tile: Tile,
     group: Any,
-) -> Call:
-    """What a loss is called with, compared between the ranks before anything of it moves.
+) -> ContrastiveCall:
+    """Compare the arguments of a loss between the ranks, before any row moves.
 
     Args:
         name: the function, as the user calls it.
@@ -129,43 +136,43 @@ def agreed_call(
     if isinstance(logit_scale, torch.Tensor):
         logit_scale, grad = logit_scale.detach(), logit_scale.requires_grad
     scale = float(logit_scale)
-    agreed = agree_on_rows(
+    rows = agree_on_rows(
         ranks,
         name,
         tensors,
-        settings=[_REDUCTIONS.index(reduction), positives is not None, grad],
-        extras=[scale if math.isfinite(scale) else math.inf, *_range_of(a, b, positives)],
+        settings=[reduction, positives is not None, grad],
+        extras=[scale, *_range_of(a, b, positives)],
     )
-    columns = agreed.with_rows(agreed.others[0])
-    _compare_calls(name, agreed, columns, positives is not None)
-    crossing = None
+    columns = rows.with_counts(rows.others[0])
+    _compare_calls(name, rows, columns, positives is not None)
+    communication = None
     if torch.is_grad_enabled() and (grad or a.requires_grad or b.requires_grad):
-        crossing = CommunicatingBackward(name, ranks, agreed)
-    return Call(ranks, agreed, columns, scale, crossing, reduction, tile, brings_nothing())
+        communication = CommunicatingBackward(name, ranks, rows)
+    return ContrastiveCall(
+        ranks, rows, columns, scale, communication, reduction, tile, brings_nothing()
+    )
 
 
 def _range_of(
     a: torch.Tensor, b: torch.Tensor, positives: torch.Tensor | None
-) -> tuple[int, int, int]:
-    """The smallest and the largest partner, and what is wrong here."""
+) -> tuple[int, int, str | None]:
+    """The smallest and the largest of `positives`; and if they are refused, what was expected."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        return 0, 0, _NOT_MATRICES
+        return 0, 0, _MATRICES
     if positives is None or brings_nothing():
-        return 0, 0, _FINE
+        return 0, 0, None
     if positives.is_floating_point() or positives.shape != a.shape[:1]:
         return 0, 0, _POSITIVES
     if len(positives) == 0:
-        return 0, 0, _FINE
-    return int(positives.min()), int(positives.max()), _FINE
+        return 0, 0, None
+    return int(positives.min()), int(positives.max()), None
 
 
-def _compare_calls(name: str, agreed: Agreed, columns: Agreed, has_positives: bool) -> None:
-    scales, low, high, faults = zip(*agreed.extras, strict=True)
-    for fault, text in (
-        (_NOT_MATRICES, "two matrices with equally long rows, shapes (n, D) and (m, D)"),
-        (_POSITIVES, "positives: one integer for each row of a"),
-    ):
-        _refuse_where(name, text, [found == fault for found in faults], "other shapes or dtypes")
+def _compare_calls(name: str, rows: RowLayout, columns: RowLayout, has_positives: bool) -> None:
+    scales, low, high, faults = zip(*rows.extras, strict=True)
+    for expected in (_MATRICES, _POSITIVES):
+        wrong = [fault == expected for fault in faults]
+        _refuse_where(name, expected, wrong, "other shapes or dtypes")
     outside = [
         first < 0 or last >= max(1, columns.total) for first, last in zip(low, high, strict=True)
     ]
@@ -173,14 +180,14 @@ def _compare_calls(name: str, agreed: Agreed, columns: Agreed, has_positives: bo
         name,
         f"positives from 0 to {columns.total - 1}, the rows of b of all ranks",
         outside,
-        f"from {min(low):.0f} to {max(high):.0f}",
+        f"from {min(low)} to {max(high)}",
     )
     if not has_positives:
         _refuse_where(
             name,
             "as many rows of a as of b, where no positives are given",
-            [one != other for one, other in zip(agreed.rows, columns.rows, strict=True)],
-            f"{list(agreed.rows)} rows of a and {list(columns.rows)} of b, by rank",
+            [one != other for one, other in zip(rows.counts, columns.counts, strict=True)],
+            f"{list(rows.counts)} rows of a and {list(columns.counts)} of b, by rank",
         )
     if max(scales) - min(scales) > 1e-3 * max(map(abs, scales)):
         raise ReplicasDifferError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gather`: the rows of every rank, with gradient; and where one's own stand among them.
 
-What a rank's loss says about a row of another rank has to reach that rank. The adjoint of
-gathering is summing what all ranks say about a row, on the rank that brought it (a
+A rank's loss has a gradient for rows of other ranks, which has to reach those ranks. The adjoint of
+gathering is to sum the gradients that all ranks have for a row, on the rank that brought it (a
 reduce-scatter). Then no factor is needed, whatever the losses are: the mean over ranks that a
 synchronisation takes is the mean of losses, and differentiating it is all that happens.
 
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lockstep.collectives.call_preconditions import agree_on_rows, brings_nothing, ranks_of
 from lockstep.collectives.communicating_backward import CommunicatingBackward
-from lockstep.collectives.row_layout import agree_on_rows, brings_nothing, ranks_of
 from lockstep.errors import ConfigurationError
 from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.row_layout import Agreed
+    from lockstep.collectives.call_preconditions import RowLayout
     from lockstep.group import Group
 
 _UNEVEN = ("pad", "error")
@@ -76,17 +76,17 @@ def gather(
     _checked("uneven", uneven, _UNEVEN)
     _checked("backward", backward, _BACKWARD)
     ranks = ranks_of(name, group)
-    settings = [dim, _UNEVEN.index(uneven), _BACKWARD.index(backward)]
-    agreed = agree_on_rows(ranks, name, [x], dim=dim, uneven=uneven, settings=settings)
+    settings = [dim, uneven, backward]
+    layout = agree_on_rows(ranks, name, [x], dim=dim, uneven=uneven, settings=settings)
     if ranks.size == 1:
         return x
     mine = x.movedim(dim, 0)
     mine = mine[:0] if brings_nothing() else mine
-    crossing = None
+    communication = None
     if x.requires_grad and torch.is_grad_enabled():
-        crossing = CommunicatingBackward(name, ranks, agreed, returns_rows=True)
+        communication = CommunicatingBackward(name, ranks, layout, returns_rows=True)
     apply: Any = _Gather.apply
-    rows: torch.Tensor = apply(mine, ranks, agreed, crossing, backward)
+    rows: torch.Tensor = apply(mine, ranks, layout, communication, backward)
     return rows.movedim(0, dim)
 
 
@@ -126,32 +126,32 @@ class _Gather(torch.autograd.Function):
         ctx: Any,
         rows: torch.Tensor,
         group: Group,
-        agreed: Agreed,
-        crossing: CommunicatingBackward | None,
+        layout: RowLayout,
+        communication: CommunicatingBackward | None,
         backward: str,
     ) -> torch.Tensor:
-        ctx.crossing, ctx.backward, ctx.dtype = crossing, backward, rows.dtype
-        return all_rows(group, agreed, rows)
+        ctx.communication, ctx.backward, ctx.dtype = communication, backward, rows.dtype
+        return all_rows(group, layout, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        crossing: CommunicatingBackward = ctx.crossing
-        rank = crossing.group.rank
+        communication: CommunicatingBackward = ctx.communication
+        rank = communication.group.rank
         replicated = ctx.backward == "replicated"
-        heard = crossing.call_roll(gradient, one_loss=replicated)
-        weight = heard.weights[rank]
+        answers = communication.call_roll(gradient, one_loss=replicated)
+        weight = answers[rank].weight
         if replicated:
             # The other ranks' slices say the same: of one loss, weighed by all.
-            factor = sum(heard.weights) / weight if weight else 0.0
-            mine = gradient[crossing.agreed.span(rank)] * factor
+            factor = sum(one.weight for one in answers) / weight if weight else 0.0
+            mine = gradient[communication.layout.span(rank)] * factor
         else:
-            # What counts for nothing may be NaN, and must not travel.
+            # The gradient of a batch with weight zero may be NaN, and must not travel.
             sent = gradient if weight else torch.zeros_like(gradient)
-            mine = sum_of_own_rows(crossing.group, crossing.agreed, sent)
+            mine = sum_of_own_rows(communication.group, communication.layout, sent)
         return mine.to(ctx.dtype), None, None, None, None
 
 
-def all_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.Tensor:
+def all_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
     """Every rank's rows along dimension 0, by rank; uneven ones travel padded.
 
     Gradient:
@@ -161,25 +161,25 @@ def all_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.Tensor:
         Every rank. Blocks. One all-gather.
     """
     rows = rows.detach().contiguous()
-    longest = agreed.longest
-    if not agreed.are_even:
+    longest = layout.longest
+    if not layout.is_even:
         padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: len(rows)] = rows
         rows = padded
     gathered = rows.new_empty(group.size * longest, *rows.shape[1:])
     group.all_gather_into(gathered, rows)
-    if agreed.are_even:
+    if layout.is_even:
         return gathered
     return torch.cat(
         [
             gathered[rank * longest : rank * longest + count]
-            for rank, count in enumerate(agreed.rows)
+            for rank, count in enumerate(layout.counts)
         ]
     )
 
 
-def sum_of_own_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks of what they hold for this rank's rows; adjoint of `all_rows`.
+def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of their gradients of this rank's rows; adjoint of `all_rows`.
 
     16-bit numbers are added as float32.
 
@@ -191,15 +191,15 @@ def sum_of_own_rows(group: Group, agreed: Agreed, rows: torch.Tensor) -> torch.T
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     rows = rows.detach().to(wide).contiguous()
-    longest = agreed.longest
-    if not agreed.are_even:
+    longest = layout.longest
+    if not layout.is_even:
         padded = rows.new_zeros(group.size * longest, *rows.shape[1:])
-        for rank, count in enumerate(agreed.rows):
-            padded[rank * longest : rank * longest + count] = rows[agreed.span(rank)]
+        for rank, count in enumerate(layout.counts):
+            padded[rank * longest : rank * longest + count] = rows[layout.span(rank)]
         rows = padded
     received = rows.new_empty(longest, *rows.shape[1:])
     group.reduce_scatter(received, rows)
-    return received[: agreed.rows[group.rank]]
+    return received[: layout.counts[group.rank]]
 
 
 def _checked(argument: str, value: str, known: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 
 A rank owns the rows of S = scale * a @ b.T that are its own rows of `a`, for all columns. The
 log sum exp of a row is this rank's affair; that of a column takes two all-reduces of a vector.
-So one block serves both directions, only `b` is gathered, and what is computed is four products
+So one block serves both directions, only `b` is gathered, and the cost is four products
 of (rows here) x (rows everywhere) x D: S, S again in backward, and two gradients. Losses over
 local rows that gather both sides need six.
 
@@ -36,7 +36,7 @@ from lockstep.group import MAX
 from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.contrastive_call import Call, Reduction
+    from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
     from lockstep.collectives.similarity_tiles import Sums, Tile
     from lockstep.group import Group, Pending
 
@@ -89,20 +89,20 @@ def info_nce(
     call = agreed_call(name, (a, b), logit_scale, positives, reduction, tile, group)
     if call.nothing:
         a, b, positives = a[:0], b[:0], None if positives is None else positives[:0]
-    ours = call.agreed.span(call.group.rank)
+    ours = call.rows.span(call.group.rank)
     where = ours if positives is None else positives.to(a.device)
     apply: Any = _InfoNCE.apply
     loss: torch.Tensor = apply(a, b, as_tensor(logit_scale, a), call, where)
     return loss
 
 
-class _ToOwners:
+class _ColumnGradients:
     """The gradient of the columns, part by part on its way to the rank whose rows they are.
 
     One part travels while the next is computed, so no gradient of all columns exists.
     """
 
-    def __init__(self, call: Call, like: torch.Tensor) -> None:
+    def __init__(self, call: ContrastiveCall, like: torch.Tensor) -> None:
         self._call = call
         self._own = call.columns.span(call.group.rank)
         self._received = like.new_empty(self._own.stop - self._own.start, like.shape[1])
@@ -138,7 +138,7 @@ class _InfoNCE(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         scale: torch.Tensor,
-        call: Call,
+        call: ContrastiveCall,
         positives: torch.Tensor | slice,
     ) -> torch.Tensor:
         with torch.autocast(a.device.type, enabled=False):
@@ -156,7 +156,7 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
+        call: ContrastiveCall = ctx.call
         a, columns, log_rows, log_columns, positives, scale = ctx.saved_tensors
         each, gradient = call.call_roll(gradient)
         where = ctx.place if positives is None else positives
@@ -165,17 +165,17 @@ class _InfoNCE(torch.autograd.Function):
         with torch.autocast(a.device.type, enabled=False):
             rows, columns = alike(wide(a), columns)
             block = call.block(rows, columns, None)
-            to_owners = _ToOwners(call, rows) if ctx.needs_input_grad[1] else None
+            column_gradients = _ColumnGradients(call, rows) if ctx.needs_input_grad[1] else None
             by_rows = gradients(
                 block,
                 where,
                 coefficients,
-                parts=call.parts() if to_owners else block.parts(),
-                deliver=to_owners.deliver if to_owners else None,
+                parts=call.parts() if column_gradients else block.parts(),
+                deliver=column_gradients.deliver if column_gradients else None,
             )
             of_scale = gradient_of_scale(rows, by_rows, factor, scale)
             of_a = by_rows.mul_(call.scale * factor).to(a.dtype)
-            of_b = to_owners.mine().mul_(factor).to(ctx.dtype) if to_owners else None
+            of_b = column_gradients.mine().mul_(factor).to(ctx.dtype) if column_gradients else None
         return of_a, of_b, of_scale, None, None
 
 
@@ -193,13 +193,13 @@ def _over_ranks(group: Group, mine: Sums) -> torch.Tensor:
 
 
 def _weights(
-    call: Call,
+    call: ContrastiveCall,
     gradient: torch.Tensor,
     each: float,
     positives: torch.Tensor | slice,
     num_columns: int,
 ) -> tuple[float, torch.Tensor | float, torch.Tensor | float]:
-    """A common factor, and what each row and each column counts for.
+    """A common factor, and the weights of each row and of each column.
 
     Collective:
         Every rank. One all-reduce of a vector, unless all rows count the same and have their
@@ -208,7 +208,7 @@ def _weights(
     if call.reduction != "none" and isinstance(positives, slice):
         return each / 2, 1.0, 1.0
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    rows = call.agreed.rows[call.group.rank]
+    rows = call.rows.counts[call.group.rank]
     by_row = gradient.to(wide) if call.reduction == "none" else gradient.new_full((rows,), each)
     by_column = by_row.new_zeros(num_columns)
     if isinstance(positives, slice):

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.collectives.call_preconditions import (
+    agree_on_rows,
+    brings_nothing,
+    ranks_of,
+    refuse_sums,
+)
 from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
-from lockstep.collectives.row_layout import agree_on_rows, brings_nothing, ranks_of, refuse_sums
 from lockstep.errors import ConfigurationError
 from lockstep.lazy_dynamo_import import outside_graphs
 
@@ -45,9 +50,9 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
     name = "lockstep.global_mean(per_row_loss)"
     ranks = ranks_of(name, group)
     refuse_sums(name)
-    agreed = agree_on_rows(ranks, name, [per_row_loss])
+    layout = agree_on_rows(ranks, name, [per_row_loss])
     mine = per_row_loss[:0] if brings_nothing() else per_row_loss
-    elements = agreed.total * per_row_loss.shape[1:].numel()
+    elements = layout.total * per_row_loss.shape[1:].numel()
     if elements == 0:  # on every rank: they have agreed on the shape of a row
         raise ConfigurationError(
             f"{name} was given rows that hold no number",
@@ -56,9 +61,9 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
             fix="give one number for each row",
         )
     needs = per_row_loss.requires_grad and torch.is_grad_enabled()
-    crossing = CommunicatingBackward(name, ranks, agreed) if needs else None
+    communication = CommunicatingBackward(name, ranks, layout) if needs else None
     apply: Any = _GlobalMean.apply
-    mean: torch.Tensor = apply(mine, ranks, elements, crossing)
+    mean: torch.Tensor = apply(mine, ranks, elements, communication)
     return mean
 
 
@@ -69,9 +74,9 @@ class _GlobalMean(torch.autograd.Function):
         rows: torch.Tensor,
         group: Group,
         elements: int,
-        crossing: CommunicatingBackward | None,
+        communication: CommunicatingBackward | None,
     ) -> torch.Tensor:
-        ctx.crossing, ctx.elements, ctx.shape = crossing, elements, rows.shape
+        ctx.communication, ctx.elements, ctx.shape = communication, elements, rows.shape
         ctx.dtype = rows.dtype
         total = rows.detach().double().sum()
         group.all_reduce(total).wait()
@@ -79,7 +84,7 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        heard = ctx.crossing.call_roll(gradient)
+        answers = ctx.communication.call_roll(gradient)
         note_global_mean()
-        share = sum(heard.scalars) / ctx.elements
+        share = sum(one.scalar for one in answers) / ctx.elements
         return gradient.new_full(ctx.shape, share, dtype=ctx.dtype), None, None, None

@@ -25,7 +25,7 @@ from lockstep.collectives.similarity_tiles import Coefficients, gradients, sums_
 from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.contrastive_call import Call, Reduction
+    from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
     from lockstep.collectives.similarity_tiles import Tile
 
 
@@ -72,8 +72,8 @@ def nt_xent(
     if call.nothing:
         a, b = a[:0], b[:0]
     views = torch.cat([a, b])
-    doubled = call.agreed.with_rows([2 * count for count in call.agreed.rows])
-    call = replace(call, agreed=doubled)
+    doubled = call.rows.with_counts([2 * count for count in call.rows.counts])
+    call = replace(call, rows=doubled)
     apply: Any = _NTXent.apply
     loss: torch.Tensor = apply(views, as_tensor(logit_scale, a), call)
     return loss
@@ -81,14 +81,16 @@ def nt_xent(
 
 class _NTXent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, views: torch.Tensor, scale: torch.Tensor, call: Call) -> torch.Tensor:
-        span = call.agreed.span(call.group.rank)
+    def forward(
+        ctx: Any, views: torch.Tensor, scale: torch.Tensor, call: ContrastiveCall
+    ) -> torch.Tensor:
+        span = call.rows.span(call.group.rank)
         with torch.autocast(views.device.type, enabled=False):
-            rows, columns = wide(views), wide(all_rows(call.group, call.agreed, views))
+            rows, columns = wide(views), wide(all_rows(call.group, call.rows, views))
             block = call.block(rows, columns, span.start)
             of_rows, _ = sums_of_exponentials(block, of_columns=False)
             log_rows = of_rows.logarithm()
-            log_columns = all_rows(call.group, call.agreed, log_rows)
+            log_columns = all_rows(call.group, call.rows, log_rows)
             partners = other_views(span, views.device)
             losses = log_rows - block.of_pairs(partners)
         ctx.save_for_backward(views, columns, log_rows, log_columns, partners, scale)
@@ -97,7 +99,7 @@ class _NTXent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
+        call: ContrastiveCall = ctx.call
         views, columns, log_rows, log_columns, partners, scale = ctx.saved_tensors
         each, gradient = call.call_roll(gradient)
         factor: float = each
@@ -106,12 +108,12 @@ class _NTXent(torch.autograd.Function):
         on_pair: torch.Tensor | float = 2.0
         if call.reduction == "none":
             factor, by_row = 1.0, gradient.to(columns.dtype)
-            by_column = all_rows(call.group, call.agreed, by_row)
+            by_column = all_rows(call.group, call.rows, by_row)
             on_pair = by_row + by_column[partners]
         coefficients = Coefficients(log_rows, log_columns, by_row, by_column, on_pair)
         with torch.autocast(views.device.type, enabled=False):
             rows = wide(views)
-            block = call.block(rows, columns, call.agreed.span(call.group.rank).start)
+            block = call.block(rows, columns, call.rows.span(call.group.rank).start)
             by_rows = gradients(block, partners, coefficients, parts=block.parts(), deliver=None)
             # Both (i, j) and (j, i) are in a row's gradient: each similarity counts twice.
             of_scale = gradient_of_scale(rows, by_rows, factor / 2, scale)

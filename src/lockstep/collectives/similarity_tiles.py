@@ -128,7 +128,7 @@ class Sums:
 
 
 def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums, Sums]:
-    """What is needed for log sum exp over each row, and over this block's part of each column.
+    """Sums for log sum exp over each row, and over this block's part of each column.
 
     Returns:
         For the rows, and for the columns (untouched without `of_columns`).
@@ -294,7 +294,7 @@ def _subtract_pairs(
     by_rows: torch.Tensor,
     by_columns: torch.Tensor | None,
 ) -> None:
-    """What the rows whose positives are in `part` take off both gradients, some at a time."""
+    """Subtract the term of each pair whose column is in `part` from both gradients, by strips."""
     for strip in block.strips():
         here, there = _pairs(positives, strip, part)
         each = weight[here].unsqueeze(1) if isinstance(weight, torch.Tensor) else weight

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import torch
 from torch.utils.data import Subset, TensorDataset
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from lockstep._torch_compat import collates_as_built_in
 
 _NUMBERS: Final = frozenset({int})
 _DTYPES: Final = frozenset(
@@ -38,7 +39,7 @@ def rows_at_once(dataset: Any, indices: list[Any]) -> list[torch.Tensor] | None:
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not _reads_one_by_one(dataset, indices):
         return None
-    if not (all(map(_is_plain, dataset.tensors)) and _stacks_tensors()):
+    if not (all(map(_is_plain, dataset.tensors)) and collates_as_built_in()):
         return None
     where = torch.tensor(indices, device="cpu")
     return [tensor.index_select(0, where) for tensor in dataset.tensors]
@@ -62,12 +63,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and tensor.dtype in _DTYPES
         and not (tensor.requires_grad or tensor.is_nested)
-    )
-
-
-def _stacks_tensors() -> bool:
-    """Whether torch's collating stacks tensors; a program may have registered another way."""
-    known = default_collate_fn_map
-    return known.get(torch.Tensor) is collate_tensor_fn and not any(
-        isinstance((), kind) for kind in known
     )

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data.dataloader import _DatasetKind
-
+from lockstep._torch_compat import forget_iterator, loader_like, shut_down
 from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
 from lockstep.data.seeded_dataset import Request, SeededDataset, WorkerStart, as_it_is
 from lockstep.errors import ConfigurationError, NotShardableError
@@ -131,9 +130,7 @@ class LoaderCopy:
 
     def close(self) -> None:
         """End the worker processes that a loader with ``persistent_workers`` keeps."""
-        iterator = self._loader._iterator
-        vars(self._loader)["_iterator"] = None
-        _shut_down(iterator)
+        shut_down(forget_iterator(self._loader))
 
     def _open(self, requests: _Requests, epoch: int) -> tuple[Iterator[Any], Any]:
         """Start the loader and take the first batch.
@@ -170,35 +167,18 @@ class LoaderCopy:
 
     def _end(self, iterator: Any) -> None:
         if not self._keeps_workers:
-            _shut_down(iterator)
-
-
-def _shut_down(iterator: Any) -> None:
-    """End a loader iterator's processes now, also while a traceback still refers to it."""
-    end = getattr(iterator, "_shutdown_workers", None) or getattr(iterator, "close", None)
-    if callable(end):
-        end()
+            shut_down(iterator)
 
 
 def _copy_with(
     loader: DataLoader[Any], dataset: SeededDataset, sampler: _RequestSampler
 ) -> DataLoader[Any]:
-    copy: DataLoader[Any] = object.__new__(type(loader))
-    # Into __dict__, because DataLoader forbids assigning these once it is initialised.
+    # Step k has to be the same global batch on every rank: the copy's batches come in order.
+    copy = loader_like(loader, dataset=dataset, batch_sampler=sampler, collate_fn=as_it_is)
     fields = vars(copy)
-    fields.update(vars(loader))
-    fields["dataset"] = dataset
-    fields["batch_sampler"] = sampler
-    fields["collate_fn"] = as_it_is
-    fields["_dataset_kind"] = _DatasetKind.Map
-    # Persistent worker processes belong to the loader that started them.
-    fields["_iterator"] = None
     # torchdata's loader, once asked for its state, takes the iterator it made for the answer.
     if "_initial_iter_for_state_dict" in fields:
         fields["_initial_iter_for_state_dict"] = False
-    # Step k has to be the same global batch on every rank, so batches come in order.
-    if "in_order" in fields:  # since torch 2.7
-        fields["in_order"] = True
     if loader.num_workers > 0:
         fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
     return copy

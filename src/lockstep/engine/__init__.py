@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.base import Engine, PoolStatus
+from lockstep.engine.base import Engine, PoolStatus, Resources
 from lockstep.errors import NotAvailableError
 from lockstep.import_without_gc import gc_paused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from lockstep.engine.ray import RayEngine
+    from lockstep.engine.ray_engine import RayEngine
     from lockstep.worker import WorkerSpec
 
 __all__ = [
@@ -26,22 +25,6 @@ __all__ = [
     "split_dataset",
     "stays_here",
 ]
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one worker asks of a cluster, and how the ranks reach each other.
-
-    Attributes:
-        further: Ray resources besides CPU and GPU, by name.
-        timeout_s: bound of every collective, in seconds.
-    """
-
-    num_cpus: float
-    num_gpus: float
-    further: Mapping[str, float] | None
-    backend: str
-    timeout_s: float
 
 
 def stays_here(spec: WorkerSpec, resources: Resources, *, use_local: bool, gpu_here: bool) -> bool:
@@ -59,12 +42,12 @@ def open_remote(
         NotAvailableError: Ray is not installed.
     """
     with _needing_ray():
-        from lockstep.engine.ray import RayEngine
+        from lockstep.engine.ray_engine import RayEngine
     return RayEngine(spec, resources, use_local=use_local, num_spares=num_spares)
 
 
 def has_gpus_elsewhere(count: int) -> bool:
-    """Whether other machines of the cluster have so many: those here are asked of torch.
+    """Whether other machines of the cluster have so many GPUs: torch knows those here.
 
     Raises:
         NotAvailableError: Ray is not installed.
@@ -90,7 +73,7 @@ def _needing_ray() -> Iterator[None]:
 
 
 def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
-    """See `lockstep.engine.dataset_streams.split`. Who has a Ray dataset has Ray."""
+    """See `lockstep.engine.dataset_streams.split`. A caller with a Ray dataset has Ray."""
     from lockstep.engine import dataset_streams
 
     return dataset_streams.split(dataset, num_workers, held_cpus)

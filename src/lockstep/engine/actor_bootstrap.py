@@ -8,8 +8,8 @@ import signal
 from lockstep.import_without_gc import gc_paused, import_and_freeze
 
 
-def settle_in(module: str) -> None:
-    """Import what the actor needs, torch with it and its compiler left out.
+def bootstrap(module: str) -> None:
+    """Import `module` in an actor's process, torch with it and torch's compiler left out.
 
     Ray ends actors with SIGTERM, and its handler prints a traceback into the user's terminal,
     before the error that the actors were ended for: the signal's own effect is put back.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call on an actor failed, why an actor died, when it is gone, and what a Ctrl-C is."""
+"""Actors that fail or end: whether a call failed, why an actor died, when its process is gone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from ray.exceptions import RayActorError
 
     from lockstep.worker import Outcome
+    from ray import ObjectRef
 
 
 @contextmanager
 def ctrl_c_as_itself() -> Iterator[None]:
     """Around waiting for Ray: Python reports a Ctrl-C in its compiled code as a SystemError.
 
-    That would be an exception like others to who ends the workers, and to the user's program.
+    Code that ends the workers, and the user's program, would take it for any other exception.
     """
     try:
         yield
@@ -32,10 +33,16 @@ def ctrl_c_as_itself() -> Iterator[None]:
         raise
 
 
-def has_failed(ref: Any) -> bool:
+def end_actor(actor: Any) -> None:
+    """End an actor's process. Any: Ray's annotations do not take its own handles here."""
+    ray.kill(actor, no_restart=True)
+
+
+def has_failed(ref: ObjectRef[Outcome]) -> bool:
+    """Whether a call has ended with an error, or its actor has died; waits for its end."""
     try:
-        outcome: Outcome = ray.get(ref)
-    # Whatever ended the actor or its call: the cause is sorted out where the call is heard.
+        outcome = ray.get(ref)
+    # Whatever ended the actor or its call: the cause is told where the call is waited for.
     except Exception:
         return True
     return outcome.error is not None

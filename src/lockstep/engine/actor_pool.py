@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker processes of a trainer: made by it, made ready before it, or kept after it.
+"""The actors of a trainer's workers: started by it, started before it, or kept after it.
 
 Importing torch is most of a launch, and a program that imports torch itself and then makes a
 trainer pays for it twice in a row. `prestart`, before that import, lets both happen at once;
 and a program that makes one trainer after the other may keep the processes between them.
-Nothing here imports torch before the workers have been asked for.
+Nothing here imports torch before the actors have been asked for.
 """
 
 from __future__ import annotations
@@ -12,53 +12,74 @@ from __future__ import annotations
 import secrets
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import ray
 from lockstep.engine import placement_group
-from lockstep.engine.actor import RemoteWorker
+from lockstep.engine.actor_failures import end_actor
 from lockstep.engine.cluster import connect, session
-from lockstep.engine.interrupted_calls import give_up_left
+from lockstep.engine.interrupted_calls import end_interrupted
+from lockstep.engine.worker_actor import RemoteWorkerActor
 from lockstep.errors import ConfigurationError
 from lockstep.import_without_gc import import_and_freeze
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ray.actor import ActorProxy
     from ray.util.placement_group import PlacementGroup
+
+    from lockstep.engine.worker_actor import WorkerActor
+
+
+@dataclass(frozen=True)
+class PoolRequest:
+    """The actors that a trainer asks for; a pool that was started for an equal request fits.
+
+    Attributes:
+        bundle: the resources of each, in Ray's names.
+        ranks: of the workers in actors; spares are numbered after the workers.
+        num_spares: how many of `ranks`, the last ones, belong to spares.
+    """
+
+    bundle: dict[str, float]
+    ranks: range
+    num_spares: int
 
 
 @dataclass(frozen=True)
 class ActorPool:
-    """Actors that import torch, in the room reserved for them, by rank; no operator yet.
+    """Actors that import torch, in bundles of a placement group, by rank; no operator yet.
 
     Attributes:
+        placement_group: where their resources are reserved.
         nodes: the node id of each actor.
-        seats: the bundle of each actor in `room`.
-        asked: what was asked for, to tell whether another trainer wants the same.
-        session: the stay in a cluster that they belong to.
+        bundles: the bundle of each actor in `placement_group`.
+        request: what was asked for.
+        session: the driver's stay in a cluster that they belong to.
         name: what their actors' names begin with; no other pool has it.
     """
 
-    room: PlacementGroup
+    placement_group: PlacementGroup
     nodes: list[str]
-    seats: list[int]
-    actors: list[Any]
-    asked: tuple[dict[str, float], range, int]
+    bundles: list[int]
+    actors: list[ActorProxy[WorkerActor]]
+    request: PoolRequest
     session: str | None
     name: str
 
     @property
-    def stays(self) -> bool:
-        """They wait for the next trainer when this one is over."""
-        return self.session in _keeping
+    def is_kept(self) -> bool:
+        """The actors wait for the next trainer when this one is over."""
+        return self.session in _sessions_that_keep
 
 
-_waiting: list[ActorPool] = []
-_keeping: set[str | None] = set()
-"""The stays in a cluster whose workers go from one trainer to the next."""
+idle_pools: list[ActorPool] = []
+"""The pool that waits for a trainer, if one does."""
+
+_sessions_that_keep: set[str | None] = set()
+"""The sessions in which `prestart(keep=True)` was called last."""
 
 
 def prestart(
@@ -79,7 +100,7 @@ def prestart(
         lockstep.prestart(num_workers=2)
         import torch
 
-    A trainer that asks for the same workers takes them over; another one sends them home.
+    A trainer that asks for the same workers takes them over; another one ends them.
 
     Args:
         num_workers: of the trainer.
@@ -99,15 +120,16 @@ def prestart(
         raise ConfigurationError(
             f"num_workers cannot be {num_workers!r}", expected="an int, 1 or more"
         )
-    dismiss_waiting()
+    end_idle_pools()
     own_cluster = connect()
-    (_keeping.add if keep else _keeping.discard)(session())
+    (_sessions_that_keep.add if keep else _sessions_that_keep.discard)(session())
     bundle = placement_group.bundle_for(
         num_cpus_per_worker, num_gpus_per_worker, resources_per_worker
     )
     ranks = remote_ranks(num_workers, use_local, spare_workers)
     if ranks:
-        _waiting.append(hire(bundle, ranks, spare_workers, own_cluster, "prestarted"))
+        request = PoolRequest(bundle, ranks, spare_workers)
+        idle_pools.append(_start(request, own_cluster, "prestarted"))
     if "torch" not in sys.modules:
         # The trainer needs it anyhow. Searching for garbage is a fifth of the import.
         import_and_freeze("torch")
@@ -118,94 +140,86 @@ def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
     return range(1 if use_local else 0, num_workers + num_spares)
 
 
-def crew_for(
-    bundle: dict[str, float], ranks: range, num_spares: int, own_cluster: bool, label: str
-) -> ActorPool:
-    """The pool that waits, if it is the one that is asked for; else a new one, named `label`."""
-    asked = (bundle, ranks, num_spares)
-    if _waiting and _waiting[0].asked == asked and _waiting[0].session == session():
-        return _waiting.pop()
-    dismiss_waiting()
-    if not placement_group.is_free(bundle, len(ranks)):
-        give_up_left()
-    return hire(*asked, own_cluster, label)
+def take_or_start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
+    """The idle pool, if it is the one that is asked for; else a new one, named `label`."""
+    if idle_pools and idle_pools[0].request == request and idle_pools[0].session == session():
+        return idle_pools.pop()
+    end_idle_pools()
+    if not placement_group.is_free(request.bundle, len(request.ranks)):
+        end_interrupted()
+    return _start(request, own_cluster, label)
 
 
-def hire(
-    bundle: dict[str, float], ranks: range, num_spares: int, own_cluster: bool, label: str
-) -> ActorPool:
-    """Reserve room and start an actor for each of `ranks`, all at once.
-
-    Args:
-        num_spares: how many of `ranks`, the last ones, belong to spares.
-    """
-    room = placement_group.find_room(bundle, len(ranks), own_cluster)
-    if session() in _keeping:
+def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
+    """Reserve resources and start an actor for each rank, all at once."""
+    count = len(request.ranks)
+    group = placement_group.reserve(request.bundle, count, own_cluster)
+    if session() in _sessions_that_keep:
         label = "kept"  # for one operator after the other
     # Trainers of the same operator live side by side in a namespace of Ray, as trials of Tune do.
     name = f"lockstep:{label}:{secrets.token_hex(3)}"
-    actors: list[Any] = []
+    actors: list[ActorProxy[WorkerActor]] = []
     try:
-        places = placement_group.places_in(room, len(ranks), num_spares)
+        places = placement_group.bundles_by_rank(group, count, request.num_spares)
         actors += [
-            _hired(room, bundle, seat, rank, name)
-            for rank, (seat, _) in zip(ranks, places, strict=True)
+            _start_actor(group, request.bundle, bundle, rank, name)
+            for rank, (bundle, _) in zip(request.ranks, places, strict=True)
         ]
     except BaseException:
         # Ctrl-C most of all: nobody else knows of them yet.
-        _send_home(room, actors)
+        _end(group, actors)
         raise
-    seats, nodes = [seat for seat, _ in places], [node for _, node in places]
-    return ActorPool(room, nodes, seats, actors, (bundle, ranks, num_spares), session(), name)
+    bundles, nodes = [bundle for bundle, _ in places], [node for _, node in places]
+    return ActorPool(group, nodes, bundles, actors, request, session(), name)
 
 
-def _hired(
-    room: PlacementGroup, bundle: Mapping[str, float], seat: int, number: int, crew_name: str
-) -> Any:
-    further = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
-    options = RemoteWorker.options(
-        # Its number and not its rank: ranks change hands when a worker dies.
-        name=f"{crew_name}:worker{number}",
-        num_cpus=bundle.get("CPU", 0),
-        num_gpus=bundle.get("GPU", 0),
+def _start_actor(
+    group: PlacementGroup, resources: Mapping[str, float], bundle: int, number: int, pool_name: str
+) -> ActorProxy[WorkerActor]:
+    further = {name: n for name, n in resources.items() if name not in ("CPU", "GPU")}
+    options = RemoteWorkerActor.options(
+        # The worker's number and not its rank: ranks change hands when a worker dies.
+        name=f"{pool_name}:worker{number}",
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
         resources=further or None,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            room, placement_group_bundle_index=seat
+            group, placement_group_bundle_index=bundle
         ),
     )
-    return options.remote(number)
+    started: ActorProxy[WorkerActor] = options.remote(number)
+    return started
 
 
-def replacement(pool: ActorPool, seat: int, number: int) -> Any:
-    """Another actor where one of the pool has died.
+def start_replacement(pool: ActorPool, bundle: int, number: int) -> ActorProxy[WorkerActor]:
+    """Start another actor where one of the pool has died.
 
-    Its room stays reserved. If its node is gone, Ray reserves room elsewhere, when there is
-    some, and starts the actor then.
+    Its bundle stays reserved. If its node is gone, Ray reserves resources elsewhere, when there
+    are some, and starts the actor then.
     """
-    return _hired(pool.room, pool.asked[0], seat, number, pool.name)
+    return _start_actor(pool.placement_group, pool.request.bundle, bundle, number, pool.name)
 
 
-def come_back(pool: ActorPool) -> None:
+def keep_idle(pool: ActorPool) -> None:
     """A pool whose workers have stopped waits for the next trainer."""
-    dismiss_waiting()
-    _waiting.append(pool)
+    end_idle_pools()
+    idle_pools.append(pool)
 
 
-def send_home(pool: ActorPool) -> None:
-    """End the processes and give their room back."""
-    _send_home(pool.room, pool.actors)
+def end_pool(pool: ActorPool) -> None:
+    """End the processes and give their resources back."""
+    _end(pool.placement_group, pool.actors)
 
 
-def dismiss_waiting() -> None:
-    """End a pool that nobody took over."""
-    while _waiting:
-        pool = _waiting.pop()
-        if pool.session != session():
-            continue  # ended with the stay that it belonged to
-        send_home(pool)
+def end_idle_pools() -> None:
+    """End a pool that no trainer took over."""
+    while idle_pools:
+        pool = idle_pools.pop()
+        if pool.session == session():  # else it has ended with its session
+            end_pool(pool)
 
 
-def _send_home(room: PlacementGroup, actors: list[Any]) -> None:
+def _end(group: PlacementGroup, actors: list[ActorProxy[WorkerActor]]) -> None:
     for actor in actors:
-        ray.kill(actor, no_restart=True)
-    placement_group.release(room)
+        end_actor(actor)
+    placement_group.release(group)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks after the other workers while the worker in the driver's process computes.
+"""Polls the workers in actors while the worker in the driver's process computes.
 
 The driver's thread is busy then, and may wait inside a collective for a worker that is stopped:
-nobody else would notice.
+only another thread can notice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lockstep.engine.pending_call import WATCH_S
+from lockstep.engine.pending_call import POLL_EVERY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,19 +21,19 @@ _log = logging.getLogger("lockstep.recovery")
 
 
 @contextmanager
-def looking_after(look: Callable[[], None]) -> Iterator[None]:
-    """Inside, `look` is called every `WATCH_S` by another thread, which has ended afterwards."""
+def polling_in_background(poll: Callable[[], None]) -> Iterator[None]:
+    """Inside, another thread calls `poll` every `POLL_EVERY_S`; it has ended afterwards."""
     is_over = threading.Event()
 
-    def watch() -> None:
-        while not is_over.wait(WATCH_S):
+    def run() -> None:
+        while not is_over.wait(POLL_EVERY_S):
             try:
-                look()
+                poll()
             except Exception:
                 _log.exception("the other workers cannot be looked after any more")
                 return
 
-    thread = threading.Thread(target=watch, name="lockstep-background-poll", daemon=True)
+    thread = threading.Thread(target=run, name="lockstep-background-poll", daemon=True)
     thread.start()
     try:
         yield

@@ -4,26 +4,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lockstep.operator import TrainingOperator
-    from lockstep.worker import Snapshot
+    from lockstep.worker import ProgressReport, RemoteCall, Snapshot, Worker
 
-    Watch = Callable[[dict[str, Any]], int]
+    OnProgress = Callable[[ProgressReport], int]
+    """Called now and then with a running call's progress; returns the step of the run up to which
+    rows of metrics are known to the caller, who is given all later ones the next time."""
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker asks of a cluster, and how the ranks reach each other.
+
+    Attributes:
+        further: Ray resources besides CPU and GPU, by name.
+        timeout_s: bound of every collective, in seconds.
+    """
+
+    num_cpus: float
+    num_gpus: float
+    further: Mapping[str, float] | None
+    backend: str
+    timeout_s: float
 
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """Who is there.
+    """The workers of a trainer, counted.
 
     Attributes:
         workers: how many train.
         spares: how many wait, ready, for the place of one that is lost.
         generation: formations of the group so far, from 0.
-        recoveries: what happened, the first one first.
+        recoveries: one dict for each failure that the run recovered from, the first one first.
     """
 
     workers: int
@@ -53,20 +73,20 @@ class SnapshotFetcher(Protocol):
 
 
 class Engine(Protocol):
-    """Starts workers, calls their methods, ends them.
+    """Starts workers, calls their remote methods, ends them.
 
     A user's exception in a worker arrives as itself, with its rank and its traceback there
-    as a note. Workers that were left in the middle of a call (it failed on one of them, or the
-    driver was interrupted) live on, and `settle` makes them ready for the next one. An engine
+    as a note. Workers whose call was interrupted (it failed on one of them, or Ctrl-C came in the
+    driver) live on, and `undo_interrupted_call` makes them ready for the next one. An engine
     whose workers cannot go on has ended them all by the time it raises, and says why in `ended`.
     """
 
     @property
-    def left(self) -> BaseException | None:
-        """Why the latest call was left in the middle, until `settle`."""
+    def interrupted_by(self) -> BaseException | None:
+        """Why the latest call was interrupted, until `undo_interrupted_call`."""
 
-    def settle(self) -> None:
-        """After a call that was left: take all workers back to the last committed step.
+    def undo_interrupted_call(self) -> None:
+        """Take all workers back to the last committed step.
 
         Blocks until each of them has come out of what it is doing. Where there is no way back, the
         workers are ended, and `ended` says why.
@@ -82,22 +102,21 @@ class Engine(Protocol):
 
     def call(
         self,
-        method: str,
-        *args: Any,
-        watch: Watch | None = None,
+        call: RemoteCall[Worker, R],
+        *,
+        on_progress: OnProgress | None = None,
         retries: int = 3,
-    ) -> list[Any]:
-        """Call `method` of every `Worker`, concurrently; results by rank.
+    ) -> list[R]:
+        """Perform `call` on every worker, concurrently; results by rank.
 
         Args:
-            watch: called now and then in the driver with rank 0's `progress()`; where metrics of
-                single steps are asked for, with all workers' ``rows`` since the step of the run
-                that it returned the last time.
+            on_progress: called now and then in the driver with rank 0's progress; where metrics of
+                single steps are asked for, with all workers' rows.
             retries: failures of the group that are recovered from, where that can be done.
         """
 
-    def call_rank(self, rank: int, method: str, *args: Any) -> Any:
-        """Call `method` of one `Worker`."""
+    def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
+        """Perform `call` on one worker."""
 
     def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
         """Give `to` the copies of the state that workers make from now on."""
@@ -105,38 +124,11 @@ class Engine(Protocol):
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""
 
-    def cut_anew(self, num_shards: int) -> None:
+    def set_num_shards(self, num_shards: int) -> None:
         """A state was loaded: global batches are cut into as many shards from now on."""
 
-    def roster(self) -> PoolStatus:
-        """Who is there."""
+    def status(self) -> PoolStatus:
+        """How many workers there are, and what happened to them."""
 
     def close(self, *, force: bool) -> None:
         """End all workers and give back what they used; `force` does not ask them first."""
-
-
-COLLECTIVE_METHODS = frozenset({"start", "join", "train", "validate", "whole"})
-"""Methods in which ranks wait for each other: a failure in one ends the group."""
-
-METHODS_APART = frozenset(
-    {
-        "apply_state",
-        "check_state",
-        "averaged_models",
-        "models",
-        "operator_state",
-        "position",
-        "predict",
-        "settle_state",
-        "state_dict",
-        "state_to_write",
-        "steps_ahead",
-    }
-)
-"""Methods in which no rank waits for another (in `apply_state` they do where optimizers' states are
-in shards): after a failure of one the others finish on their own, behind the error, and the run
-goes on."""
-
-METHODS_BESIDE = frozenset({"verify"})
-"""Methods in which ranks wait for each other over a group of their own, beside the run's: one
-that fails closes it, so that all answer, and the run goes on."""

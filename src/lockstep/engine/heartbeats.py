@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver sees of its workers while they perform something."""
+"""What each worker was doing when it answered last, asked while it performs something."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ray.exceptions import RayActorError
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import WorkerStatus
+    from ray import ObjectRef
 
 _ASK_EVERY_S: Final = 0.5
 
 
 @dataclass
 class Heartbeat:
-    """What is known of one member.
+    """What is known of one worker.
 
     Attributes:
         latest: what it was doing when it answered last.
         since: the moment from which on it has been at the same step.
         asked_at: when it was asked what it has not answered yet; None if it owes no answer.
-        question: what that answer comes by.
+        answer: what that answer comes by.
         next_at: when to ask again.
     """
 
     latest: WorkerStatus | None
     since: float
     asked_at: float | None = None
-    question: Any = None
+    answer: ObjectRef[WorkerStatus | None] | None = None
     next_at: float = 0.0
 
-    def stands_for(self, now: float) -> float:
+    def without_step_for(self, now: float) -> float:
         """Seconds without a step."""
         return now - self.since
 
@@ -48,40 +49,41 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """Asks, and never waits for an answer."""
+    """Asks workers what they are doing, and never waits for an answer."""
 
     def __init__(self) -> None:
-        self._seen: dict[WorkerHandle, Heartbeat] = {}
+        self._by_worker: dict[WorkerHandle, Heartbeat] = {}
 
-    def forget(self) -> None:
-        """Another call begins: nobody has been anywhere yet."""
-        self._seen.clear()
+    def clear(self) -> None:
+        """Another call begins: no worker has made a step in it yet."""
+        self._by_worker.clear()
 
-    def look(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, Heartbeat]:
-        """What is known of `members` now; asks them again."""
+    def poll(self, workers: Sequence[WorkerHandle]) -> dict[WorkerHandle, Heartbeat]:
+        """What is known of `workers` now; asks them again."""
         now = time.monotonic()
-        for member in members:
-            if member.actor is None:
+        for worker in workers:
+            if worker.actor is None:
                 continue
-            seen = self._seen.setdefault(member, Heartbeat(None, now))
-            self._read(seen, now)
-            if seen.asked_at is None and now >= seen.next_at:
-                seen.question, seen.asked_at = member.actor.where.remote(), now
-                seen.next_at = now + _ASK_EVERY_S
-        return {member: self._seen[member] for member in members if member in self._seen}
+            heartbeat = self._by_worker.setdefault(worker, Heartbeat(None, now))
+            _take_answer(heartbeat, now)
+            if heartbeat.asked_at is None and now >= heartbeat.next_at:
+                heartbeat.answer, heartbeat.asked_at = worker.actor.status.remote(), now
+                heartbeat.next_at = now + _ASK_EVERY_S
+        return {each: self._by_worker[each] for each in workers if each in self._by_worker}
 
-    def last_seen(self, member: WorkerHandle) -> WorkerStatus | None:
-        """What `member` was doing when it was seen last."""
-        return self._seen[member].latest if member in self._seen else None
+    def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
+        """What `worker` was doing when it answered last."""
+        return self._by_worker[worker].latest if worker in self._by_worker else None
 
-    @staticmethod
-    def _read(seen: Heartbeat, now: float) -> None:
-        if seen.asked_at is None or not ray.wait([seen.question], timeout=0)[0]:
-            return
-        try:
-            found: WorkerStatus | None = ray.get(seen.question)
-        except RayActorError:
-            return  # its call says why
-        if seen.latest is None or found is None or found.steps != seen.latest.steps:
-            seen.since = now
-        seen.latest, seen.asked_at = found, None
+
+def _take_answer(heartbeat: Heartbeat, now: float) -> None:
+    if heartbeat.answer is None or not ray.wait([heartbeat.answer], timeout=0)[0]:
+        return
+    try:
+        status = ray.get(heartbeat.answer)
+    except RayActorError:
+        return  # its call says why
+    latest = heartbeat.latest
+    if latest is None or status is None or status.steps != latest.steps:
+        heartbeat.since = now
+    heartbeat.latest, heartbeat.asked_at, heartbeat.answer = status, None, None

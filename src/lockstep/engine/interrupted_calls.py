@@ -1,95 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that is left in the middle: by Ctrl-C, or because an operator's code failed.
+"""A call that ends in the middle, by Ctrl-C or because an operator's code failed; workers live on.
 
-Until its step is committed, weights that an optimizer has changed cannot be taken back. So Ctrl-C
-waits for the end of such a step; an exception cannot.
+The error arrives at once. What the workers were doing is undone when the next call comes, or never:
+where another trainer needs their room, they end.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import weakref
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from lockstep.errors import LockstepError, TrainerClosedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lockstep.worker import Worker
-
 
 _log = logging.getLogger("lockstep")
 
 
-class InterruptedEngine(Protocol):
-    """An engine whose latest call was left."""
+class InterruptibleEngine(Protocol):
+    """An engine whose workers outlive an interrupted call."""
 
-    left: BaseException | None
+    interrupted_by: BaseException | None
 
-    def give_up(self) -> None:
-        """End the workers, which nobody has asked for anything since."""
-
-
-_latest_left: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+    def end_unused(self) -> None:
+        """End the workers, which have not been called since their call was interrupted."""
 
 
-def note_left(engine: InterruptedEngine) -> None:
-    """Its workers may have to make room for those of another trainer."""
-    _latest_left.add(engine)
+_interrupted: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def give_up_left() -> None:
-    """End the workers of calls that were left, and that nobody has gone on from.
+def note_interrupted(engine: InterruptibleEngine) -> None:
+    """The engine's workers may have to make room for those of another trainer."""
+    _interrupted.add(engine)
 
-    In a notebook the trainer of before is there until the new one has taken its name.
+
+def end_interrupted() -> None:
+    """End the workers of interrupted calls that no later call has undone.
+
+    In a notebook the trainer of before lives until the new one has taken its name.
     """
-    for engine in list(_latest_left):
-        if engine.left is not None:
-            engine.give_up()
-    _latest_left.clear()
+    for engine in list(_interrupted):
+        if engine.interrupted_by is not None:
+            engine.end_unused()
+    _interrupted.clear()
 
 
-@contextmanager
-def between_steps(worker: Worker) -> Iterator[None]:
-    """Inside, a Ctrl-C that comes in an optimizer's step has its effect when it is committed.
-
-    Or when the step fails; and a second one at once. In another thread than the main one nothing
-    changes, for Python delivers signals there; nor where the program ignores the signal.
-    """
-    before: Any = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(before):
-        yield
-        return
-    pending: list[Any] = []
-
-    def received(number: int, frame: Any) -> None:
-        if worker.has_begun_to_step and not pending:
-            pending.append(frame)
-        else:
-            before(number, frame)
-
-    def take_effect() -> None:
-        if pending:
-            before(signal.SIGINT, pending.pop())
-
-    signal.signal(signal.SIGINT, received)
-    worker.on_boundary = take_effect
-    try:
-        yield
-    finally:
-        worker.on_boundary = None
-        if signal.getsignal(signal.SIGINT) is received:  # else the program has set another one
-            signal.signal(signal.SIGINT, before)
-        take_effect()  # also where the step fails, whose error is the context then
-
-
-def made_room(cause: BaseException) -> TrainerClosedError:
-    """Why the workers of a call that was left because of `cause` end when another trainer comes."""
+def room_was_needed(cause: BaseException) -> TrainerClosedError:
+    """Why the workers of a call that `cause` interrupted end when another trainer comes."""
     from lockstep.worker import shown_error  # imports torch, which a launch can do without
 
     first_line = next(iter(shown_error(cause).splitlines()), "")
@@ -115,7 +71,7 @@ def warn_of_cut_short_step(steps: int, cause: BaseException) -> None:
 
 
 def no_way_back(cause: BaseException) -> LockstepError:
-    """Why workers that live cannot go on after a call that was left because of `cause`."""
+    """Why workers that live cannot go on after a call that `cause` interrupted."""
     error = TrainerClosedError(
         "the workers cannot go back to the last committed step",
         cause="an optimizer had changed the weights when the step was left, and there is no copy of"

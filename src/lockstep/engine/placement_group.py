@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for the workers on a Ray cluster, or an error that says what is missing."""
+"""Resources for the workers on a Ray cluster, or an error that says what is missing."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _log = logging.getLogger("lockstep")
 _GIVING_BACK_S = 5.0
 
 _lent: dict[str, int] = {}
-"""Placement groups of somebody else (a Tune trial) in which workers of this process live now, and
-the first bundle that is theirs."""
+"""Placement groups that this process did not make (those of a Tune trial), in which its workers
+live now, and the first bundle that is theirs."""
 
 START_TIMEOUT_VARIABLE = "LOCKSTEP_START_TIMEOUT_S"
 
@@ -58,11 +58,11 @@ def bundle_for(
 
 
 @ctrl_c_as_itself()
-def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> PlacementGroup:
+def reserve(bundle: Mapping[str, float], count: int, own_cluster: bool) -> PlacementGroup:
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
-    A program that itself runs in a placement group, as a trial of Tune does, has room reserved in
-    its bundles, but for the first one where that is the program's own, if they are large enough.
+    A program that itself runs in a placement group, as a trial of Tune does, gives its bundles to
+    the workers if they are large enough; but for the first one, where that is the program's own.
 
     Args:
         own_cluster: Ray was started by this process for itself: nothing can join it, and
@@ -71,28 +71,28 @@ def find_room(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Pla
     Raises:
         NotEnoughResourcesError: no room within the start timeout; nothing stays reserved.
     """
-    lent = _room_around_us(bundle, count)
+    lent = _surrounding_group(bundle, count)
     if lent is not None:
         return lent
     timeout_s = start_timeout_s()
     asked = {name: amount * count for name, amount in bundle.items()}
     if own_cluster:
         if _lacking(asked, ray.cluster_resources()):
-            raise _no_room(bundle, count, 0.0)
+            raise _not_enough(bundle, count, 0.0)
         timeout_s = min(timeout_s, _GIVING_BACK_S)
     began = time.monotonic()
     group: PlacementGroup = placement_group([dict(bundle)] * count, strategy="SPREAD")
     try:
         if group.wait(timeout_seconds=max(1, round(timeout_s))):
             return group
-        # Asked before the room is given back: the message says what was free meanwhile.
-        raise _no_room(bundle, count, time.monotonic() - began)
+        # Asked before the resources are given back: the message says what was free meanwhile.
+        raise _not_enough(bundle, count, time.monotonic() - began)
     except BaseException:
         remove_placement_group(group)
         raise
 
 
-def _room_around_us(bundle: Mapping[str, float], count: int) -> PlacementGroup | None:
+def _surrounding_group(bundle: Mapping[str, float], count: int) -> PlacementGroup | None:
     group: PlacementGroup | None = ray.util.get_current_placement_group()
     if group is None or group.id.hex() in _lent:
         return None
@@ -105,16 +105,16 @@ def _room_around_us(bundle: Mapping[str, float], count: int) -> PlacementGroup |
     return group
 
 
-def places_in(group: PlacementGroup, count: int, num_spares: int) -> list[tuple[int, str]]:
+def bundles_by_rank(group: PlacementGroup, count: int, num_spares: int) -> list[tuple[int, str]]:
     """A bundle and its node id for each of `count` workers, by rank; spares come last."""
     first = _lent.get(group.id.hex(), 0)  # the bundle of the program itself comes before
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    places = [(seat, nodes[seat]) for seat in range(first, first + count)]
+    places = [(bundle, nodes[bundle]) for bundle in range(first, first + count)]
     workers, spares = places[: count - num_spares], places[count - num_spares :]
-    return neighbours(workers, lambda place: place[1]) + spares
+    return grouped_by_node(workers, lambda place: place[1]) + spares
 
 
-def neighbours(items: Sequence[Item], node_of: Callable[[Item], str]) -> list[Item]:
+def grouped_by_node(items: Sequence[Item], node_of: Callable[[Item], str]) -> list[Item]:
     """`items` by rank: those of one node side by side, and otherwise in the order given.
 
     A ring of all ranks then crosses the network once for each node. Those of the driver's node come
@@ -147,7 +147,7 @@ def _lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
 
 
 def warn_of_no_room(bundle: Mapping[str, float], count: int, what: str) -> None:
-    """Say that `what`, which waits for room without end, waits in vain unless nodes join.
+    """Say that `what`, which waits for resources without end, waits in vain unless nodes join.
 
     Nothing is raised: a cluster that grows may have no node yet.
     """
@@ -176,7 +176,9 @@ def warn_of_no_room(bundle: Mapping[str, float], count: int, what: str) -> None:
     )
 
 
-def _no_room(bundle: Mapping[str, float], count: int, waited_s: float) -> NotEnoughResourcesError:
+def _not_enough(
+    bundle: Mapping[str, float], count: int, waited_s: float
+) -> NotEnoughResourcesError:
     asked = {name: amount * count for name, amount in bundle.items()}
     total, free = ray.cluster_resources(), ray.available_resources()
     there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in asked)
@@ -210,7 +212,7 @@ def _way_out(asked: Mapping[str, float], total: Mapping[str, float], too_small: 
 
 
 def release(group: PlacementGroup) -> None:
-    """Give the room back; harmless when Ray is already gone."""
+    """Give the resources back; harmless when Ray is already gone."""
     if _lent.pop(group.id.hex(), None) is not None:
         return
     if ray.is_initialized():

@@ -15,34 +15,36 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
-from lockstep.engine.actor_bootstrap import settle_in
-from lockstep.engine.actor_failures import reason_of
+from lockstep.engine.actor_bootstrap import bootstrap
+from lockstep.engine.actor_failures import end_actor, reason_of
 from lockstep.engine.rendezvous import LOOPBACK
 from lockstep.engine.worker_handle import this_node
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
+    from ray.actor import ActorClass, ActorProxy
     from ray.util.placement_group import PlacementGroup
 
-    from lockstep.sync import ServerAddress
+    from lockstep.sync import ParameterServer, ServerAddress
+    from ray import ObjectRef
 
 _LONGEST_STEP_S: Final = 300.0
 """An optimizer's step may be under way when the next generation is to be served."""
 
 
 class ServerActor:
-    """Listens, then serves until the workers have left; then perhaps others."""
+    """Listens, then serves until the workers have left; then perhaps the next generation."""
 
     def __init__(self) -> None:
-        settle_in("lockstep.sync")
-        self._server: Any = None
+        bootstrap("lockstep.sync")
+        self._server: ParameterServer | None = None
 
     def __repr__(self) -> str:
         return "parameter server"
 
     @ray.method(concurrency_group="control")
     def call_off(self, secret: bytes) -> None:
-        """End what `serve` is at: some of its workers are gone, or will not come.
+        """End `serve`: some of the server's workers are gone, or will not come.
 
         Args:
             secret: of the server that is meant; the next one may be there already.
@@ -51,6 +53,7 @@ class ServerActor:
         if server is not None and server.address.secret == secret:
             server.call_off()
 
+    @ray.method
     def listen(
         self, only_node: str | None, size: int, secret: bytes, timeout_s: float
     ) -> tuple[ServerAddress, str, int]:
@@ -66,13 +69,16 @@ class ServerActor:
         self._server = ParameterServer(host, size, secret, timeout_s, before=self._server)
         return self._server.address, node, os.getpid()
 
+    @ray.method
     def serve(self) -> None:
+        """Until all workers of the generation have left."""
+        assert self._server is not None, "listen() comes first"
         self._server.serve()
 
 
-# Any: Ray's annotations do not know what decorating a class gives.
-_make_actor: Any = ray.remote
-RemoteServer = _make_actor(
+# Any: Ray's annotations do not know concurrency groups. The handles of its actors are typed.
+_remote: Any = ray.remote
+RemoteServer: ActorClass[ServerActor] = _remote(
     num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1}
 )(ServerActor)
 
@@ -81,8 +87,8 @@ class ServerProcess:
     """A parameter server as the driver sees it; see `listen`.
 
     Args:
-        room: the workers' placement group.
-        seat: the bundle where it runs.
+        group: the workers' placement group.
+        bundle: where it runs in `group`.
         name: of its actor.
         timeout_s: how long a worker waits for an answer.
 
@@ -92,12 +98,13 @@ class ServerProcess:
         address: where it listens.
     """
 
-    def __init__(self, room: PlacementGroup, seat: int, *, name: str, timeout_s: float) -> None:
-        strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=seat)
-        self._actor = RemoteServer.options(name=name, scheduling_strategy=strategy).remote()
+    def __init__(self, group: PlacementGroup, bundle: int, *, name: str, timeout_s: float) -> None:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        options = RemoteServer.options(name=name, scheduling_strategy=strategy)
+        self._actor: ActorProxy[ServerActor] = options.remote()
         self._timeout_s = timeout_s
         self._node = ""
-        self.ends: Any = None
+        self.ends: ObjectRef[None] | None = None
         self.pid = 0
         self.address: ServerAddress | None = None
 
@@ -129,8 +136,7 @@ class ServerProcess:
         except GetTimeoutError as error:
             raise _silent(limit_s) from error
         self.ends = self._actor.serve.remote()
-        address: ServerAddress = self.address
-        return address
+        return self.address
 
     def call_off(self) -> None:
         """Free the workers that wait for others there."""
@@ -139,6 +145,7 @@ class ServerProcess:
 
     def death(self) -> WorkerDiedError | None:
         """What to raise if its process died; None while it runs, or after it ended in order."""
+        assert self.ends is not None, "listen() comes first"
         ready, _ = ray.wait([self.ends], timeout=0)
         try:
             ray.get(ready)
@@ -150,7 +157,7 @@ class ServerProcess:
 
     def close(self) -> None:
         """End the process."""
-        ray.kill(self._actor, no_restart=True)
+        end_actor(self._actor)
 
 
 def _died(error: RayActorError) -> WorkerDiedError:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a worker that was started is ready to take a place."""
+"""A worker that waits for a place: it runs its `setup`, or has run it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 import ray
 from lockstep.engine.actor_failures import reason_of
@@ -16,27 +17,54 @@ from lockstep.errors import WorkerDiedError
 if TYPE_CHECKING:
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import Outcome
+    from ray import ObjectRef
+
+_NODE_S: Final = 5.0
+"""For the answer of a process that has just answered."""
 
 
 class Readiness(Enum):
-    """Of a worker that runs its `setup`."""
+    """Whether a spare has run its `setup`."""
 
     STARTING = auto()
     READY = auto()
     FAILED = auto()
 
 
-def look_at(member: WorkerHandle, starting: Any) -> tuple[Readiness, BaseException | None]:
-    """How far `member` is, and what went wrong; never waits for its `setup`."""
-    if not ray.wait([starting], timeout=0)[0]:
-        return Readiness.STARTING, None
-    try:
-        outcome: Outcome = ray.get(starting)
-        error = outcome.exception()
-        if error is None and not member.pid:
-            member.pid = cloudpickle.loads(outcome.value)["pid"]
-            member.node = ray.get(member.actor.node.remote())
-    except RayActorError as failure:
-        error = WorkerDiedError(f"{member} died before it was ready", cause=reason_of(failure))
-        error.__cause__ = failure
-    return (Readiness.READY, None) if error is None else (Readiness.FAILED, error)
+@dataclass(eq=False)
+class Spare:
+    """A worker that was started and has no rank.
+
+    Attributes:
+        handle: the worker.
+        started: the outcome of its `stand_by`.
+        error: why it cannot take a place, once `readiness` has said so.
+    """
+
+    handle: WorkerHandle
+    started: ObjectRef[Outcome]
+    error: BaseException | None = field(default=None, init=False)
+
+    def readiness(self) -> Readiness:
+        """How far it is; never waits for its `setup`."""
+        if not ray.wait([self.started], timeout=0)[0]:
+            return Readiness.STARTING
+        try:
+            outcome = ray.get(self.started)
+            self.error = outcome.exception()
+            if self.error is None and not self.handle.pid:
+                self._learn(cloudpickle.loads(outcome.value))
+        except (RayActorError, GetTimeoutError) as failure:
+            self.error = WorkerDiedError(
+                f"{self.handle} died before it was ready",
+                cause=reason_of(failure)
+                if isinstance(failure, RayActorError)
+                else f"it did not answer for {_NODE_S:.0f} s",
+            )
+            self.error.__cause__ = failure
+        return Readiness.READY if self.error is None else Readiness.FAILED
+
+    def _learn(self, introduction: dict[str, Any]) -> None:
+        assert self.handle.actor is not None, "spares live in actors"
+        self.handle.node = ray.get(self.handle.actor.node.remote(), timeout=_NODE_S)
+        self.handle.pid = introduction["pid"]

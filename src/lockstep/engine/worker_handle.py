@@ -9,14 +9,18 @@ import signal
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import ray
+from lockstep.engine.actor_failures import end_actor
 
 if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+    from lockstep.engine.worker_actor import WorkerActor
     from lockstep.worker import Worker
 
-_ANSWER_S: Final = 0.3
+_CONNECT_S: Final = 0.3
 
 # No file descriptor, memory or port is left to ask with, which says nothing of the other machine.
 _OF_THIS_PROCESS: Final = {
@@ -37,17 +41,17 @@ class WorkerHandle:
         node: the node that it lives on.
         local_rank: its place among the workers there, from its start on.
         actor: its Ray actor; None for the worker in the driver's process.
-        worker: that worker.
-        seat: its bundle in the workers' placement group.
+        worker: the worker in the driver's process.
+        bundle: its bundle in the workers' placement group.
         pid: its process; 0 until it has started.
     """
 
     number: int
     node: str
     local_rank: int
-    actor: Any = None
+    actor: ActorProxy[WorkerActor] | None = None
     worker: Worker | None = None
-    seat: int | None = None
+    bundle: int | None = None
     pid: int = 0
 
     def __str__(self) -> str:
@@ -59,33 +63,51 @@ class WorkerHandle:
         """Its process runs on the driver's machine."""
         return self.node == this_node()
 
+    def dismiss(self) -> None:
+        """Ask the worker to leave the call that runs before its next batch. Does not wait."""
+        if self.worker is not None:
+            self.worker.dismiss()
+        elif self.actor is not None:
+            self.actor.dismiss.remote()
 
-def kill(member: WorkerHandle, neighbours: list[WorkerHandle]) -> None:
+    def break_group(self, generation: int) -> None:
+        """End the worker's waits in the group of `generation`. Does not wait."""
+        if self.worker is not None:
+            self.worker.break_group(generation)
+        elif self.actor is not None:
+            self.actor.break_group.remote(generation)
+
+
+def kill(handle: WorkerHandle, others: list[WorkerHandle]) -> None:
     """End a process at once, also one that is stopped or does not answer.
 
     `ray.kill` asks the process first, and lets one that was stopped live on for seconds, in
     which its open sockets keep its peers waiting (measured: 5 s). A signal does not ask.
+
+    Args:
+        others: workers, of which one on the same node sends the signal.
     """
-    if member.actor is None:
+    if handle.actor is None:
         return
-    if member.pid and member.is_here:
+    if handle.pid and handle.is_here:
         with suppress(ProcessLookupError):
-            os.kill(member.pid, signal.SIGKILL)
-    elif member.pid:
+            os.kill(handle.pid, signal.SIGKILL)
+    elif handle.pid:
         # One of them: a number that was signalled twice may be another process by then.
-        on_its_node = (n for n in neighbours if n.node == member.node and n is not member)
-        other = next((n for n in on_its_node if n.actor is not None), None)
-        if other is not None:
-            other.actor.end_process.remote(member.pid)
-    ray.kill(member.actor, no_restart=True)
+        on_its_node = (each for each in others if each.node == handle.node and each is not handle)
+        for neighbour in on_its_node:
+            if neighbour.actor is not None:
+                neighbour.actor.kill_process.remote(handle.pid)
+                break
+    end_actor(handle.actor)
 
 
-def process_state(member: WorkerHandle) -> str:
+def process_state(handle: WorkerHandle) -> str:
     """What the operating system says of a process here: "T" is stopped; "" if it cannot tell."""
-    if not member.pid or not member.is_here:
+    if not handle.pid or not handle.is_here:
         return ""
     try:
-        with open(f"/proc/{member.pid}/stat") as file:
+        with open(f"/proc/{handle.pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
@@ -108,7 +130,7 @@ def host_answers(node_id: str) -> bool:
 def is_reached(address: tuple[str, int]) -> bool:
     """Whether the machine at (host, port) answers a connection, with a refusal perhaps."""
     try:
-        socket.create_connection(address, timeout=_ANSWER_S).close()
+        socket.create_connection(address, timeout=_CONNECT_S).close()
     except ConnectionRefusedError:
         return True  # the machine says that nobody listens: Ray will tell of it
     except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `TorchTrainer` that only a step of the default loop heeds, and what refuses them."""
+"""Options of `TorchTrainer` that only the default loop heeds, and their refusal elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OWN_LOOP_LINES: Final = {
 
 
 def of_default_loop(options: Options) -> list[str]:
-    """The options asked for that only a step of the default loop heeds."""
+    """Those of `options` that were asked for and that only a step of the default loop heeds."""
     wanted = {
         'precision="fp16"': options.precision == "fp16",
         "accumulate": options.accumulate > 1,
@@ -40,7 +40,7 @@ def of_default_loop(options: Options) -> list[str]:
 
 
 def refuse_own_step(operator: Operator) -> None:
-    """Raise for an optimizer that a loop of the user's own lets step, against such an option."""
+    """Raise: a loop of the user's own lets an optimizer step, and such an option was asked for."""
     name = of_default_loop(operator._lockstep.context.options)[0]
     raise ConfigurationError(
         f"{name} belongs to the default loop, and an optimizer stepped outside of it",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.errors import ConfigurationError
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from lockstep.operator.operator_protocol import Operator
@@ -91,6 +92,7 @@ def default_prediction(operator: Operator, batch: Any) -> Any:
     return model(*(batch if len(batch) == 1 else batch[:-1]))
 
 
+@in_phase(Phase.FORWARD)
 def loss_and_metrics(
     operator: Operator, batch: Any, batch_info: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one machine that take turns, and leave nothing behind."""
+"""A file lock between the processes of one machine; the file is there only while it is held."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Of this user: another one's could not be opened.
+# The name holds the user: the file of another user could not be opened.
 DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getuid()}.lock")
 
 
@@ -34,7 +34,7 @@ def host_lock(path: str = DATA_LOCK) -> Iterator[None]:
                 finally:
                     with suppress(FileNotFoundError):  # what tidies up temporary files was here
                         os.unlink(path)
-                    # Closing would not do: processes that were forked inside hold the file, too.
+                    # Closing would not unlock the file: processes forked inside hold it, too.
                     fcntl.flock(held, fcntl.LOCK_UN)
         finally:
             os.close(held)

@@ -34,6 +34,7 @@ from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
 from lockstep.operator.sync_batch_norm import goes_shard_by_shard
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,7 +63,7 @@ class _Recorder:
         self._call = state.meters
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Count what the batch in hand reported."""
+        """Count the metrics of the batch in hand."""
         step, log = self._state.step, self._state.step_log
         samples = step.num_samples_of(metrics)
         partial, step.partial_weights = step.partial_weights, {}
@@ -95,7 +96,7 @@ def train_epoch(
             _note_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
             metrics = checked_metrics(operator, "train_batch", result)
-            follow_batch(state, info)
+            step_batch_schedulers(state, info)
             recorder.add(metrics)
             if state.step.closes_window:
                 state.window.batches.clear()
@@ -103,7 +104,7 @@ def train_epoch(
 
 
 def _note_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]) -> None:
-    """Keep what a gradient that is not finite may come from; see `nan_origin`."""
+    """Keep the shards of the window, for `nan_origin` should a gradient not be finite."""
     step, noted = state.step, state.window.batches
     if step.opens_window:
         noted.clear()
@@ -111,8 +112,8 @@ def _note_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]
         noted.extend((shard, batch_info) for shard in step.shards_in(batch))
 
 
-def follow_batch(state: OperatorState, info: Mapping[str, Any]) -> None:
-    """Let schedulers step that step with each batch."""
+def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None:
+    """Step the schedulers, where ``scheduler_step_freq="batch"`` and the window closes."""
     step, run = state.step, state.registered
     if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and step.closes_window and run is not None:
         step_schedulers(run.schedulers)
@@ -191,7 +192,7 @@ def _step(state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optim
 def _open_window(
     state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optimizer
 ) -> None:
-    # What an abandoned window left (a state was loaded in the middle of one) is gone.
+    # Drop the gradients of a window that was abandoned: a state was loaded in the middle of it.
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
     state.step_actions.zero_grad(optimizer)
@@ -240,11 +241,12 @@ def _turn(state: OperatorState, shard: ShardBatch, reduces: bool) -> AbstractCon
 
 
 def _reported(operator: Operator, loss: torch.Tensor, shard: ShardBatch) -> torch.Tensor:
-    """The loss per sample: sums over shards of different size are not comparable."""
+    """The loss per sample, for the metrics: sums over shards of different size do not compare."""
     per_sample = operator.loss_reduction == "mean" or shard.is_borrowed
     return loss.detach() if per_sample else loss.detach() / shard.num_samples
 
 
+@in_phase(Phase.BACKWARD)
 def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> None:
     """Backpropagate a loss of the batch in hand, and reduce; see `TrainingOperator.backward`."""
     state = operator._lockstep
@@ -279,6 +281,7 @@ def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) 
     return recorder.summary()
 
 
+@in_phase(Phase.VALIDATION)
 def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
     step = state.step

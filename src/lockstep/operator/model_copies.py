@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lockstep._torch_compat import MODULE_TABLES
 from lockstep.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-_MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def copied_models(models: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
@@ -41,5 +40,5 @@ def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """
     for module in model.modules():
         for name, value in vars(module).items():
-            if name not in _MODULE_TABLES:
+            if name not in MODULE_TABLES:
                 yield from tensors_in(value)

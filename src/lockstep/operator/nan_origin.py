@@ -40,7 +40,7 @@ class _Recomputed(NamedTuple):
 
 
 @contextmanager
-def explained(operator: Operator) -> Iterator[None]:
+def naming_nan_origin(operator: Operator) -> Iterator[None]:
     """Enter around a pass over the data: a refusal names the samples and layers that led to it.
 
     Collective:
@@ -54,7 +54,7 @@ def explained(operator: Operator) -> Iterator[None]:
         has_peers = state.sync is not None and error.is_alike
         everyone = state.context.group.exchange(looks) if has_peers else [looks]
         told = _with(error, [_Recomputed(*look) for looks in everyone for look in looks])
-        # The user's line that let the optimizer step is in the traceback of the refusal.
+        # The traceback of the refusal holds the user's line that let the optimizer step.
         raise told.with_traceback(error.__traceback__) from None
 
 
@@ -96,7 +96,7 @@ def _look(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Rec
     first: list[str] = []
     try:
         loss = _computed_again(operator, part, info, first)
-    # A loop of the user's own may have another loss, and a forward that cannot be had again.
+    # A loop of the user's own may have another loss, and a forward that cannot be run again.
     except Exception:
         return _Recomputed(place, None, is_sure=False)
     is_sure = not operator._overrides_loop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No step puts a first NaN or infinity into the weights.
+"""Hooks on optimizers that refuse a step by which a first NaN or infinity enters the weights.
 
 Gradients are looked at when an optimizer is about to step with them: after the reduction, so
 that every rank finds the same; after unscaling and clipping; and not where a GradScaler leaves
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import parts_of_sparse
 from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
@@ -53,7 +54,7 @@ def watch_optimizers(operator: Operator, run: TrainingParts) -> list[RemovableHa
 
 
 class _StepCheck:
-    """The look before, and where it is needed after, each step of one optimizer."""
+    """The check before, and where it is needed after, each step of one optimizer."""
 
     def __init__(self, operator: Operator, run: TrainingParts) -> None:
         self._operator = operator
@@ -66,7 +67,7 @@ class _StepCheck:
         self._before = None
         if getattr(optimizer, "found_inf", None) is not None:
             return  # fused: it is told of infinities, and leaves the step out by itself
-        if _is_given_closure(args, kwargs):
+        if is_given_closure(args, kwargs):
             self._before = StateCopy(_held(optimizer), [optimizer])
             return
         gradients = [p.grad for p in _held(optimizer) if p.grad is not None]
@@ -84,7 +85,7 @@ class _StepCheck:
         before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
-        has_closure = _is_given_closure(args, kwargs)
+        has_closure = is_given_closure(args, kwargs)
         raise self._error(
             "a step put NaN or infinity into the weights, which are as they were before it",
             f"{self._named(found)}; learning rate {rates or 'unknown'}",
@@ -129,12 +130,13 @@ def _held(optimizer: Optimizer) -> _Held:
 
 
 def _rates(optimizer: Optimizer) -> list[float]:
-    """The groups' learning rates; some optimizers find their own, and say None."""
+    """The groups' learning rates; of optimizers that adapt their own rate, none."""
     given = [group.get("lr") for group in optimizer.param_groups]
     return [float(rate) for rate in given if rate is not None]
 
 
-def _is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """An optimizer's step, whose hook has these arguments, is to call a closure."""
     # The hooks of some versions of torch are given the optimizer among the arguments.
     given = [each for each in (*args, kwargs.get("closure")) if each is not None]
     return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)
@@ -142,7 +144,7 @@ def _is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
     """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
-    # Of gradients: what an optimizer holds besides (weights in four bits) need be no numbers.
+    # The dtypes of gradients, not of weights: weights in four bits are held as integers.
     dtypes = {p.grad.dtype for p in _held(optimizer) if p.grad is not None}
     rate = max(_rates(optimizer), default=1.0)
     largest = max(norm, 1.0) * max(rate, 1.0)
@@ -150,7 +152,7 @@ def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    dense = [each._values() if each.is_sparse else each for each in tensors]
+    dense = [parts_of_sparse(each)[1] if each.is_sparse else each for each in tensors]
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
 
 
@@ -158,5 +160,5 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     if math.isfinite(_norm([each.detach() for each in tensors])):
         return True
     # The squares of large numbers may overflow where the numbers do not.
-    dense = [each._values() if each.is_sparse else each for each in tensors]
+    dense = [parts_of_sparse(each)[1] if each.is_sparse else each for each in tensors]
     return all(bool(each.isfinite().all()) for each in dense)

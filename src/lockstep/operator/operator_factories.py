@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
 
+from lockstep._torch_compat import Loss
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.operator.default_loss import registered
 from lockstep.operator.host_file_lock import host_lock
@@ -86,7 +86,7 @@ def from_creators(
 def _criterion(loss_creator: Any, config: Any) -> Any:
     if loss_creator is None:
         return None
-    if inspect.isclass(loss_creator) and issubclass(loss_creator, _Loss):
+    if inspect.isclass(loss_creator) and issubclass(loss_creator, Loss):
         return loss_creator()
     return loss_creator(config)
 

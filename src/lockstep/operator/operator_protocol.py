@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Operator(Protocol):
-    """A `TrainingOperator`, as its loops see it; see there for what each member means."""
+    """A `TrainingOperator`, as its loops call it; see there for each member."""
 
     joint_loss: ClassVar[bool]
     loss_reduction: str
@@ -60,5 +60,5 @@ class Operator(Protocol):
 
 
 def rank_and_step(operator: Operator) -> str:
-    """This rank and its step, for an error."""
+    """``rank R, step S``, for the `where` of an error."""
     return f"rank {operator.world_rank}, step {operator.global_step}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _no_copies() -> None:
-    """A worker that cannot go back to the beginning of a step keeps no copies of buffers."""
+    """Until a `Rollback` keeps copies of buffers, there are none to put back."""
 
 
 class OperatorState:
@@ -45,7 +45,7 @@ class OperatorState:
         committed: global batches that have happened since the run began. Set by
             `BatchIterator.commit`, by `Rollback` and by `state.apply`.
         weighed_by: what the default loops' losses count for, by purpose, once one was computed.
-            Set by `ShardResults.weight_of`, never reset.
+            Set by `ShardResults.weight_of`; a worker that joins takes it over from its source.
         ran_default_epoch: the default `train_epoch` ran in this pass, maybe called by the user's.
             Set by that loop, reset by `LoopRun` at the end of an epoch.
         meters: the metrics of the whole call. Reset by `begin_call`; set back by `Rollback`.
@@ -79,7 +79,7 @@ class OperatorState:
         self.begin_call("train")
 
     def begin_call(self, purpose: str) -> None:
-        """A new `train` or `validate`: its metrics start from nothing."""
+        """Begin a `train` or `validate`: its metrics start from nothing."""
         self.step = StepContext(ReductionContext(self.context.group), purpose)
         self.registered_metrics.reset()
         self.meters = AverageMeterCollection()
@@ -88,11 +88,11 @@ class OperatorState:
         self.sync_norms: list[str] | None = None
 
     def forget_step(self) -> None:
-        """Drop what was noted of a step that did not come to its end."""
+        """Drop the context of a step that did not come to its end."""
         self.step = StepContext(self.step.reduction, self.step.purpose)
 
     def forget_counts(self) -> None:
-        """Drop what the call has counted so far: an earlier call has counted it."""
+        """Drop the counts of the call so far: its batches were counted by an earlier call."""
         self.registered_metrics.reset()
         self.meters.reset()
 

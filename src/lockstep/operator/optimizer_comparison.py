@@ -51,7 +51,7 @@ def agree_on_steps(group: Group, registered: TrainingParts) -> None:
 
 
 def _description(registered: TrainingParts) -> list[str]:
-    """One line for each parameter group and scheduler: what its steps depend on."""
+    """One line for each parameter group and scheduler: the settings that its steps depend on."""
     names = {
         id(parameter): f"{position}.{name}"
         for position, module in enumerate(registered.modules())

@@ -31,7 +31,7 @@ def follow_steps(operator: Operator, run: TrainingParts) -> list[RemovableHandle
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _was_taken(optimizer):
-            _follow(operator, optimizer)
+            _note_step(operator, optimizer)
 
     handles = [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
     if operator._overrides_loop() and of_default_loop(state.context.options):
@@ -45,7 +45,7 @@ def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
     return found is None or not bool(found)
 
 
-def _follow(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
+def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
     state = operator._lockstep
     number = len(state.step.stepped)
     state.step.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails

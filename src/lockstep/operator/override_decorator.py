@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decorator that holds a method to the class whose method it means to replace."""
+"""`override`: a decorator that refuses a method which overrides none of the class it names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision for the default loop: what to compute in, and how losses are scaled."""
+"""Mixed precision of the default loop: autocast and loss scaling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import torch
 
 from lockstep.errors import ConfigurationError
+from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,6 +47,7 @@ class Precision:
         """`loss`, multiplied so that its backward does not underflow."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
+    @in_phase(Phase.OPTIMIZER)
     def step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -59,7 +61,7 @@ class Precision:
         self.take_step(optimizer)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients those of the loss itself."""
+        """Divide the gradients by the scale of the loss."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
@@ -72,7 +74,7 @@ class Precision:
             self._scaler.update()
 
     def forget_unscaled(self) -> None:
-        """See `forget_unscaled`."""
+        """Forget, before a step is computed again, that its gradients were unscaled."""
         if self._scaler is not None:
             forget_unscaled(self._scaler)
 
@@ -85,11 +87,11 @@ class Precision:
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Before a step that was interrupted is computed again.
+    """Let `scaler` forget that gradients were unscaled, before their step is computed again.
 
     A scaler that remembers having unscaled its gradients would refuse to do so once more, or
     would take them, scaled as they are, for unscaled ones.
     """
-    # Before its first `scale` it has none, nothing to forget, and an assertion that says so.
+    # A scaler that has never scaled has nothing to forget, and asserts that it has.
     with suppress(AssertionError):
         scaler.update(scaler.get_scale())

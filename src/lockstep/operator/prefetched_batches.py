@@ -25,16 +25,16 @@ class PrefetchedBatches:
 
     @property
     def is_certain(self) -> bool:
-        """All of these batches count for the same."""
+        """Whether all these batches have the same number of samples."""
         return len(set(self._samples)) <= 1
 
     def note_read(self, samples: int, rounds: int) -> None:
-        """Another batch is read, after so many reductions of the run."""
+        """Note that a batch of `samples` was read, after `rounds` reductions of the run."""
         self._note_trained(rounds)
         self._samples.append(samples)
 
     def note_the_end(self, rounds: int) -> None:
-        """The iterator has no more batches; the loop may still train on what it has read."""
+        """Note that the iterator has ended; the loop may still train on batches it has read."""
         self._note_trained(rounds)
         self._has_ended = True
 

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from lockstep.operator.precision import PrecisionName
 
 ONE_PROCESS: Final = "one process"
-"""Not for users: the whole global batch at once, by plain autograd (see `sync.alone`)."""
+"""Internal: the whole global batch at once, by plain autograd (see `sync.single_process`)."""
 
 ONE_PROCESS_BY_SHARD: Final = "one process, by shard"
-"""The same, but shard after shard, each with its own random numbers."""
+"""Internal: as `ONE_PROCESS`, but shard after shard, each with its own random numbers."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a run was asked to train: the trainer's arguments that every operator follows.
+    """The trainer's arguments that every operator follows.
 
     Attributes:
         scheduler_step_freq: "batch", "epoch", "manual", or None without schedulers.
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RankContext:
-    """Everything that a worker tells its operator; only a loaded state puts another in place.
+    """Everything that a worker tells its operator; replaced as a whole, never changed.
 
     Attributes:
         placement: the shards of every global batch that this worker carries.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torchmetrics objects that an operator registered: when they count, and what they send."""
+"""The torchmetrics objects that an operator registered: updated here, merged by the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIXES: Final = {"train": "train_", "validation": "val_"}
 
 
 Mark = list[tuple[Any, int, dict[str, Any]]]
-"""Metrics with the number of their updates and their states; of a list of rows its length."""
+"""Metrics, each with the number of its updates and its states; for a list of rows, its length."""
 
 
 class RegisteredMetrics:
@@ -58,7 +58,7 @@ class RegisteredMetrics:
                 )
             metric.to(device)
             for each in metrics_in(metric):
-                # The driver merges: no rank waits for another in the middle of its loop.
+                # The driver merges the states: no rank waits for another in the middle of a loop.
                 each.distributed_available_fn = _never
                 each.update = _unless(is_borrowed, each.update)
         self._by_purpose[purpose] = named

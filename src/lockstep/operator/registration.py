@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.sync_setup import attach
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class _UnsaidReduction(str):
-    """The default, to be told from a "mean" that was said: a class may say "sum"."""
+    """The default of `loss_reduction`, which is not a "mean" that the user wrote: a class may say
+    "sum"."""
 
     __slots__ = ()
 
@@ -142,7 +144,7 @@ def assemble(
         module.to(context.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
-    # Copied before hooks are attached to what they are copies of.
+    # Before the hooks: a copy of a model with hooks would have the hooks, too.
     registered.averages = averages_of(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
         _refuse_strangers(registered)
@@ -203,8 +205,8 @@ def _refuse_one_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
-    """A scheduler of an optimizer that was not registered changes no learning rate of the run."""
-    # Wrappers of optimizers share their groups.
+    """Refuse schedulers of optimizers that were not registered: they would change no rate."""
+    # By groups and not by optimizers: a wrapper of an optimizer shares its groups.
     groups = {id(group) for each in registered.optimizers for group in each.param_groups}
     for number, scheduler in enumerate(registered.schedulers):
         optimizer = getattr(scheduler, "optimizer", None)
@@ -278,7 +280,7 @@ def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> l
         item
         for item in items
         if isinstance(item, LRScheduler)
-        # Other packages' schedulers derive from nothing of torch's.
+        # Schedulers of other packages do not derive from torch's class.
         or (
             callable(getattr(item, "step", None))
             and any(getattr(item, "optimizer", None) is each for each in optimizers)
@@ -290,13 +292,13 @@ def _with_parts(schedulers: Sequence[Any]) -> set[int]:
     """The identities of schedulers, and of those that a chain of them steps."""
     found = set(map(id, schedulers))
     for scheduler in schedulers:
-        found |= _with_parts(getattr(scheduler, "_schedulers", ()))
+        found |= _with_parts(schedulers_within(scheduler))
     return found
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    # Momentum of an optimizer that has already stepped stays on the old device otherwise.
-    # Modules keep their Parameter objects in `.to`, so the groups need nothing.
+    # Loading its own state moves the momentum of an optimizer that has stepped to the parameters'
+    # device. The groups need nothing: `module.to` keeps the Parameter objects.
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
@@ -304,7 +306,7 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_buffers(module: nn.Module) -> None:
     """Refuse, before the run, buffers with which no checkpoint could be written or loaded."""
     for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
+        for key, buffer in buffers_of(part).items():
             if buffer is None:
                 continue
             where = f"buffer `{path}.{key}`".replace("`.", "`")
@@ -314,7 +316,7 @@ def _refuse_buffers(module: nn.Module) -> None:
                     where=where,
                     fix="keep it as `.to_dense()`, and convert it in forward",
                 )
-            if buffer.is_nested and key not in part._non_persistent_buffers_set:
+            if buffer.is_nested and is_persistent(part, key):
                 raise ConfigurationError(
                     "a buffer is a nested tensor, which no checkpoint can hold",
                     where=where,
@@ -323,7 +325,7 @@ def _refuse_buffers(module: nn.Module) -> None:
 
 
 def _refuse_strangers(registered: TrainingParts) -> None:
-    """An optimizer's parameter outside the registered modules would never be synchronised."""
+    """Refuse optimizers' parameters outside the registered modules: they are not synchronised."""
     known = {id(parameter) for parameter in registered.parameters()}
     for index, optimizer in enumerate(registered.optimizers):
         for number, group in enumerate(optimizer.param_groups):
@@ -349,7 +351,7 @@ def step_schedulers(schedulers: Sequence[Any]) -> None:
 
 
 def update_schedulers(schedulers: Sequence[Any], metric: float) -> None:
-    """Step by a metric those that take one; the others step as they always do."""
+    """Step all schedulers, those that take a metric with `metric`."""
     for scheduler in schedulers:
         takes_no_metric = isinstance(scheduler, LRScheduler) and not isinstance(
             scheduler, ReduceLROnPlateau

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.sync import buffer_places, put_buffer
+from lockstep.sync import buffer_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +55,7 @@ class RunningStatistics:
             self._put(self._before)
 
     def end_shard(self, position: int, *, counts: bool) -> None:
-        """After its backward; `counts` is False for a shard of weight zero."""
+        """After the backward of shard number `position`; `counts`: its weight is not zero."""
         if position > 0:
             return
         if not counts:
@@ -82,7 +82,7 @@ class RunningStatistics:
         with torch.no_grad():
             for place, value in zip(self._places, values, strict=True):
                 if value is not None:
-                    put_buffer(place, value)
+                    place.put(value)
 
 
 class BufferSnapshot:
@@ -99,7 +99,7 @@ class BufferSnapshot:
         ]
 
     def put_into(self, states: Iterable[dict[str, Any] | None]) -> None:
-        """Replace them in the modules' `state_dict`s, in the same order, on the CPU."""
+        """Put the values into the modules' `state_dict`s, in the same order, on the CPU."""
         for buffers, state in zip(self._by_module, states, strict=False):
             if state is not None:
                 own = {key: held for key, held in buffers.items() if key in state}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a `SyncBatchNorm` layer would share statistics of a part of the global batch: refused."""
+"""The refusal of `SyncBatchNorm` layers where they would see a part of the global batch."""
 
 from __future__ import annotations
 

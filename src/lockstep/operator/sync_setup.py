@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lockstep._torch_compat import COMPILER
 from lockstep.errors import ConfigurationError
 from lockstep.import_without_gc import gc_paused
 from lockstep.operator.optimizer_comparison import agree_on_steps
@@ -100,7 +101,7 @@ def _alone(registered: TrainingParts, context: RankContext) -> Synchroniser:
 def _ddp(registered: TrainingParts, context: RankContext) -> Synchroniser:
     # Imported only for sync="ddp": torch's DDP brings the compiler.
     with gc_paused():
-        import_module("torch._dynamo")
+        import_module(COMPILER)
     from lockstep.sync.ddp_sync import DDPSync
 
     sync = DDPSync(

@@ -178,7 +178,7 @@ class TrainingOperator:
         are returned as they are, not wrapped, and may be called in any way. Under
         ``sync="ddp"`` and ``"fsdp"`` use what is returned, and call the models themselves; under
         ``"data_parallel"`` too: what is returned shares its batch out over devices. Under
-        ``"parameter_server"`` the optimizers' ``step`` and ``state_dict`` become the owner's;
+        ``"parameter_server"`` the optimizers' ``step`` and ``state_dict`` become the server's;
         their ``param_groups`` stay.
 
         Args:

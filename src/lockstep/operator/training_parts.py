@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lockstep._torch_compat import compiled_from
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import ReplicatedModel, is_local
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How an operator wants its gradients to become one.
+    """How the gradients of an operator's models are synchronised.
 
     Attributes:
         buffers: "after_backward", or "manual" where the loop says when.
@@ -42,7 +43,7 @@ class SyncOptions:
 
 @dataclass
 class TrainingParts:
-    """The parts of a training run, each as a list, and what keeps their gradients one.
+    """What an operator registered, each as a list, and the synchronisation of its gradients.
 
     Attributes:
         averages: of the models' weights, one for each model; empty without ``ema``.
@@ -60,7 +61,7 @@ class TrainingParts:
     averages: list[AveragedModel] = field(default_factory=list)
 
     def part(self) -> None:
-        """Leave a group that has broken, for another one."""
+        """Leave a group that has broken, so that another one can be joined."""
         self.may_join = self.sync is not None and self.sync.part()
 
     def refuse_replaced(self) -> None:
@@ -105,7 +106,7 @@ class TrainingParts:
         return _unwrapped(self.criterion) if is_module else self.criterion
 
     def replace_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Put what a way of synchronising made of `modules()` in their place, in their order."""
+        """Put wrappers of `modules()` in their place, in the same order."""
         self.models = list(modules[: len(self.models)])
         if len(modules) > len(self.models):
             self.criterion = modules[-1]
@@ -116,7 +117,7 @@ class TrainingParts:
         return [*self.models, *extra]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        # Once each: two modules may share some, and clipping would count those twice.
+        # Each parameter once: clipping would count a parameter that modules share twice.
         yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
 
     def set_training(self, training: bool) -> None:
@@ -130,7 +131,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
             inner: nn.Module = model.module
         else:
-            inner = getattr(model, "_orig_mod", model)
+            inner = compiled_from(model)
         if inner is model:
             return model
         model = inner

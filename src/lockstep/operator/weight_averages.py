@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lockstep._torch_compat import buffers_of, lerp_each
 from lockstep.errors import ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.tensor_copies import fits, write_into
@@ -88,7 +89,7 @@ class _ExponentialAverage(AveragedModel):
             pairs = self._pairs(model)
             mixed = [(m, t) for m, t in pairs if m.is_floating_point() or m.is_complex()]
             if mixed:
-                torch._foreach_lerp_([m for m, _ in mixed], [t for _, t in mixed], weight)
+                lerp_each([m for m, _ in mixed], [t for _, t in mixed], weight)
             for mine, theirs in pairs:
                 if not mine.is_floating_point() and not mine.is_complex():
                     mine.copy_(theirs)
@@ -112,8 +113,8 @@ class _ExponentialAverage(AveragedModel):
         own_modules = dict(self.module.named_modules())
         taken: dict[int, torch.Tensor] = {}
         for path, part in model.named_modules():
-            own = own_modules[path]._buffers if path in own_modules else {}
-            for key, theirs in part._buffers.items():
+            own = buffers_of(own_modules[path]) if path in own_modules else {}
+            for key, theirs in buffers_of(part).items():
                 if theirs is not None and id(theirs) not in taken:
                     taken[id(theirs)] = _taken(own.get(key), theirs.detach(), weight)
                 own[key] = None if theirs is None else taken[id(theirs)]

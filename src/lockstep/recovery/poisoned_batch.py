@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch that kills whoever computes it: found out, and not fed to one worker after the other."""
+"""A batch that kills each worker that computes it: the run ends before it has killed them all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ LIMIT: Final = 3
 """Deaths over the same shard of the same step: the first worker and two in its place."""
 
 
-class Deaths:
-    """Who died over what in one call. Only deaths at the same step are held against each other.
+class DeathsByShard:
+    """Deaths in one call, by the shards that the workers computed.
 
-    Of one call: several validations after one step of training begin at that step.
+    Only deaths at the same step are held against each other. Of one call: several validations
+    after one step of training begin at that step.
     """
 
     def __init__(self) -> None:

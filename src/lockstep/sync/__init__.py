@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from lockstep.sync.buffers import put as put_buffer
+from lockstep.sync.buffer_broadcast import buffer_places as buffer_places
 from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
 from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
 from lockstep.sync.gradient_sync import replicate as replicate
-from lockstep.sync.inventory import buffer_places as buffer_places
 from lockstep.sync.local_parameters import is_local as is_local
 from lockstep.sync.local_parameters import local as local
 from lockstep.sync.manual_average import average_gradients as average_gradients
@@ -36,7 +35,6 @@ __all__ = [
     "buffer_places",
     "is_local",
     "local",
-    "put_buffer",
     "replica_devices",
     "replicate",
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep._torch_compat import version_of
 from lockstep.sync import round_checks
 from lockstep.sync.contribution import PLAIN, WEIGHTED, Contribution, Fault
 
@@ -27,14 +28,14 @@ def _as_left(grad: torch.Tensor | None) -> _Left | None:
     """A gradient that a backward has left in ``parameter.grad``; None where there is none."""
     # A weak reference: the tensor is the user's to free, and a freed tensor's id is soon
     # another tensor's.
-    return None if grad is None else (weakref.ref(grad), grad._version)
+    return None if grad is None else (weakref.ref(grad), version_of(grad))
 
 
 def _is_as_left(left: _Left | None, grad: torch.Tensor | None) -> bool:
     """Is `grad` the tensor that the backward left, with the same version?"""
     if left is None or grad is None:
         return left is None and grad is None
-    return left[0]() is grad and left[1] == grad._version
+    return left[0]() is grad and left[1] == version_of(grad)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from lockstep._torch_compat import version_of
 from lockstep.errors import GradientNotReducedError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class AutogradGradWatch:
             GradientNotReducedError: weights were changed since the last time, and nothing was
                 reduced.
         """
-        now = _Moment(rounds, steps, sum(slot.param._version for slot in self._slots))
+        now = _Moment(rounds, steps, sum(version_of(slot.param) for slot in self._slots))
         last, self._last = self._last, now
         if last is not None and last[:2] == now[:2] and last.versions != now.versions:
             raise GradientNotReducedError(
@@ -81,7 +82,7 @@ class AutogradGradWatch:
             )
         for slot in self._slots:
             if slot not in self._before:
-                self._before[slot] = _Before(slot.param._version, _sample_of(slot))
+                self._before[slot] = _Before(version_of(slot.param), _sample_of(slot))
 
     @property
     def are_fresh(self) -> bool:
@@ -104,10 +105,10 @@ class AutogradGradWatch:
         Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
         other optimizers do: the gradients of `slots` were computed with them.
         """
-        are_weights_changed = any(s.param._version != b.version for s, b in self._before.items())
+        are_weights_changed = any(version_of(s.param) != b.version for s, b in self._before.items())
         found = [(slot, self._before.pop(slot)) for slot in slots if slot in self._before]
         for slot, before in self._before.items():
-            self._before[slot] = before._replace(version=slot.param._version)
+            self._before[slot] = before._replace(version=version_of(slot.param))
         if are_weights_changed:
             return True
         if any(_is_by_hand(slot) for slot, before in found if before.sample is None):

@@ -17,16 +17,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import torch
+from lockstep._torch_compat import PYTHON_NODE, call_at_end_of_task, current_graph_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CodeType, FrameType
-
-current_task: Callable[[], int] = torch._C._current_graph_task_id
-
-# A backward inside a backward is always started by Python code of a node: this frame.
-_NODE: CodeType = torch.autograd.function.BackwardCFunction.apply.__code__
+    from types import FrameType
 
 
 def nesting_depth() -> int:
@@ -34,7 +29,7 @@ def nesting_depth() -> int:
     depth = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        depth += frame.f_code is _NODE
+        depth += frame.f_code is PYTHON_NODE
         frame = frame.f_back
     return depth
 
@@ -49,11 +44,7 @@ def call_at_end(function: Callable[[], None], or_else: Callable[[], None] | None
         or_else: called if it has, before its exception reaches the caller.
     """
     last = _AtEnd(function, or_else)
-    _queue(_Handover(last) if nesting_depth() else last)
-
-
-def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    call_at_end_of_task(_Handover(last) if nesting_depth() else last)
 
 
 class _AtEnd:
@@ -80,7 +71,7 @@ class _Handover:
         """The inner task ended; its enclosing one did not."""
 
     def __del__(self) -> None:
-        if current_task() < 0:
+        if current_graph_task() < 0:
             return  # no task runs: the backward failed and is being taken down
         # One node is still on the stack: the one whose task is now the current one.
-        _queue(self._function if nesting_depth() <= 1 else _Handover(self._function))
+        call_at_end_of_task(self._function if nesting_depth() <= 1 else _Handover(self._function))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from lockstep.sync.autograd_graph_task import current_task
+from lockstep._torch_compat import current_graph_task
 from lockstep.sync.gradient_hooks import ParameterHooks, accumulates, inside_a_backward
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class BackwardListener:
         adds_up_in, hooked, transport = self._adds_up, self.hooked, self._transport
 
         def gradient_comes(gradient: torch.Tensor) -> torch.Tensor | None:
-            adds_up = adds_up_in.get(current_task())
+            adds_up = adds_up_in.get(current_graph_task())
             if adds_up is None:
                 adds_up = self._enter_task(slot)
             # What ``torch.autograd.grad`` returns passes the user's hooks here and now.
@@ -79,7 +79,7 @@ class BackwardListener:
     def _enter_task(self, slot: Slot) -> bool:
         """A graph task brings its first gradient: does it add to ``parameter.grad``?"""
         with self._lock:
-            task = current_task()
+            task = current_graph_task()
             if task in self._adds_up:
                 return self._adds_up[task]
             # A task that began first may come last: what encloses a reentrant checkpoint.

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from lockstep._torch_compat import version_of
 from lockstep.sync import round_checks
 from lockstep.sync.contribution import WEIGHTED, Contribution, UnreadSums
 from lockstep.sync.ordered_reducer import OrderedReducer
@@ -234,7 +235,7 @@ class BucketTransport(Transport):
     def accept_changes(self) -> None:
         """See `Transport`."""
         for bucket in self.reducer.layout.buckets:
-            bucket.delivered_version = bucket.flat._version
+            bucket.delivered_version = version_of(bucket.flat)
             for slot in bucket.kept:
                 slot.accept_changes()
 

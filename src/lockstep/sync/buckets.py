@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep._torch_compat import copy_each, storage_use_count, version_of, zero_each
 from lockstep.sync.contribution import Sums
-from lockstep.sync.tensor_references import are_fresh, from_cpp, from_python, is_fresh, to_memory
+from lockstep.sync.tensor_references import are_fresh, from_cpp, from_python, is_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,7 +62,7 @@ class Slot:
         if self.param.grad is not gradient:
             self.param.grad = gradient
         if gradient is not None and gradient is not self.view:
-            self._delivered, self._version = weakref.ref(gradient), gradient._version
+            self._delivered, self._version = weakref.ref(gradient), version_of(gradient)
 
     @property
     def holds_delivered(self) -> bool:
@@ -79,7 +80,7 @@ class Slot:
             return False
         in_bucket = grad is self.view and self.bucket is not None
         known = self.bucket.delivered_version if in_bucket and self.bucket else self._version
-        return grad._version == known
+        return version_of(grad) == known
 
     def accept_changes(self) -> None:
         """An optimizer has used the gradient as it is now."""
@@ -87,9 +88,9 @@ class Slot:
         if grad is None or not self.holds_delivered:
             return
         if grad is self.view and self.bucket is not None:
-            self.bucket.delivered_version = grad._version
+            self.bucket.delivered_version = version_of(grad)
         else:
-            self._version = grad._version
+            self._version = version_of(grad)
 
 
 class Bucket:
@@ -143,7 +144,7 @@ class Bucket:
     def _references(self) -> tuple[list[int], list[int], int]:
         """Those to each view from Python, to each from C++, and to the memory."""
         views = self.views
-        return from_python(views), from_cpp(views), to_memory(self.flat)
+        return from_python(views), from_cpp(views), storage_use_count(self.flat)
 
     def claim(self) -> None:
         """Before a write: take other memory if tensors elsewhere share the present one."""
@@ -189,11 +190,11 @@ class Bucket:
                     self.kept.append(slot)
         self.used = [grad is not None for grad in grads]
         if strays:
-            torch._foreach_copy_(places, strays)
+            copy_each(places, strays)
         for param, view in replaced:
             param.grad = view
         if absent:
-            torch._foreach_zero_(absent)
+            zero_each(absent)
 
     def _pack_fresh(self, grads: list[torch.Tensor | None], scale: float) -> bool:
         """The common case: all gradients are there, fresh from autograd, with no other holder."""
@@ -204,7 +205,7 @@ class Bucket:
             for grad, view in zip(grads, self.views, strict=True):
                 torch.mul(grad, scale, out=view)  # type: ignore[arg-type]
         else:
-            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+            copy_each(self.views, grads)  # type: ignore[arg-type]
             if scale != 1.0:
                 self.payload.mul_(scale)
         for param, view in zip(self._params, self.views, strict=True):
@@ -220,7 +221,7 @@ class Bucket:
                 slot.deliver(grad.copy_(view))
         for slot in self.kept:
             slot.accept_changes()  # views of one tensor have one version together
-        self.delivered_version = self.flat._version
+        self.delivered_version = version_of(self.flat)
 
     def silence(self) -> None:
         """Contribute zeros, whatever the gradients hold (they may be NaN)."""

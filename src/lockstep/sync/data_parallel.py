@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep._torch_compat import MODULE_TABLES, Norm, buffers_of
 from lockstep.data.batch_structure import concatenate
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
-from lockstep.sync.buffers import same_bits
+from lockstep.sync.tensor_bits import same_bits
 from lockstep.tensor_copies import fits
 from lockstep.tensor_tree import KeyPath, keystr, tensors_in, tree_map_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 _JOINED: Final = (torch.strided, torch.sparse_coo)
 
@@ -39,7 +37,7 @@ class ReplicatedModel(nn.Module):
     """A model whose calls are shared out over devices.
 
     Its ``module`` is the one model, which holds the weights, the gradients and the buffers.
-    Whatever else is asked of this object (a method, an attribute) is the one model's.
+    Every other attribute and method of this object is the one model's.
 
     Args:
         module: the model; its parameters are on ``devices[0]``.
@@ -70,14 +68,14 @@ class ReplicatedModel(nn.Module):
             kwargs: the same.
 
         Returns:
-            What the module returns, with the rows of all replicas. There are never more
+            The module's output, with the rows of all replicas. There are never more
             replicas than rows.
 
         Gradient:
             Of every replica, added into the one model.
 
         Raises:
-            ConfigurationError: what goes in, or comes out, has not got the batch in dim 0.
+            ConfigurationError: an input, or an output, has not got the batch in dim 0.
             LostUpdateError: the replicas left different values in the model.
         """
         rows = _rows((args, kwargs))
@@ -86,7 +84,7 @@ class ReplicatedModel(nn.Module):
             return self.module(*args, **kwargs)
         assert rows is not None
         bounds = [rows * number // count for number in range(count + 1)]
-        run = _Run(self.module, self.devices[:count])
+        run = _ReplicaCalls(self.module, self.devices[:count])
         outputs: list[Any] = []
         for number, device in enumerate(run.devices):
             part = slice(bounds[number], bounds[number + 1])
@@ -116,15 +114,15 @@ def replica_devices(first: torch.device, count: int) -> list[torch.device]:
     return [torch.device(first.type, index) for index in range(count)]
 
 
-class _Run:
-    """One call of all replicas, and what each of them did to the model."""
+class _ReplicaCalls:
+    """The calls of all replicas for one batch, and the changes that each makes to the model."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self._module = module
         self.devices = devices
         parameters = dict(module.named_parameters())
         buffers = dict(module.named_buffers())
-        # Replica 0 is the model itself. The others are copied before it may change anything.
+        # Replica 0 is the model itself. The others are copied before replica 0 changes anything.
         self._copies: list[Tensors] = [{**parameters, **buffers}]
         for device in devices[1:]:
             copies = {name: _copy_to(param, device) for name, param in parameters.items()}
@@ -143,7 +141,7 @@ class _Run:
             output = functional_call(self._module, self._copies[number], tuple(args), dict(kwargs))
             for part in self._module.modules():
                 if isinstance(part, nn.RNNBase):
-                    # It holds its weights in a list, too, and looks after it in its next forward.
+                    # An RNN holds its weights in a list, too, which only its next forward mends.
                     part._update_flat_weights()
         self._refuse_left_tensors(number)
         return output
@@ -192,11 +190,11 @@ def _copy_to(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _left_behind(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parts of a graph that hang on modules as attributes, by place and identity."""
+    """Tensors of a graph that are attributes of modules: their ids, by place."""
     found: dict[str, tuple[int, ...]] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name in _TABLES:
+            if name in MODULE_TABLES:
                 continue
             items: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
             if isinstance(value, dict):
@@ -213,19 +211,19 @@ def _running_statistics(module: nn.Module) -> set[str]:
     return {
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
-        if isinstance(part, _NormBase)
-        for name in part._buffers
+        if isinstance(part, Norm)
+        for name in buffers_of(part)
     }
 
 
 def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
     value = value.to(own.device)
-    # A graph that is traced has no bytes to look at; it compares numbers.
+    # Under torch.compile a tensor has no bytes to look at: numbers are compared.
     if not torch.compiler.is_compiling() and same_bits(value, own):
         return True
     if not fits(value, own):
         return False
-    # Beyond bits: zero has two signs, and what is not a number is not equal to itself.
+    # Beyond bits: zero has two signs, and NaN many bit patterns.
     return bool(((value == own) | ((value != value) & (own != own))).all())
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import reduction_context
+from lockstep._torch_compat import call_at_end_of_task
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync import round_checks
 from lockstep.sync.contribution import Contribution, Fault
@@ -353,4 +354,4 @@ def came_twice(place: str, what: str) -> GradientNotReducedError:
 
 def _call_at_end_of_task(function: Callable[[], None]) -> None:
     """Call `function` when the innermost backward ends, before what DDP queues after this."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    call_at_end_of_task(function)

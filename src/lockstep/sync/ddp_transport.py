@@ -20,7 +20,7 @@ from lockstep.sync.autograd_graph_task import nesting_depth
 from lockstep.sync.contribution import WEIGHTED, Fault
 from lockstep.sync.ddp_round import DDPRound, came_twice
 from lockstep.sync.ddp_wrapper import DDPWrapper
-from lockstep.sync.inventory import refuse_shared
+from lockstep.sync.synced_tensors import refuse_shared
 from lockstep.sync.transport import RoundResult, Transport
 
 if TYPE_CHECKING:

@@ -15,10 +15,18 @@ import zlib
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep._torch_compat import (
+    fix_buckets,
+    forget_comm_hooks,
+    group_of_one,
+    in_order_of_backward,
+    leave_out_of_ddp,
+    make_reducer,
+    sends_nothing,
+    zero_buckets,
+)
 from lockstep.errors import (
     ConfigurationError,
     GradientNotReducedError,
@@ -82,6 +90,7 @@ def checked_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
+@in_order_of_backward
 class DDPWrapper(DistributedDataParallel):
     """torch's DDP around one module; `DDPTransport` makes and owns it.
 
@@ -103,17 +112,13 @@ class DDPWrapper(DistributedDataParallel):
     ) -> None:
         names = [name for name, item in _named_tensors(module) if is_local(item)]
         if names:
-            # torch looks for a name at the root with and without the dot before it.
-            self._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
-                module, [*names, *(f".{name}" for name in names)]
-            )
+            leave_out_of_ddp(type(self), module, names)
         _refuse_sparse(module)
         kept = {"broadcast_buffers", "forward_sync_buffers"}
         super().__init__(
             module,
-            process_group=_group_of_one(slots),
-            init_sync=False,
-            forward_sync_buffers=False,
+            process_group=group_of_one({slot.param.device.type for slot in slots} | {"cpu"}),
+            **sends_nothing(DistributedDataParallel),
             **{name: value for name, value in arguments.items() if name not in kept},
         )
         self.place = place
@@ -159,10 +164,7 @@ class DDPWrapper(DistributedDataParallel):
             self.forget()  # torch has no reducer without parameters
             return
         _refuse_sparse(self.module)  # unfrozen: DDP would fail in C++, in the middle of a backward
-        parameters, sparse = self._build_params_for_reducer()
-        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-        self._ddp_init_helper(parameters, sparse, names, static_graph=False)  # type: ignore[no-untyped-call]
-        self._comm_hooks = []
+        make_reducer(self)
         self._take_hold()
 
     def forget(self) -> None:
@@ -176,7 +178,7 @@ class DDPWrapper(DistributedDataParallel):
 
     def empty_buckets(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Zeros like every bucket, and the parameters whose gradients stand in it, in order."""
-        for bucket in self.reducer._get_zeros_like_grad_buckets():
+        for bucket in zero_buckets(self):
             yield bucket.buffer(), bucket.parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
@@ -187,20 +189,14 @@ class DDPWrapper(DistributedDataParallel):
     def release(self) -> None:
         """Take DDP's hooks off. The module can still be called, and trains by itself."""
         self._carrier = None
-        self._comm_hooks = []
+        forget_comm_hooks(self)
         self.logger = None
         self.reducer = None  # type: ignore[assignment]
-
-    def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
-        # Backward's order, for `_take_hold`.
-        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return parameters[::-1], sparse[::-1]
 
     def _take_hold(self) -> None:
         # DDP would rebuild its buckets in the order in which a rank's gradients came in its first
         # backward, which a rank without samples cannot know. So it is told one now.
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        fix_buckets(self)
         self.register_comm_hook(None, lambda state, bucket: self._carry(bucket))
         self.reduced = self.wanted()
         self.has_reduced()
@@ -258,14 +254,6 @@ def taken_out(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _group_of_one(slots: Sequence[Slot]) -> Any:
-    alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    for device in {slot.param.device.type for slot in slots} | {"cpu"}:
-        backend = FakeProcessGroup._create_internal(0, 1)
-        alone._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
-    return alone
 
 
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

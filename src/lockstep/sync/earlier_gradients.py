@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.sync.inventory import sum_of_bits
+from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

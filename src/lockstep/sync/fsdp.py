@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N gradients become one, and every rank keeps a share of what optimizers hold.
+"""Gradient sync in which every rank steps its share of the parameters, and holds that state alone.
 
 Weights and gradients are whole on every rank and synchronised as in `GradientSync`; the modules
-keep their own parameters. Shared out is the work of the optimizers, by rows, and their state.
+keep their own parameters. The work and the state of the optimizers are sharded, by rows (ZeRO,
+stage 1).
 
 Rejected: torch's `fully_shard`. It exchanges a module's parameters for others whenever it gathers
-or gives up weights, so that what was listed before a backward is dead after it; and within a
-step whole weights and whole gradients are needed at once in any case, because its own
+or gives up weights, so that a list of parameters from before a backward is stale after it; and
+within a step whole weights and whole gradients are needed at once in any case, because its own
 reduce-scatter averages over ranks, mixes the gradients of different layers when branches differ,
-gives zeros to what nobody used, and needs every rank to run the same forwards and backwards.
+gives zeros to parameters that no rank used, and needs every rank to run the same forwards and
+backwards.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -28,11 +30,12 @@ from lockstep.errors import (
 )
 from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.parameter_shards import ShardOfParameter, gather_rows, has_rows, state_in_shards
+from lockstep.sync.parameter_shards import ParameterShards, rows_of
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from lockstep.group import Group
 
@@ -42,13 +45,13 @@ _ROUND: Final = -1
 
 
 class FSDPSync(GradientSync):
-    """See `GradientSync`; the optimizers' steps are shared out.
+    """See `GradientSync`; the optimizers' steps are sharded.
 
     Args:
-        modules: which stay as they are.
+        modules: stay as they are.
         group: the ranks; its process group has to be torch's default group.
-        optimizers: of whose parameters each rank steps its rows. Scalars and complex parameters
-            are stepped alike on every rank, and so is all that an optimizer holds which
+        optimizers: each rank steps its rows of their parameters. Scalars and complex parameters
+            are stepped alike on every rank, and so are all parameters of an optimizer that
             evaluates the loss within its step.
     """
 
@@ -70,38 +73,38 @@ class FSDPSync(GradientSync):
             averages=averages,
             make_transport=partial(BucketTransport, meet=partial(self._meet_at, _ROUND)),
         )
-        self._mesh: DeviceMesh | None = None
         self._sharded: list[ShardedOptimizer] = []
-        self._shards: dict[torch.Tensor, ShardOfParameter] = {}
+        self._shards: ParameterShards | None = None
         slots = self._rounds.slots
-        self._splits = {slot.param: slot.number for slot in slots if has_rows(slot.param)}
         try:
-            self._mesh = _mesh(group, slots[0].param.device)
-            self._sharded += [
-                ShardedOptimizer(optimizer, self)
-                for optimizer in dict.fromkeys(optimizers)
-                if not steps_whole(optimizer)
-            ]
+            self._shards = ParameterShards(slots, _mesh(group, slots[0].param.device))
+            for optimizer in dict.fromkeys(optimizers):
+                if not steps_whole(optimizer):
+                    self.shard(optimizer)
         except BaseException:
             self.detach()
             raise
 
-    def shard_of(self, param: torch.Tensor) -> ShardOfParameter | None:
-        """See `Rows`."""
-        number = self._splits.get(param)
-        if number is None or self._mesh is None:
-            return None
-        if param not in self._shards:
-            self._shards[param] = ShardOfParameter(number, param, self._mesh)
-        return self._shards[param]
+    def shard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each rank step its rows of what `optimizer` holds, until `detach`."""
+        assert self._shards is not None, "detached"
+        meet = partial(self._meet_for_step, len(self._sharded))
+        sharded = ShardedOptimizer(optimizer, self._shards, meet=meet, gather=self._gather)
+        self._sharded.append(sharded)
 
-    def state_in_shards(self, state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """See `Rows`."""
-        assert self._mesh is not None, "optimizers are released before it goes"
-        return state_in_shards(state, param, self._mesh)
+    def _meet_for_step(self, number: int) -> None:
+        try:
+            self._meet_at(number)
+        except LockstepError:
+            self._rounds.break_off()
+            raise
 
-    def meet(self, optimizer: ShardedOptimizer) -> None:
-        """See `Rows`: who left a step out would take its messages for those of a backward.
+    def _meet_at(self, here: int) -> None:
+        """Refuse to go on where one rank steps and another one does not.
+
+        A rank that left a step out would take the messages of the step for those of a backward.
+        On accelerators, where the host would have to wait for the device, a rank that is missing
+        is left to the backend's own timeout.
 
         Gradient:
             None: metadata only.
@@ -110,21 +113,8 @@ class FSDPSync(GradientSync):
             Every rank. Blocks. See `Group.roll_call`.
 
         Raises:
-            GradientNotReducedError: on every rank, if one is somewhere else; see `_meet_at`.
+            GradientNotReducedError: on every rank, if one is somewhere else.
             PeerLostError: a rank did not come.
-        """
-        here = self._sharded.index(optimizer) if optimizer in self._sharded else len(self._sharded)
-        try:
-            self._meet_at(here)
-        except LockstepError:
-            self._rounds.break_off()
-            raise
-
-    def _meet_at(self, here: int) -> None:
-        """Refuse to go on where one rank steps and another one does not.
-
-        On accelerators, where the host would have to wait for the device, a rank that is missing
-        is left to the backend's own timeout.
         """
         group = self._rounds.attached()
         if group.device.type != "cpu":
@@ -140,22 +130,30 @@ class FSDPSync(GradientSync):
                 fix="step on every rank or on none, and the optimizers in the same order",
             )
 
-    def gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite the other ranks' rows with what those ranks have.
+    def _gather(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the other ranks' rows of whole `tensors` with what those ranks have.
+
+        Rejected: an all-gather. It needs memory for what it gathers, and on gloo as much again,
+        which was more than the optimizer's state that sharding saves; on two CPUs it was no
+        quicker.
 
         Gradient:
             None: runs without recording.
 
         Collective:
-            Every rank. Blocks. See `gather_rows`.
+            Every rank. Blocks. From each rank one broadcast per large tensor, and per device and
+            `bucket_cap_mb`.
 
         Raises:
             PeerLostError: another rank went away; the ranks' weights are not equal any more.
         """
         if not tensors:
             return
+        group = self._rounds.attached()
         try:
-            gather_rows(self._rounds.attached(), tensors, cap_bytes=self._cap_bytes)
+            for source in range(group.size):
+                rows = [rows_of(tensor.detach(), source, group.size) for tensor in tensors]
+                broadcast_tensors(group, rows, cap_bytes=self._cap_bytes, source=source)
         except PeerLostError:
             self._rounds.break_off()
             raise
@@ -163,16 +161,14 @@ class FSDPSync(GradientSync):
         torch.autograd.graph.increment_version(tensors)
 
     def detach(self) -> None:
-        """As `GradientSync.detach`; of the optimizers' states each rank keeps its rows."""
+        """See `GradientSync.detach`; of the optimizers' states each rank keeps its rows."""
         super().detach()
         for optimizer in self._sharded:
             optimizer.release()
         self._sharded.clear()
-        self._shards.clear()
-        if self._mesh is not None:
-            # The states keep the mesh, and a mesh keeps its groups by name.
-            getattr(self._mesh, "_pg_registry", {}).clear()
-        self._mesh = None
+        if self._shards is not None:
+            self._shards.close()
+        self._shards = None
 
 
 def _named(place: int) -> str:

@@ -16,15 +16,11 @@ from lockstep.errors import WrongUseError
 from lockstep.group import Group, resolve_group
 from lockstep.sync import optimizer_guard
 from lockstep.sync.bucket_transport import BucketTransport
-from lockstep.sync.buffers import SyncedBuffers, broadcast_tensors
-from lockstep.sync.inventory import (
-    agree,
-    agree_on_values,
-    as_modules,
-    check_options,
-    take_inventory,
-)
+from lockstep.sync.buffer_broadcast import BufferBroadcast
 from lockstep.sync.reduction_rounds import ReductionRounds
+from lockstep.sync.replica_checks import check_options, compare_structures, compare_values
+from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,15 +105,14 @@ class GradientSync:
         settings: Sequence[Any] = (),
     ) -> None:
         check_options(buffers, bucket_cap_mb)
-        self._found = take_inventory(modules)
-        optimizer_guard.refuse_attached(
-            self._found.parameters, "detach() the GradientSync that has it"
-        )
+        self._found = find_synced_tensors(modules)
+        fix = "detach() the GradientSync that has it"
+        optimizer_guard.refuse_attached(self._found.parameters, fix)
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         self._settings = [self._cap_bytes, buffers, averages, *settings]
-        agree(group, self._found, self._settings)
+        compare_structures(group, self._found, self._settings)
         self._owns_group = owns_group
-        self._buffers = SyncedBuffers(self._found.buffers.values())
+        self._buffers = BufferBroadcast(self._found.buffers.values())
         if broadcast:
             parameters = list(self._found.parameters.values())
             broadcast_tensors(group, parameters, cap_bytes=self._cap_bytes)
@@ -330,7 +325,7 @@ class GradientSync:
             ReplicasDifferError: on every rank; names the parameters and the ranks.
         """
         params: dict[str, torch.Tensor] = {slot.name: slot.param for slot in self._rounds.slots}
-        agree_on_values(self._rounds.attached(), params, have_stepped=self._rounds.has_stepped)
+        compare_values(self._rounds.attached(), params, have_stepped=self._rounds.has_stepped)
 
     def part(self) -> bool:
         """Leave a group that has broken.
@@ -361,7 +356,7 @@ class GradientSync:
         """
         if not self._rounds.listener.is_listening:
             raise WrongUseError("this synchronisation was detached", fix="make another one")
-        agree(group, self._found, self._settings)
+        compare_structures(group, self._found, self._settings)
         self._rounds.join(group)
 
     def detach(self) -> None:

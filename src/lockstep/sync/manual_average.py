@@ -10,9 +10,10 @@ from lockstep.sync import optimizer_guard
 from lockstep.sync.batch_weights import checked_weight
 from lockstep.sync.buckets import Slot
 from lockstep.sync.contribution import PLAIN, Contribution
-from lockstep.sync.inventory import agree, as_modules, take_inventory
 from lockstep.sync.reducer import Reducer
+from lockstep.sync.replica_checks import compare_structures
 from lockstep.sync.round_checks import judge
+from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 
 _CAP_BYTES = 25 * 2**20
 
@@ -45,9 +46,9 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     ranks = resolve_group(group)
     place = f"rank {ranks.rank} of {ranks.size}"
     share = 1.0 if weight is None else checked_weight(weight, place)
-    found = take_inventory(as_modules(model))
+    found = find_synced_tensors(as_modules(model))
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
-    agree(ranks, found, [])
+    compare_structures(ranks, found, [])
     slots = [
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
     ]

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
 from lockstep.lazy_dynamo_import import outside_graphs
-from lockstep.sync.inventory import sum_of_bits
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.round_checks import judge_losses
+from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's rows of parameters that every rank holds whole, and of what belongs to them.
+"""This rank's rows of parameters that every rank holds whole, and of the state of optimizers.
 
-A shard is a view: what is written to it is written to the rank's own rows of the whole. It is a
+A shard is a view: a write to it is a write to this rank's rows of the whole parameter. It is a
 `DTensor`, because to an optimizer it has to be the whole parameter: its shape and, through
-DTensor's collectives, its norm are the whole one's.
+DTensor's collectives, its norm are those of the whole one.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep._torch_compat import forget_groups, storage_key, version_of
 from lockstep.errors import NotAvailableError
-from lockstep.sync.buffers import broadcast_tensors
 from lockstep.sync.local_parameters import is_local, local
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.group import Group
+    from lockstep.sync.buckets import Slot
 
 
-def has_rows(param: torch.Tensor) -> bool:
-    """Whether there is something to share out, and gloo and torch can carry it."""
+def can_be_sharded(param: torch.Tensor) -> bool:
+    """Whether `param` has rows to share out, of a dtype that gloo and DTensor can carry."""
     return not is_local(param) and param.dim() > 0 and param.numel() > 0 and not param.is_complex()
 
 
 def rows_of(whole: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """The rows of a tensor that `rank` keeps; maybe none."""
+    """The rows of a tensor that `rank` keeps; may be none."""
     height = -(-whole.shape[0] // num_ranks)
     first = min(rank * height, whole.shape[0])
     return whole[first : first + height]
 
 
-def sharded(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """`local_rows` as this rank's part of what is shaped like `whole`. Communicates nothing."""
+def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """`local_rows` as this rank's shard of a tensor shaped like `whole`. Communicates nothing."""
     return DTensor.from_local(
         local_rows,
         mesh,
@@ -47,12 +47,6 @@ def sharded(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> 
         shape=whole.shape,
         stride=whole.stride(),
     )
-
-
-def own_copy(value: torch.Tensor, param: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's rows of `value`, where `param` is."""
-    rows = rows_of(value.detach(), mesh.get_local_rank(), mesh.size())
-    return sharded(rows.to(param.device, copy=True), value, mesh)
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,27 +61,55 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def state_in_shards(
-    state: Mapping[str, Any], param: torch.Tensor, mesh: DeviceMesh
-) -> dict[str, Any]:
-    """What an optimizer remembers of `param`, with this rank's rows of what has its shape."""
-    return {
-        name: own_copy(value, param, mesh)
-        if isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and value.shape == param.shape
-        else value
-        for name, value in state.items()
-    }
+class ParameterShards:
+    """The shards of some parameters over the ranks of a mesh; each is made when it is asked for.
+
+    Scalars, complex and local parameters have none: every rank steps them whole.
+    """
+
+    def __init__(self, slots: Iterable[Slot], mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._numbers = {slot.param: slot.number for slot in slots if can_be_sharded(slot.param)}
+        self._shards: dict[torch.Tensor, ParameterShard] = {}
+
+    def of(self, param: torch.Tensor) -> ParameterShard | None:
+        """The shard of `param`; None for one that stays whole."""
+        if param not in self._shards and param in self._numbers:
+            self._shards[param] = ParameterShard(self._numbers[param], param, self._mesh)
+        return self._shards.get(param)
+
+    def of_state(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """An optimizer's state of `param`, with this rank's rows of tensors of its shape."""
+        if param not in self._numbers:
+            return state
+        return {
+            name: self._shard_of_copy(value, param)
+            if isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and value.shape == param.shape
+            else value
+            for name, value in state.items()
+        }
+
+    def _shard_of_copy(self, value: torch.Tensor, param: torch.Tensor) -> DTensor:
+        rows = rows_of(value.detach(), self._mesh.get_local_rank(), self._mesh.size())
+        return as_shard(rows.to(param.device, copy=True), value, self._mesh)
+
+    def close(self) -> None:
+        """Let go of the shards, and of the process group behind the mesh."""
+        self._numbers.clear()
+        self._shards.clear()
+        # The optimizers' states keep the mesh, and a mesh keeps its groups by name.
+        forget_groups(self._mesh)
 
 
-class ShardOfParameter:
-    """A parameter as an optimizer sees it while it steps.
+class ParameterShard:
+    """One parameter's shard, which an optimizer steps in the place of the parameter.
 
     Attributes:
         number: its place among the parameters, the same on every rank.
         whole: the parameter itself, which stays with its module.
-        param: this rank's rows of it.
+        param: this rank's rows of it, a parameter too.
     """
 
     def __init__(self, number: int, whole: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -95,56 +117,55 @@ class ShardOfParameter:
         self.whole = whole
         self._mesh = mesh
         self._rank, self._num_ranks = mesh.get_local_rank(), mesh.size()
-        self._lent: tuple[torch.Tensor | None, int] = None, 0
+        self._given: tuple[torch.Tensor | None, int] = None, 0
         self._build()
 
     def _build(self) -> None:
         self._place = self._place_now()
         rows = rows_of(self.whole.detach(), self._rank, self._num_ranks)
         self.param = torch.nn.Parameter(
-            sharded(rows, self.whole, self._mesh), requires_grad=self.whole.requires_grad
+            as_shard(rows, self.whole, self._mesh), requires_grad=self.whole.requires_grad
         )
-        self._storage = self.param.untyped_storage()._cdata
+        self._storage = storage_key(self.param)
 
     def _place_now(self) -> tuple[Any, ...]:
         whole = self.whole
         return whole.data_ptr(), whole.device, whole.dtype, whole.shape, whole.stride()
 
-    def lend(self) -> torch.nn.Parameter:
-        """What the optimizer steps, with the gradient that the whole parameter has now.
+    def begin_step(self) -> None:
+        """Give the shard the gradient, and the marks, that the whole parameter has now.
 
         Gradient:
-            A copy of the rank's rows. An optimizer may write to it through ``.data``, which
-            nobody sees: the whole gradient would then be another one on each rank.
+            A copy of this rank's rows. An optimizer may write to it through ``.data``, which no
+            version counter shows: the whole gradient would then be another one on each rank.
         """
         if self._place != self._place_now():
             self._build()  # `param.data = other`, or a model that moved to another device
         grad: torch.Tensor | None = None
         if self.whole.grad is not None:
             rows = rows_of(self.whole.grad.detach(), self._rank, self._num_ranks)
-            grad = sharded(rows.clone(), self.whole.grad, self._mesh)
+            grad = as_shard(rows.clone(), self.whole.grad, self._mesh)
         # Marks of the user's own, by which an optimizer may choose.
         vars(self.param).update(vars(self.whole))
         local(self.param)
         self.param.requires_grad_(self.whole.requires_grad)
         self.param.grad = grad
-        self._lent = grad, self._version()
-        return self.param
+        self._given = grad, self._version()
 
     def _version(self) -> int:
         grad = self.param.grad
-        return self.param._version + (0 if grad is None else grad._version)
+        return version_of(self.param) + (0 if grad is None else version_of(grad))
 
-    def take_back(self) -> list[torch.Tensor]:
-        """The step is over: what was done to the gradient is done to the whole one.
+    def end_step(self) -> list[torch.Tensor]:
+        """Copy the changes that the optimizer made to the shard's gradient to the whole one.
 
         Returns:
-            Of which whole tensors only this rank's rows are those of now. It follows from what
-            the ranks do alike, whether or not they have rows of it.
+            The whole tensors of which only this rank's rows are up to date. The same on every
+            rank, also on one that has no rows of this parameter.
         """
-        grad, version = self._lent
+        grad, version = self._given
         now, changed = self.param.grad, self._version() != version
-        self._lent, self.param.grad = (None, 0), None
+        self._given, self.param.grad = (None, 0), None
         # Without a gradient an optimizer leaves a parameter alone; a decay may not.
         found = [self.whole] if grad is not None or self.whole.requires_grad or changed else []
         if now is None:
@@ -164,7 +185,7 @@ class ShardOfParameter:
             NotAvailableError: the optimizer assigned to ``.data``, of which a DTensor takes no
                 notice.
         """
-        if self.param.untyped_storage()._cdata != self._storage:
+        if storage_key(self.param) != self._storage:
             self._build()
             raise NotAvailableError(
                 'this optimizer cannot step under sync="fsdp"',
@@ -172,29 +193,3 @@ class ShardOfParameter:
                 cause="what it steps is a shard, whose values do not follow such an assignment",
                 fix='write `param.copy_(...)` in the optimizer, or sync="replicate"',
             )
-
-
-def gather_rows(group: Group, tensors: Sequence[torch.Tensor], *, cap_bytes: int) -> None:
-    """Overwrite the other ranks' rows of whole `tensors` with what those ranks have.
-
-    Rejected: an all-gather. It needs memory for what it gathers, and on gloo as much again, which
-    was more than the optimizer's state that sharding saves; on two CPUs it was no quicker.
-
-    Args:
-        group: the ranks.
-        tensors: of the same shapes, dtypes and order on every rank.
-        cap_bytes: the most that is packed into one message.
-
-    Gradient:
-        None: runs without recording.
-
-    Collective:
-        Every rank. Blocks. From each rank one broadcast per large tensor, and per device and
-        `cap_bytes`.
-
-    Raises:
-        PeerLostError: another rank went away.
-    """
-    for source in range(group.size):
-        rows = [rows_of(tensor.detach(), source, group.size) for tensor in tensors]
-        broadcast_tensors(group, rows, cap_bytes=cap_bytes, source=source)

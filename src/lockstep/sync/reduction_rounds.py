@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.contribution import Sums, UnreadSums
-    from lockstep.sync.inventory import Inventory
+    from lockstep.sync.synced_tensors import SyncedTensors
     from lockstep.sync.transport import (
         Gradients,
         RoundResult,
@@ -84,7 +84,7 @@ class ReductionRounds:
         self,
         modules: Sequence[torch.nn.Module],
         group: Group,
-        found: Inventory,
+        found: SyncedTensors,
         make_transport: TransportFactory,
         *,
         cap_bytes: int,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sum over shards whose bits do not depend on who computed which shard.
+"""A sum over shards whose bits do not depend on which rank computed which shard.
 
 Addition of floating-point numbers is not associative, so the order is fixed once and for all:
 a binary tree over the shards 0 to S - 1, split in the middle. A rank carries contiguous
 shards, so whole subtrees are its own: it sends one partial sum for each of them, not a copy
-for each shard. Who carries all shards adds up in the same order without sending anything.
+for each shard. A rank that carries all shards adds up in the same order and sends nothing.
 
 Large sums travel as a ring all-reduce would: every rank receives all partial sums of its
 own slice (all-to-all), adds them in the order of the tree, and the slices are gathered: the
@@ -48,7 +48,7 @@ class ShardOrder:
         return self.by_rank[self.rank]
 
     def subtrees(self, rank: int) -> list[Node]:
-        """The largest subtrees that lie wholly in the shards of `rank`, in order."""
+        """The largest subtrees whose shards all belong to `rank`, in order."""
         return _covered((0, self.num_shards), self.by_rank[rank])
 
 
@@ -135,7 +135,7 @@ def _by_slices(group: Group, order: ShardOrder, own: torch.Tensor, root: Node) -
     length = own.shape[1]
     size = -(-length // group.size)
     padded = torch.nn.functional.pad(own, (0, size * group.size - length))
-    # (partial sums, ranks, slice) -> (ranks, partial sums, slice): what each rank receives.
+    # (partial sums, ranks, slice) -> (ranks, partial sums, slice): by receiving rank.
     sent = padded.view(len(own), group.size, size).transpose(0, 1).contiguous()
     counts = [len(order.subtrees(rank)) for rank in range(group.size)]
     received = own.new_empty(sum(counts), size)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep._torch_compat import version_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
@@ -136,13 +138,13 @@ class SingleProcess:
     def watch_gradients(self) -> None:
         """See `GradientSync.watch_gradients`; a weak reference lets a cleared gradient go."""
         grads = [p.grad for p in self._parameters if p.grad is not None]
-        self._watched = [(weakref.ref(grad), grad._version) for grad in grads]
+        self._watched = [(weakref.ref(grad), version_of(grad)) for grad in grads]
 
     @property
     def has_added(self) -> bool:
         held = {id(p.grad) for p in self._parameters if p.grad is not None}
         alive = [(grad, version) for ref, version in self._watched if (grad := ref()) is not None]
-        return any(id(grad) in held and grad._version != version for grad, version in alive)
+        return any(id(grad) in held and version_of(grad) != version for grad, version in alive)
 
     # What only peers need.
 

@@ -126,6 +126,12 @@ def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any, further: A
     )
 
 
+def checked_retries(max_retries: Any) -> None:
+    """How many failures one call may recover from."""
+    is_count = is_int(max_retries) and max_retries >= 0
+    require(is_count, "max_retries", max_retries, "an int >= 0")
+
+
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -134,7 +140,7 @@ def is_positive_int(value: Any) -> bool:
     return is_int(value) and value >= 1
 
 
-def explicit_identity(num_shards: Any, seed: Any) -> dict[str, Any]:
+def identity(num_shards: Any, seed: Any) -> dict[str, Any]:
     """What decides data order and random numbers, as far as the user said it; None if not."""
     require(is_int(seed), "seed", seed, "an int")
     return {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer says when a call cannot be: no loader, no batch, no workers, two at once."""
+"""Why a call of a trainer is refused: no loader, no batch, no workers, two calls at once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import (
     ConfigurationError,
     TrainerClosedError,
-    WrongTypeError,
     WrongUseError,
 )
-from lockstep.trainer.failure_tolerance import why_not
 from lockstep.worker import shown_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.operator import TrainingOperator
-    from lockstep.trainer.callbacks import Callback
     from lockstep.worker import WorkerSpec
 
 
@@ -63,6 +60,7 @@ def _empty(operator: str, purpose: str) -> ConfigurationError:
 
 
 def two_calls(method: str) -> WrongUseError:
+    """Why `method` cannot be called now."""
     return WrongUseError(
         f"{method} was called while another call of this trainer runs",
         cause="another thread, a signal handler, or the operator itself called it",
@@ -71,20 +69,16 @@ def two_calls(method: str) -> WrongUseError:
     )
 
 
-def tell(callback: Callback, event: str, *args: Any) -> None:
-    """Call a method of a callback; refuse what it returns, for nobody reads that."""
-    returned = getattr(callback, event)(*args)
-    if returned is None:
-        return
-    raise WrongTypeError(
-        f"{type(callback).__name__}.{event} returned something, which nobody reads",
-        got=f"{returned!r:.60}",
-        expected="None",
-        fix="to end training: self.stop_reason = '...', and trainer.should_stop in the loop",
+def no_local_operator() -> ConfigurationError:
+    """All workers live in processes of their own."""
+    return ConfigurationError(
+        "no operator lives in this process",
+        fix="TorchTrainer(..., use_local=True), or trainer.apply_all_operators(fn)",
     )
 
 
 def was_shut_down() -> TrainerClosedError:
+    """What a call after `shutdown` says."""
     return TrainerClosedError(
         "this trainer was shut down",
         fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
@@ -96,7 +90,8 @@ def has_ended(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
     first_line = next(iter(shown_error(reason).splitlines()), "")
     got = None
     if not spec.can_go_back:
-        got = "{}: they cannot go back to the last committed step, for {}".format(*why_not(spec))
+        argument, why = why_not_recoverable(spec)
+        got = f"{argument}: they cannot go back to the last committed step, for {why}"
     fix = "create a new TorchTrainer; load(path) goes on from a checkpoint"
     return TrainerClosedError(
         "this trainer's workers have ended",
@@ -104,3 +99,13 @@ def has_ended(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
         cause=f"{type(reason).__name__}: {first_line}",
         fix=reason.details["fix"] if isinstance(reason, TrainerClosedError) else fix,
     )
+
+
+def why_not_recoverable(spec: WorkerSpec) -> tuple[str, str]:
+    """Which argument keeps the workers from forming their group anew, and why."""
+    options = spec.options
+    if not options.wrap_ddp:
+        return "wrap_ddp=False", "a wrapper of your own keeps the broken group"
+    if not options.add_dist_sampler:
+        return "add_dist_sampler=False", "only each worker itself knows its part of the data"
+    return f"sync={options.sync!r}", "each worker alone has a part of the state"

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
-    from lockstep.trainer import TorchTrainer
+
+Trainer: TypeAlias = Any
+"""The `TorchTrainer`, which imports this module. Not a protocol: a callback that says
+``trainer: TorchTrainer`` would then be refused by the type checker."""
 
 
 class Callback:
@@ -27,10 +30,10 @@ class Callback:
     every: int | None = None
     stop_reason: str | None = None
 
-    def on_start(self, trainer: TorchTrainer) -> None:
+    def on_start(self, trainer: Trainer) -> None:
         """The workers are ready."""
 
-    def on_progress(self, trainer: TorchTrainer, progress: dict[str, Any]) -> None:
+    def on_progress(self, trainer: Trainer, progress: dict[str, Any]) -> None:
         """A `train` or `validate` call begins, or goes on: called as it begins, then once a second.
 
         Args:
@@ -42,7 +45,7 @@ class Callback:
         What it raises ends the call only when the workers are through with it.
         """
 
-    def on_step(self, trainer: TorchTrainer, step: int, metrics: dict[str, Any]) -> None:
+    def on_step(self, trainer: Trainer, step: int, metrics: dict[str, Any]) -> None:
         """`every` further optimizer steps (global batches) have happened in a `train` call.
 
         Called while the call runs, some tenths of a second late, and at its end for those that are
@@ -55,13 +58,13 @@ class Callback:
                 ``batch_count`` and ``epoch``. A worker that was lost may be missing in them.
         """
 
-    def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+    def on_train_end(self, trainer: Trainer, result: dict[str, Any]) -> None:
         """A `train` call has ended; `result` is what it returns, reduced over workers."""
 
-    def on_validate_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+    def on_validate_end(self, trainer: Trainer, result: dict[str, Any]) -> None:
         """A `validate` call has ended."""
 
-    def on_failure(self, trainer: TorchTrainer, error: BaseException) -> None:
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         """The run ends by `error`.
 
         It left the ``with`` block, has ended the workers, or ended the last call before
@@ -69,11 +72,11 @@ class Callback:
         the last call came to its end.
         """
 
-    def on_shutdown(self, trainer: TorchTrainer) -> None:
+    def on_shutdown(self, trainer: Trainer) -> None:
         """The trainer is about to end its workers, whose last call came to its end."""
 
 
-def steps_done(trainer: TorchTrainer) -> int:
+def steps_done(trainer: Trainer) -> int:
     """Optimizer steps (global batches) since the run began, also before it was loaded."""
     steps: int = trainer.apply_all_operators(_global_step)[0]
     return steps

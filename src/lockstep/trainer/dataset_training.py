@@ -10,10 +10,10 @@ from lockstep.data import RayBatches
 from lockstep.engine import split_dataset
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE
+from lockstep.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from lockstep.trainer.worker_pool import WorkerPool
     from lockstep.worker import WorkerSpec
 
 
@@ -29,22 +29,19 @@ class DatasetTraining:
 
     @property
     def has_dataset(self) -> bool:
+        """The workers train on a dataset of Ray's."""
         return self._current is not None
 
     def forget(self) -> None:
         """Let go of the dataset; the workers have, or are no more."""
         self._current, self._streams = None, []
 
-    def change_to(
-        self, dataset: Any, spec: WorkerSpec, call: Callable[..., Any], generation: int = 0
-    ) -> None:
+    def change_to(self, dataset: Any, pool: WorkerPool) -> None:
         """Have the workers train on `dataset`, or on their own loaders if it is None.
 
         Args:
             dataset: a ``ray.data.Dataset``, `RayBatches`, or None.
-            spec: what the workers are.
-            call: calls a method of every worker.
-            generation: the formation of their group; another one has let go of the dataset.
+            pool: the workers.
 
         Raises:
             WrongTypeError: `dataset` is something else.
@@ -53,17 +50,19 @@ class DatasetTraining:
         """
         if dataset is None:
             if self._current is not None:
-                call("feed", None, None)
+                pool.call(Worker.feed.with_args(None, None))
             self.forget()
             return
+        spec, generation = pool.spec, pool.generation
         wanted = _checked(dataset, spec)
-        is_new = generation != self._generation
+        is_new = generation != self._generation  # another formation has let go of the dataset
         if is_new or self._current is None or not _same(wanted, self._current):
             # One worker lives in this process, and holds no CPU of the cluster.
             held = spec.num_workers * (spec.threads or 1) if spec.num_workers > 1 else 0
             self._streams = split_dataset(wanted.dataset, spec.num_workers, held)
             # Without the dataset: each worker gets the streams, and has no use for the plan.
-            call("feed", self._streams, replace(wanted, dataset=None))
+            plan = replace(wanted, dataset=None)
+            pool.call(Worker.feed.with_args(self._streams, plan))
             self._current, self._generation = wanted, generation
 
 

@@ -3,57 +3,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine import Resources, has_gpus_elsewhere, open_remote, stays_here
-from lockstep.engine.inline import InlineEngine
-from lockstep.errors import WrongTypeError
+from lockstep.engine import Resources
 from lockstep.operator import Options, TrainingOperator
-from lockstep.trainer import results, verification
-from lockstep.trainer.arguments import (
-    UNSAID_SEED,
-    check_options,
-    checked_config,
-    checked_functions,
-    checked_numbers,
-    checked_operator,
-    checked_workers,
-    explicit_identity,
-    is_int,
-    is_positive_int,
-    pick_audit,
-    pick_backend,
-    pick_gpu,
-    pick_precision,
-    pick_sync,
-    processes_and_replicas,
-    refuse_further,
-    require,
-)
+from lockstep.trainer import arguments as checks
+from lockstep.trainer import verification
+from lockstep.trainer.arguments import UNSAID_SEED
 from lockstep.trainer.audit_comparison import AuditComparison
-from lockstep.trainer.beside import BesideTraining
-from lockstep.trainer.call_errors import check_loader, no_batch
-from lockstep.trainer.call_listeners import all_of, announcer_for
-from lockstep.trainer.failure_tolerance import policy_of, recovering, refuse_spares
-from lockstep.trainer.profiling import Profile, traced
-from lockstep.trainer.progress import ProgressBar, wants_bar
+from lockstep.trainer.callback_list import CallbackList
+from lockstep.trainer.checkpoint_writer import CheckpointWriter
+from lockstep.trainer.dataset_training import DatasetTraining
+from lockstep.trainer.launch import Placement, policy_of, start_workers
+from lockstep.trainer.loop_calls import LoopCalls, loop_request, reduced
+from lockstep.trainer.prediction_order import in_order
+from lockstep.trainer.run_directory import RunDirectory
+from lockstep.trainer.run_state import RunState
 from lockstep.trainer.step_metrics import StepMetrics
-from lockstep.worker import WorkerSpec
+from lockstep.trainer.worker_pool import WorkerPool
+from lockstep.worker import Worker, WorkerSpec, predict
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
+
+    from torch import nn
 
     from lockstep.parity import ParityReport
     from lockstep.trainer.callbacks import Callback
-    from lockstep.worker import Report
+    from lockstep.trainer.profiler_traces import Profile
 
 
-class TorchTrainer(BesideTraining):
+class TorchTrainer:
     """Trains one model with `num_workers` workers, which live until `shutdown`.
 
     ::
@@ -152,17 +136,17 @@ class TorchTrainer(BesideTraining):
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
-        super().__init__()
-        refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
-        self._operator_cls = checked_operator(training_operator_cls)
-        self.config, self._explicit = checked_config(config), explicit_identity(num_shards, seed)
-        checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
-        checked_numbers(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
-        self._policy = policy_of(num_workers, spare_workers, min_workers, hang_timeout_s)
-        self._steps = StepMetrics(checked_functions(initialization_hook, callbacks))
-        processes, replicas = processes_and_replicas(pick_sync(sync), num_workers)
+        checks.refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
+        operator_cls = checks.checked_operator(training_operator_cls)
+        self.config, explicit = checks.checked_config(config), checks.identity(num_shards, seed)
+        checks.checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
+        checks.checked_numbers(timeout_s=timeout_s)
+        policy = policy_of(num_workers, spare_workers, min_workers, hang_timeout_s)
+        given = checks.checked_functions(initialization_hook, callbacks)
+        self._callbacks, steps = CallbackList(given, self), StepMetrics(given)
+        processes, replicas = checks.processes_and_replicas(checks.pick_sync(sync), num_workers)
         options = Options(
-            precision=pick_precision(precision, use_fp16),
+            precision=checks.pick_precision(precision, use_fp16),
             use_tqdm=use_tqdm,
             scheduler_step_freq=scheduler_step_freq,
             sync=sync,
@@ -175,10 +159,10 @@ class TorchTrainer(BesideTraining):
             clip_grad_norm=clip_grad_norm,
             check_finite=check_finite,
         )
-        check_options(options, self._operator_cls, use_local=use_local)
-        gpu, gpu_here = pick_gpu(use_gpu, backend)
+        checks.check_options(options, operator_cls, use_local=use_local)
+        gpu, gpu_here = checks.pick_gpu(use_gpu, backend)
         spec = WorkerSpec(
-            operator_cls=self._operator_cls,
+            operator_cls=operator_cls,
             config=self.config,
             num_workers=processes,
             num_shards=num_shards or num_workers,
@@ -187,45 +171,41 @@ class TorchTrainer(BesideTraining):
             threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=gpu,
             options=options,
-            audit=pick_audit(audit),
-            log_every=self._steps.every,
+            audit=checks.pick_audit(audit),
+            log_every=steps.every,
         )
-        self._spec = self._fitted(spec, checkpoint_dir, checkpoint_every, keep_checkpoints, resume)
-        self._look_for_gpus(use_gpu, use_local, spare_workers)
-        room = self._room(num_cpus_per_worker, resources_per_worker, backend, timeout_s)
-        self._open(room, gpu_here=gpu_here, use_local=use_local, num_spares=spare_workers)
+        directory = RunDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
+        resources = Resources(num_cpus_per_worker, 0, resources_per_worker, backend, timeout_s)
+        placement = Placement(resources, use_gpu, gpu_here, use_local, spare_workers, policy)
+        self._start(spec, placement, directory, explicit, steps)
 
-    def _look_for_gpus(self, use_gpu: bool | str, use_local: bool, num_spares: int) -> None:
-        """A driver often runs on a head node without any: "auto" asks the other machines too."""
-        refuse_spares(self._spec, num_spares)  # before a Ray is started that would tell
-        num_bundles = 0 if use_local else self._spec.num_workers + num_spares
-        if use_gpu == "auto" and not self._spec.use_gpu and num_bundles > 1:
-            self._spec = replace(self._spec, use_gpu=has_gpus_elsewhere(num_bundles))
-
-    def _room(
-        self, num_cpus: int, further: Mapping[str, float] | None, backend: str, timeout_s: float
-    ) -> Resources:
-        gpu = self._spec.use_gpu
-        gpus = int(gpu) * self._spec.options.replicas
-        return Resources(num_cpus, gpus, further, pick_backend(backend, gpu), timeout_s)
-
-    def _open(
-        self, resources: Resources, *, gpu_here: bool, use_local: bool, num_spares: int
+    def _start(
+        self,
+        spec: WorkerSpec,
+        placement: Placement,
+        directory: RunDirectory,
+        explicit: Mapping[str, Any],
+        steps: StepMetrics,
     ) -> None:
-        self._watched = AuditComparison(self._spec)
-        if stays_here(self._spec, resources, use_local=use_local, gpu_here=gpu_here):
-            self._engine = InlineEngine(self._spec)
-        else:
-            engine = open_remote(self._spec, resources, use_local=use_local, num_spares=num_spares)
-            self._engine = recovering(engine, self._policy)
+        """Start the workers, and go on from the state that the directory holds."""
+        spec = placement.on_gpus(directory.adjusted(spec, explicit))
+        self._audit = AuditComparison(spec)
+        engine = start_workers(spec, placement)
+        self._pool = WorkerPool(spec, engine)
+        self._dataset = DatasetTraining()
+        self._state = RunState(self._pool, explicit, self._dataset, steps)
+        self._loops = LoopCalls(self._pool, self._dataset, self._callbacks, steps)
+        self._writer: CheckpointWriter | None = None
         try:
-            self._begin_durably()
-            self._tell("on_start")
+            if directory.found is not None:
+                self._state.load(directory.found)
+                directory.announce()
+            if directory.is_on:
+                self._writer = CheckpointWriter(directory.write, engine)
+            self._callbacks.start()
         except BaseException:
-            # Nobody gets hold of a trainer whose construction failed.
-            engine, self._engine = self._engine, None
-            engine.close(force=True)
-            self._all_written(force=True)
+            # The caller gets no trainer that could be shut down.
+            self._close(force=True, raises_write_error=False)
             raise
 
     # ------------------------------------------------------------------- training, validation
@@ -261,17 +241,19 @@ class TorchTrainer(BesideTraining):
             CheckpointWriteError: training went well, and the latest checkpoint could not be
                 written to `checkpoint_dir`; ``result`` holds what would have been returned.
         """
-        require(is_int(max_retries) and max_retries >= 0, "max_retries", max_retries, "an int >= 0")
-        self._check_open()
-        generation = self._engine.roster().generation
-        self._feeding.change_to(dataset, self._spec, self._call, generation)
-        # Ray decides who reads which rows, and gives none of them out again.
-        retries = 0 if self._feeding.has_dataset else max_retries
-        with self._saving_meanwhile():
-            reports = self._loop("train", num_steps, profile, info, retries=retries)
-        self._watched.judge(reports)
-        self._give_back()
-        return self._saved(self._announced("on_train_end", reports, reduce_results))
+        checks.checked_retries(max_retries)
+        self._pool.open_engine()
+        self._dataset.change_to(dataset, self._pool)
+        # Ray decides which worker reads which rows, and gives none of them out again.
+        retries = 0 if self._dataset.has_dataset else max_retries
+        request = loop_request("train", num_steps, profile, info)
+        writer = self._writer
+        with nullcontext() if writer is None else writer.during_training(self.state_dict):
+            reports = self._loops.run(Worker.train, request, profile, retries)
+        self._audit.judge(reports)
+        self._state.give_back()
+        result = reduced(reports, self._callbacks.train_end, reduce_results)
+        return result if writer is None else writer.result(result)
 
     def validate(
         self,
@@ -285,63 +267,15 @@ class TorchTrainer(BesideTraining):
         Every sample counts exactly once, at any number of workers. Arguments and result are
         those of `train`, without ``epoch``.
         """
-        reports = self._loop("validation", num_steps, profile, info)
-        return self._announced("on_validate_end", reports, reduce_results)
+        self._pool.open_engine()
+        request = loop_request("validation", num_steps, profile, info)
+        reports = self._loops.run(Worker.validate, request, profile)
+        return reduced(reports, self._callbacks.validate_end, reduce_results)
 
-    def _loop(
-        self,
-        purpose: str,
-        num_steps: int | None,
-        profile: Profile,
-        info: Mapping[str, Any] | None,
-        retries: int = 3,
-    ) -> list[Report]:
-        self._check_open()
-        require(
-            num_steps is None or is_positive_int(num_steps),
-            "num_steps",
-            num_steps,
-            "a positive number of global batches, or None",
-        )
-        if not isinstance(info, dict | None):
-            raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
-        if purpose != "train" or not self._feeding.has_dataset:
-            check_loader(self._engine.started, self._operator_cls.__name__, purpose)
-        method = "train" if purpose == "train" else "validate"
-        arguments = num_steps, bool(profile), dict(info or {})
-        with (
-            traced(self, profile, method),
-            self._bar(purpose, num_steps) as bar,
-        ):
-            listeners = announcer_for(self, self._callbacks, purpose, self._steps)
-            watch = all_of(bar, listeners.watch if listeners is not None else None)
-            reports = self._call(method, *arguments, watch=watch, retries=retries)
-            if listeners is not None:
-                listeners.finish(reports)
-        if not any(report.steps for report in reports):
-            raise no_batch(self._operator_cls, purpose, self._engine.started)
-        return reports
-
-    def _announced(self, event: str, reports: Sequence[Report], reduce_results: bool) -> Any:
-        """What the call returns; callbacks hear of the reduced results in either case."""
-        results.refuse_unused_metrics(reports)
-        reduced = results.merged(reports)
-        self._tell(event, reduced)
-        if reduce_results:
-            return reduced
-        living = [report for report in reports if not report.is_of_a_lost_worker]
-        return [results.merged([report]) for report in living]
-
-    @contextlib.contextmanager
-    def _bar(
-        self, purpose: str, num_steps: int | None
-    ) -> Iterator[Callable[[dict[str, Any]], int] | None]:
-        if not wants_bar(self._spec.options.use_tqdm):
-            yield None
-            return
-        total = self._call_rank(0, "steps_ahead", purpose, num_steps)
-        with ProgressBar(purpose, total) as bar:
-            yield bar.watch
+    @property
+    def should_stop(self) -> bool:
+        """Whether a callback has a reason to train no further; see `Callback.stop_reason`."""
+        return self._callbacks.want_stop
 
     def verify(self, num_steps: int = 1) -> ParityReport:
         """Run the next steps on a copy, with all workers and in one process, and compare.
@@ -365,18 +299,37 @@ class TorchTrainer(BesideTraining):
             NotAvailableError: workers read loaders of their own (``add_dist_sampler=False``),
                 no optimizer stepped, or another number of times in one process.
         """
-        self._check_open()
-        require(is_positive_int(num_steps), "num_steps", num_steps, "a positive number of steps")
-        verification.refuse_unverifiable(self._spec)
-        check_loader(self._engine.started, self._operator_cls.__name__, "train")
-        return verification.report(self._call("verify", num_steps), self._spec)
+        return verification.verified(self._pool, num_steps)
+
+    def predict(self, loader: Any) -> list[Any]:
+        """The model's outputs for every sample of `loader`, each once; see `predict_batch`.
+
+        ::
+
+            outputs = torch.stack(trainer.predict(DataLoader(dataset, batch_size=64)))
+
+        Args:
+            loader: a loader as `register_data` takes it; it is sent to the workers. An incomplete
+                last batch is read also with ``drop_last=True``.
+
+        Returns:
+            One item per sample, tensors on the CPU. Item i is that of ``dataset[i]``, also if the
+            loader shuffles; where its sampler leaves samples out or repeats some, and for streams,
+            items come in the loader's order.
+
+        Raises:
+            NotShardableError: the loader cannot be shared out so that each sample is seen once.
+            ConfigurationError: `predict_batch` returned something without one row per sample.
+            Whatever the model raises; the run is as it was.
+        """
+        return in_order(self._pool.call(predict.with_args(loader)))
 
     def update_scheduler(self, metric: float) -> None:
         """Step every registered scheduler, giving `metric` to those that take one."""
-        self._call("update_scheduler", metric)
+        self._pool.call(Worker.update_scheduler.with_args(metric))
 
     def status(self) -> dict[str, Any]:
-        """Who is there, and what happened.
+        """How many workers there are, and what happened to them.
 
         Returns:
             ``workers``, ``spares`` (ready ones), ``shards``, ``generation`` (formations of the
@@ -385,20 +338,58 @@ class TorchTrainer(BesideTraining):
             ``replayed``, ``seconds``, ``generation``, ``workers``, ``same_bits``, and ``at``, in
             seconds since 1970).
         """
-        epoch, finished, step = self._call_rank(0, "position")
-        roster = self._engine.roster()
-        return {
-            "workers": roster.workers,
-            "spares": roster.spares,
-            "shards": self._spec.num_shards,
-            "generation": roster.generation,
-            "epoch": epoch,
-            "epochs_finished": finished,
-            "step": step,
-            "recoveries": list(roster.recoveries),
-        }
+        return self._pool.summary()
 
-    # ------------------------------------------------------------------------ users' functions
+    # --------------------------------------------------------------------- the state of the run
+
+    def get_model(self) -> nn.Module | list[nn.Module]:
+        """A copy of the trained model on the CPU: a plain module, loadable without lockstep.
+
+        A list if `register` was given a list or tuple of models.
+        """
+        return self._pool.call_rank_0(Worker.models.with_args())
+
+    def get_averaged_model(self) -> nn.Module | list[nn.Module]:
+        """As `get_model`, with the averages that ``register(ema=...)`` keeps of the weights.
+
+        Raises:
+            ConfigurationError: the operator registered without `ema`.
+        """
+        return self._pool.call_rank_0(Worker.averaged_models.with_args())
+
+    def get_local_operator(self) -> TrainingOperator:
+        """The operator in this process: with one worker, or with ``use_local=True``."""
+        return self._pool.required_local_operator()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that another trainer needs to go on from here: plain tensors and Python."""
+        return self._state.take()
+
+    def load_state_dict(self, state: Mapping[str, Any], blocking: bool = True) -> None:
+        """Go on from `state` in every worker.
+
+        Blocks until every worker has taken it over (`blocking` is RaySGD's name; False is
+        refused, because a failure would be noticed by nobody). On an error nothing changes.
+
+        Raises:
+            CheckpointError: it is of another model, or of another `num_shards` or `seed`
+                than the trainer was explicitly given.
+        """
+        checks.require(blocking is True, "blocking", blocking, "True")
+        self._state.load(state)
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write `state_dict()` on this machine, into one file (a directory under ``fsdp``)."""
+        return self._state.save(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read a file of `save`, check it, and go on from it in every worker.
+
+        Raises:
+            CheckpointError: see `lockstep.checkpoint.read` and `load_state_dict`; the
+                trainer is as it was.
+        """
+        self._state.read(path)
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Call ``fn()`` in every worker's process; results by rank.
@@ -406,11 +397,41 @@ class TorchTrainer(BesideTraining):
         An exception of `fn` arrives as itself. The run goes on, if the others have come to their
         end within two seconds; else the workers end: `fn` may wait for ranks that will not come.
         """
-        return self._call("call", fn)
+        return self._pool.call(Worker.call.with_args(fn))
 
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Call ``fn(operator)`` in every worker; results by rank. As `apply_all_workers`."""
-        return self._call("call_with_operator", fn)
+        return self._pool.call(Worker.call_with_operator.with_args(fn))
+
+    @classmethod
+    def as_trainable(
+        cls,
+        *,
+        override_tune_step: Callable[[TorchTrainer, dict[str, Any]], dict[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """A class for ``tune.Tuner`` and ``tune.run``: each trial trains with its own workers.
+
+        ::
+
+            trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2)
+            tune.Tuner(trainable, param_space={"lr": tune.loguniform(1e-3, 1)}).fit()
+
+        What Tune chooses is merged over `config`; a ``num_workers`` in it is the trial's own.
+
+        Args:
+            override_tune_step: one iteration of a trial: ``fn(trainer, {"iteration": n})``, which
+                returns a dict of results. By default one `train` and, if the operator registered
+                a validation loader, one `validate`.
+            arguments: those of `TorchTrainer`.
+
+        Raises:
+            ConfigurationError: `override_tune_step` takes something else than two arguments.
+            NotAvailableError: Ray Tune, or what it needs, is not installed.
+        """
+        from lockstep.integrations import tune
+
+        return tune.as_trainable(cls, override_tune_step=override_tune_step, **arguments)
 
     # ---------------------------------------------------------------------------------- ending
 
@@ -420,30 +441,31 @@ class TorchTrainer(BesideTraining):
         Args:
             force: kill them instead of letting them close loaders and connections first.
         """
-        engine = self._engine
-        if engine is None:
+        if not self._pool.is_open:
             return
-        if (failure := engine.ended or engine.left) is not None:
+        if (failure := self._pool.failure) is not None:
             # Closed already, perhaps; once more, for a second Ctrl-C may have interrupted that.
-            self._engine = None
+            self._pool.refuse_calls()
             try:
-                self._tell_failure(failure)
+                self._callbacks.failure(failure)
             finally:
-                engine.close(force=True)
-                self._all_written(force=force)
-                self._feeding.forget()
+                self._close(force=True, raises_write_error=not force)
             return
         try:
             # While calls still work: a callback may save.
-            self._tell("on_shutdown")
-            farewell = getattr(self._operator_cls, "_end", None)
+            self._callbacks.shutdown()
+            farewell = getattr(self._pool.spec.operator_cls, "_end", None)
             if farewell is not None and not force:
-                self._call("call_with_operator", farewell)
+                self.apply_all_operators(farewell)
         finally:
-            self._engine = None
-            engine.close(force=force)
-            self._all_written(force=force)
-            self._feeding.forget()
+            self._close(force=force, raises_write_error=not force)
+
+    def _close(self, *, force: bool, raises_write_error: bool) -> None:
+        """End the workers, and the thread that writes checkpoints."""
+        self._pool.close(force=force)
+        if self._writer is not None:
+            self._writer.close(raises=raises_write_error)
+        self._dataset.forget()
 
     def __enter__(self) -> TorchTrainer:
         return self
@@ -456,6 +478,6 @@ class TorchTrainer(BesideTraining):
     ) -> None:
         try:
             if error is not None:
-                self._tell_failure(error)
+                self._callbacks.failure(error)
         finally:
             self.shutdown(force=error is not None)

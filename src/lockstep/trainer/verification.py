@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
 from lockstep.parity import NO_NUMBERS, NOT_SYNCHRONISED, ParityReport, ParityRow, compare
+from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.call_errors import check_loader
+from lockstep.worker import verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lockstep.trainer.worker_pool import WorkerPool
     from lockstep.worker import Trial, WorkerSpec
 
 _TOLERANCES: Final = {"bf16": 3e-2, "fp16": 1e-2}
@@ -32,6 +36,15 @@ def refuse_unverifiable(spec: WorkerSpec) -> None:
         fix="leave add_dist_sampler at True, or compare in a test of yours:"
         " lockstep.testing.assert_parity",
     )
+
+
+def verified(pool: WorkerPool, num_steps: Any) -> ParityReport:
+    """See `TorchTrainer.verify`."""
+    started, spec = pool.started, pool.spec
+    require(is_positive_int(num_steps), "num_steps", num_steps, "a positive number of steps")
+    refuse_unverifiable(spec)
+    check_loader(started, spec.operator_cls.__name__, "train")
+    return report(pool.call(verify.with_args(num_steps)), spec)
 
 
 def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:

@@ -109,7 +109,7 @@ def _portable(error: BaseException, rank: int) -> bytes:
 
 
 def shown_error(error: BaseException) -> str:
-    """The first thing to read of `error`; also if its class's own `__str__` fails."""
+    """The text of `error`, or its class where the class's own `__str__` fails."""
     try:
         return str(error) or repr(error)
     except Exception:

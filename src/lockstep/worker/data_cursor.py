@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.phases import Phase, in_phase
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
@@ -88,9 +90,10 @@ class Cursor:
     def _abandon(self) -> None:
         steps, self._steps, self._ahead = self._steps, None, None
         if steps is not None:
-            # Closing the generator ends the loader's processes now, not at some collection.
+            # Closing the generator ends the loader's processes now, not at a garbage collection.
             steps.close()
 
+    @in_phase(Phase.READING)
     def take(self) -> Step | None:
         """The step at the position; None at the end of the epoch."""
         if self._ahead is not None:
@@ -133,7 +136,7 @@ class Cursor:
 
     @property
     def epochs_finished(self) -> int:
-        """The one that is under way too, if a state was taken right after its last step."""
+        """Passes completed; one at its last step counts, also before `finish_epoch`."""
         total = self.source.steps_per_epoch
         return self.epoch + (total is not None and 0 < total <= self.step)
 

@@ -35,7 +35,7 @@ class DatasetSwitch:
         rows: Any,
         batches: RayBatches,
     ) -> None:
-        """From now on `cursors["train"]` reads `rows`; epochs are counted on.
+        """Let `cursors["train"]` read `rows` from now on; epochs are counted on.
 
         Raises:
             ConfigurationError: no row of a global batch would be this worker's.
@@ -57,7 +57,7 @@ class DatasetSwitch:
         _expect(operator, batches.batch_size)
 
     def end(self, operator: TrainingOperator, cursors: dict[str, Cursor]) -> None:
-        """The operator's own loader again, where it was left."""
+        """Let `cursors["train"]` read the operator's own loader again, where it was left."""
         if not self.is_open:
             return
         cursors.pop("train").close()

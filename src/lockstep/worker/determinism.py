@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from lockstep._torch_compat import COMPILERS_SETTINGS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -17,7 +19,6 @@ _READ_AT_START: Final = {
     "TORCHINDUCTOR_DETERMINISTIC": "1",  # when the compiler is imported
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # when cuBLAS starts; as torch asks for
 }
-_COMPILER: Final = "torch._inductor.config"
 _WARNS: Final = 1
 _ERROR: Final = 2
 
@@ -49,7 +50,7 @@ def deterministic(threads: int | None) -> Iterator[None]:
 
 def _set_mode(mode: int) -> None:
     """As `use_deterministic_algorithms`, which imports the compiler to tell it: seconds."""
-    if _COMPILER in sys.modules:
+    if COMPILERS_SETTINGS in sys.modules:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == _WARNS)
     else:
         torch.set_deterministic_debug_mode(mode)

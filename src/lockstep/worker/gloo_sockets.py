@@ -111,7 +111,7 @@ def _with_socket(descriptor: int, function: Callable[[socket.socket], _T]) -> _T
     try:
         return function(one)
     finally:
-        one.detach()  # it belongs to somebody else, who closes it
+        one.detach()  # gloo owns the socket, and closes it
         if blocks:
             # With `socket.setdefaulttimeout`, Python has made its owner's socket non-blocking.
             os.set_blocking(descriptor, True)

@@ -14,13 +14,14 @@ The state that travels is that of a checkpoint (see `state`), and what a checkpo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
 from lockstep.worker.batch_sources import open_source
 from lockstep.worker.loop_run import LoopProgress
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
-
-Undone = Literal["all", "step", "cut short", "nothing"]
-"""What of a call was undone: the whole call, or the step that was not committed. Or nothing was,
-and that step counts, cut short behind its optimizers; or there is no way back."""
 
 Point = tuple[int, int]
 """Steps of the run that have happened, and the epoch; further on is larger."""
@@ -73,13 +70,15 @@ class Formation:
     local_ranks: tuple[int, ...] = ()
 
 
+@remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE, is_timed=True)
 def stand_down(
     worker: Worker, interrupted: str | None, *, is_given_up: bool = False
 ) -> SurvivorState:
-    """Leave the group and undo what was not committed. Idempotent.
+    """Leave the group and undo the step that was not committed. Idempotent.
 
     Args:
-        interrupted: the method that not all workers have completed.
+        interrupted: the purpose of the loop that not all workers have completed; None if another
+            call was interrupted.
         is_given_up: the call will not go on: it has ended with the last committed step.
     """
     survivor = _stand_down(worker, interrupted)
@@ -92,8 +91,11 @@ def stand_down(
     return survivor
 
 
-def go_back_alone(worker: Worker, interrupted: str) -> SurvivorState:
-    """Without peers, undo what was not committed, and be ready for the next call.
+def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
+    """Without peers, undo the step that was not committed, and be ready for the next call.
+
+    Args:
+        interrupted: as for `stand_down`.
 
     Returns:
         Where it stands; `point` is None if what an optimizer has changed cannot be undone.
@@ -117,7 +119,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
         return SurvivorState(None)
     # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
-    call = worker.loop_run if interrupted in ("train", "validate") else None
+    call = worker.loop_run if interrupted is not None else None
     if holds_own_part:
         # No other rank has these gradients, and those of a lost worker are lost: all ranks begin
         # the window anew.
@@ -149,6 +151,7 @@ def _point(worker: Worker) -> Point:
     return worker.operator._lockstep.committed, epoch
 
 
+@remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.RAISE, is_timed=True)
 def join(worker: Worker, rank: int, formation: Formation) -> None:
     """Become rank `rank` of the next generation.
 

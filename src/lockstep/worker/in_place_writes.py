@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep._torch_compat import version_of
 from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.tensor_copies import TensorCopies, overwrite
 
@@ -64,7 +65,7 @@ class InPlaceWriteTracker:
             parameters: all parameters of the run.
         """
         self._parameters = list(parameters)
-        self._versions = [parameter._version for parameter in parameters]
+        self._versions = [version_of(parameter) for parameter in parameters]
         self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
         self._copies.take(list(self._held))
         self._is_ahead_of_step, self._has_missed = True, False
@@ -91,7 +92,7 @@ class InPlaceWriteTracker:
 
     def _moved(self) -> list[nn.Parameter]:
         pairs = zip(self._parameters, self._versions, strict=True)
-        return [parameter for parameter, version in pairs if parameter._version != version]
+        return [parameter for parameter, version in pairs if version_of(parameter) != version]
 
     def _look(self) -> None:
         if not self._is_ahead_of_step:

@@ -18,8 +18,8 @@ from lockstep.keys import (
     USE_FP16,
 )
 from lockstep.operator.default_loss import registered
-from lockstep.operator.loops import checked_metrics, follow_batch
-from lockstep.operator.nan_origin import explained
+from lockstep.operator.loops import checked_metrics, step_batch_schedulers
+from lockstep.operator.nan_origin import naming_nan_origin
 from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserved
 from lockstep.reduction_context import ReductionContext, activate
@@ -48,12 +48,14 @@ class LoopRequest:
         num_steps: global batches; None for the rest of the epoch.
         profile: time the phases.
         info: the user's.
+        interrupted_at: where all workers stand with this call, if a failure interrupted it.
     """
 
     purpose: str
     num_steps: int | None
     profile: bool
     info: Mapping[str, Any]
+    interrupted_at: LoopProgress | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,6 @@ class LoopRun:
         on_commit: called after every step.
         rollback: remembers what a step changes before it is committed; None for validation.
         owed: batches before the call's own that are computed again, for a window that is open.
-        progress: where the other workers stand, for a worker that joins in the middle.
 
     Attributes:
         cursor: the position in the data.
@@ -105,7 +106,6 @@ class LoopRun:
         on_commit: Callable[[], None] | None,
         rollback: Rollback | None,
         owed: int,
-        progress: LoopProgress | None,
     ) -> None:
         self._operator = operator
         self._state: OperatorState = operator._lockstep
@@ -128,6 +128,7 @@ class LoopRun:
         self._counted_at = time.monotonic()
         self.counted: Counted | None = None
         # A worker that joins in the middle has not computed the steps before.
+        progress = request.interrupted_at
         self._steps_of_others = 0 if progress is None else progress.steps
         if progress is not None:
             self._take_over(progress)
@@ -143,6 +144,14 @@ class LoopRun:
         return LoopProgress(
             self.first_epoch, self.first_step, self.tally.steps, self._pass_began, self.is_over
         )
+
+    @property
+    def total_steps(self) -> int | None:
+        """Global batches that the call will commit; None if the data has no length."""
+        asked, in_epoch = self.request.num_steps, self.cursor.source.steps_per_epoch
+        if asked is not None or in_epoch is None:
+            return asked
+        return in_epoch - self.first_step
 
     @property
     def own_steps(self) -> int:
@@ -168,7 +177,7 @@ class LoopRun:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
         assert self._deliveries is not None
         if not self._state.step.has_scheduled:
-            follow_batch(self._state, self._info)
+            step_batch_schedulers(self._state, self._info)
         self._deliveries.commit()
 
     def note_counts(self) -> None:
@@ -181,14 +190,14 @@ class LoopRun:
         self.counted = Counted(self.tally.samples, sums)
 
     def rewind(self) -> None:
-        """Back to the position at which the call began."""
+        """Move back to the position at which the call began."""
         self.cursor.move_to(self.first_epoch, self.first_step)
 
     def run(self) -> Report:
         """One pass per epoch touched, until `num_steps` or the epoch's end.
 
         Collective:
-            What the operator's loop communicates, and one exchange at the start of an epoch.
+            The operator's loop, and one exchange at the start of an epoch.
         """
         self._shards = self._state.context.placement.shards
         averages = self._operator.loss_reduction == "mean"
@@ -238,7 +247,7 @@ class LoopRun:
             result = operator.validate(deliveries, dict(self.request.info))
             return checked_metrics(operator, "validate", result)
         self._info["epoch_idx"] = self.cursor.epoch
-        with explained(operator):
+        with naming_nan_origin(operator):
             result = operator.train_epoch(deliveries, self._info)
         return checked_metrics(operator, "train_epoch", result)
 

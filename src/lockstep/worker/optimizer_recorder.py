@@ -7,9 +7,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from lockstep.data.batch_structure import content_digest
+from lockstep.operator.non_finite_check import is_given_closure
 from lockstep.randomness import RandomState, preserved
 from lockstep.sync import is_local
 from lockstep.worker.state import copied
@@ -29,8 +30,8 @@ class Recorded:
         gradients: for each time that an optimizer stepped, the gradient of every parameter
             that it holds, by name, as the optimizer found it; on the CPU.
         weights: the parameters after the step.
-        linear: names of those whose weights follow their gradients without magnifying what
-            rounding leaves of a zero (SGD does not, Adam does).
+        linear: names of the parameters whose optimizer does not magnify what rounding leaves of a
+            gradient of zero (SGD does not, Adam does).
         drew: random numbers were drawn between the delivery of the batch and the step.
     """
 
@@ -77,14 +78,14 @@ class OptimizerRecorder:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not _closure(optimizer, args, kwargs):
+        if not is_given_closure(args, kwargs):
             self._record(optimizer)
 
     def _after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # A closure computes the gradients inside the step.
-        if _closure(optimizer, args, kwargs):
+        if is_given_closure(args, kwargs):
             self._record(optimizer)
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
@@ -116,23 +117,8 @@ def names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
     }
 
 
-def _closure(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    # Bound methods of a patched `step` pass the optimizer itself as the first argument.
-    positional = args[1:] if args and args[0] is optimizer else args
-    return kwargs.get("closure") is not None or any(callable(each) for each in positional[:1])
-
-
 def _has_drawn_since(seed: int) -> bool:
     """Whether a global generator stands elsewhere than where `seed` put it."""
-    now = RandomState.capture()
+    now = content_digest(RandomState.capture())
     with preserved(seed):
-        fresh = RandomState.capture()
-    return not (
-        torch.equal(now.cpu, fresh.cpu)
-        and all(map(torch.equal, now.cuda, fresh.cuda))
-        and now.python == fresh.python
-        and now.numpy[2:] == fresh.numpy[2:]
-        and np.array_equal(now.numpy[1], fresh.numpy[1])
-    )
+        return content_digest(RandomState.capture()) != now

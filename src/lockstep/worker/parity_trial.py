@@ -20,7 +20,9 @@ from lockstep.dropout_off import DropoutOff, normalises_by_batch, pin
 from lockstep.errors import NotAvailableError
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
 from lockstep.randomness import preserved
+from lockstep.worker.loop_run import LoopRequest
 from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +63,8 @@ class Trial:
     notes: list[str]
 
 
-def run(worker: Worker, num_steps: int) -> Trial:
+@remote_method(communication=Communication.OWN_GROUP, on_failure=OnFailure.REPEAT)
+def verify(worker: Worker, num_steps: int) -> Trial:
     """Run `num_steps` optimizer steps on copies of `worker`.
 
     Collective:
@@ -72,10 +75,10 @@ def run(worker: Worker, num_steps: int) -> Trial:
         An error of the operator's own; the run is as it was.
     """
     with preserved(), ExitStack() as ends:
-        workers = _Side(worker.copied(worker.spec, alone=False))
+        workers = _TrialCopy(worker.copied(worker.spec, alone=False))
         ends.callback(workers.copy.stop)
         workers.copy.go_to(worker.state_dict())
-        # What the users' own classes hold is each rank's own; the one process is rank 0.
+        # The state of a user's own class may differ between ranks; the one process has rank 0's.
         process = _OneProcess(worker) if worker.rank == 0 else None
         if process is not None:
             ends.callback(process.end)
@@ -99,8 +102,8 @@ def run(worker: Worker, num_steps: int) -> Trial:
         )
 
 
-class _Side:
-    """A copy of a worker, what may depend on the split turned off, and its recorder."""
+class _TrialCopy:
+    """A copy of a worker without dropout, and the recorder of its optimizers' steps."""
 
     def __init__(self, copy: Worker) -> None:
         self.copy = copy
@@ -127,7 +130,7 @@ class _Side:
 
     @property
     def depends_on_split(self) -> bool:
-        """A layer normalises by its batch and has nothing else to normalise by."""
+        """A layer normalises by its batch, and has no running statistics instead."""
         return any(
             normalises_by_batch(layer) and layer.running_mean is None
             for module in self.copy.run.modules()
@@ -136,47 +139,47 @@ class _Side:
 
     @property
     def computes_shards_apart(self) -> bool:
-        """The loop can take the global batch shard by shard, and mean the same."""
+        """The loop computes the same if it takes the global batch shard by shard."""
         operator = self.copy.operator
         return not operator._overrides_loop() and not operator.joint_loss
 
     def step(self) -> Recorded:
-        """One window of global batches: one optimizer step of the default loop."""
+        """Train on one window of global batches: one optimizer step of the default loop."""
         with self.copy.in_its_world(), self._dropout:
             while True:
-                self.copy.train(1, False, {})
+                self.copy.train(LoopRequest("train", 1, False, {}))
                 if not self.copy.cursors["train"].has_open_window:
                     return self._recorder.take()
 
 
 class _OneProcess:
-    """The truth: the global batch at once, or where that cannot be, shard by shard."""
+    """The reference: one process takes the global batch at once, or if it must, by shards."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.inconclusive = ""
         self.is_comparable = True
-        self._side = self._open(ONE_PROCESS)
+        self._trial = self._open(ONE_PROCESS)
         self._is_whole = True
 
-    def _open(self, way: str) -> _Side:
+    def _open(self, way: str) -> _TrialCopy:
         spec = self._worker.spec
         options = replace(spec.options, sync=way, reproducible=False)
         alone = replace(spec, num_workers=1, options=options)
-        return _Side(self._worker.copied(alone, alone=True))
+        return _TrialCopy(self._worker.copied(alone, alone=True))
 
     def step(self, state: Mapping[str, Any]) -> Recorded:
         try:
             recorded = self._taken(state)
-            depends = recorded.drew or self._side.depends_on_split
+            depends = recorded.drew or self._trial.depends_on_split
             if not depends or not self._is_whole or not self.is_comparable:
                 return recorded
-            if not self._side.computes_shards_apart:
+            if not self._trial.computes_shards_apart:
                 self.is_comparable = False
                 self.inconclusive = _RANKS_ONLY
                 return recorded
-            self._side.copy.stop()
-            self._side, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
+            self._trial.copy.stop()
+            self._trial, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
             self.inconclusive = _BY_SHARD
             return self._taken(state)
         except Exception as error:
@@ -184,11 +187,11 @@ class _OneProcess:
             raise
 
     def _taken(self, state: Mapping[str, Any]) -> Recorded:
-        self._side.copy.go_to(state)
-        return self._side.step()
+        self._trial.copy.go_to(state)
+        return self._trial.step()
 
     def end(self) -> None:
-        self._side.copy.stop()
+        self._trial.copy.stop()
 
 
 def _no_step(worker: Worker, num_steps: int) -> NotAvailableError:

@@ -15,14 +15,16 @@ import torch
 
 from lockstep.data import BatchParts, ShardedLoader
 from lockstep.operator.step_context import ShardBatch, StepContext
+from lockstep.phases import Phase, in_phase
 from lockstep.randomness import preserved
 from lockstep.reduction_context import ReductionContext
 from lockstep.tensor_tree import tree_map
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.data import LoadedPart, ShardPlacement
+    from lockstep.data import LoadedPart, ShardPlacement, Step
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
@@ -47,6 +49,7 @@ class Predicted:
     output: Any
 
 
+@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
 def predict(worker: Worker, loader: Any) -> list[Predicted]:
     """Run the operator's `predict_batch` on this worker's shards of `loader`.
 
@@ -62,11 +65,21 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
         with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
             return [
                 _predicted(operator, step.index, part, placement)
-                for step in source.batches(epoch=0)
+                for step in _read(source.batches(epoch=0))
                 for part in step.parts
             ]
     finally:
         source.close()
+
+
+def _read(steps: Iterator[Step]) -> Iterator[Step]:
+    """`steps`, each of them read in the phase of its name."""
+    while True:
+        with in_phase(Phase.READING):
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
 
 
 def _predicted(

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from lockstep._torch_compat import set_backend_timeout
 from lockstep.backends import abort_nccl
 from lockstep.errors import PeerLostError, WrongUseError
+from lockstep.phases import Phase, in_phase
 from lockstep.worker.network_interface import interface_towards
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Rendezvous:
     owner: ServerAddress | None = None
 
 
+@in_phase(Phase.FORMING_GROUP)
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
     """Meet the other ranks; also torch's default group, unless the driver has one already.
 
@@ -118,7 +121,7 @@ def _raw_group(rendezvous: Rendezvous, store: Any, rank: int, world_size: int) -
     timeout = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        set_backend_timeout(options, timeout)
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
     return dist.ProcessGroupGloo(store, rank, world_size, timeout)
 
@@ -224,12 +227,12 @@ def _gloo_within_reach(rendezvous: Rendezvous) -> Iterator[None]:
 def leave_group(held: list[Any]) -> threading.Thread:
     """Close the sockets, so that ranks blocked in a collective with this one get an error.
 
-    Measured on gloo: `abort` and `shutdown` unblock nobody; only a closed socket does, and
+    Measured on gloo: `abort` and `shutdown` unblock no rank; only a closed socket does, and
     the sockets close when the last reference to the group is gone. That waits for gloo's thread,
-    which looks up every 10 ms: in a thread of its own, for nobody here need wait with it.
+    which wakes every 10 ms. So a thread of its own waits for that, and the caller does not.
 
     Args:
-        held: the group, to which nobody else holds a reference; emptied.
+        held: the group, and the only reference to it; emptied.
 
     Returns:
         The thread, after which they are closed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker brings back from `train` or `validate`."""
+"""What one worker brings back from `train` or `validate`, and what is known of a lost one."""
 
 from __future__ import annotations
 

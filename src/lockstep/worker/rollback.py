@@ -37,6 +37,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep._torch_compat import buffers_of
 from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
@@ -162,7 +163,7 @@ class Rollback:
             (owner, key)
             for module in self._run.modules()
             for owner in module.modules()
-            for key, buffer in owner._buffers.items()
+            for key, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
 
@@ -252,7 +253,7 @@ class Rollback:
         stage.steps_taken_back = 0
         opened = OpenStep(
             start,
-            buffers=[owner._buffers[key] for owner, key in self._buffer_places],
+            buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
             rounds=self._rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
             schedules=_Schedules(self._run) if has_own_loop else None,
@@ -290,7 +291,7 @@ class Rollback:
         sync = self._sync
         if not self._has_own_loop or sync is None:
             return False
-        # An optimizer that steps without a round before uses what is there.
+        # An optimizer that steps before any reduction of this step uses gradients of earlier ones.
         stepped_on_old = sync.needs_guard and opened.stepped_at == opened.rounds
         return sync.has_added or stepped_on_old
 
@@ -365,7 +366,7 @@ class Rollback:
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
         """Go back; False if the weights have moved and there is no copy of them.
 
-        Between steps there is nothing to undo but what was read ahead.
+        Between two steps there is nothing to undo, but batches that were read ahead are dropped.
         """
         opened = self._open
         if opened is None:
@@ -405,7 +406,7 @@ class Rollback:
         if self._open is None:
             return
         for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
-            owner._buffers[key] = buffer
+            buffers_of(owner)[key] = buffer
         self._buffers.restore()
 
     @property

@@ -25,7 +25,7 @@ class WorkerSpec:
     """The trainer's arguments as far as a worker needs them; the same for every rank.
 
     Attributes:
-        log_every: steps to a row of metrics; 0 where nobody wants them.
+        log_every: steps to a row of metrics; 0 without a logger.
     """
 
     operator_cls: type[TrainingOperator]

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from lockstep._torch_compat import buffers_of, layout_versions, set_layout_versions
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copied_models
 from lockstep.operator.state_copy import load_state
+from lockstep.phases import Phase, in_phase
 from lockstep.tensor_copies import is_block, is_expanded
 from lockstep.tensor_tree import rebuilt, tree_map
 
@@ -45,6 +47,7 @@ def _parts(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
     }
 
 
+@in_phase(Phase.COPYING_STATE)
 def collect(
     operator: TrainingOperator, run: TrainingParts, take: Callable[[Any], Any]
 ) -> dict[str, Any]:
@@ -102,7 +105,7 @@ def copied(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _cloned) 
 
 
 def moved(value: Any) -> Any:
-    """The same structure on the CPU; what is there already is not copied."""
+    """The same structure on the CPU; tensors that are there already are not copied."""
     return _converted(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
 
 
@@ -120,11 +123,11 @@ def _as_plain(like: Any, values: list[Any]) -> Any:
     if not isinstance(like, Mapping):
         return rebuilt(like, values)
     # A module's `state_dict()` carries the versions of its layouts.
-    metadata = getattr(like, "_metadata", None)
+    metadata = layout_versions(like)
     if metadata is None:
         return dict(zip(like, values, strict=True))
     copies = OrderedDict(zip(like, values, strict=True))
-    vars(copies)["_metadata"] = copy.deepcopy(metadata)
+    set_layout_versions(copies, copy.deepcopy(metadata))
     return copies
 
 
@@ -207,6 +210,7 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
         )
 
 
+@in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for key, (_, members) in _parts(run).items():
@@ -239,14 +243,14 @@ def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """``load_state_dict``, also of buffers into which torch refuses to write."""
     places: dict[int, torch.Tensor] = {}
     for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
+        for key, buffer in buffers_of(part).items():
             value = saved.get(f"{path}.{key}".lstrip("."))
             if buffer is None or not isinstance(value, torch.Tensor):
                 continue
             if not _takes(buffer, value):
                 # Those that share one go on sharing it.
                 fresh = value.to(buffer.device, buffer.dtype, copy=True)
-                part._buffers[key] = places.setdefault(id(buffer), fresh)
+                buffers_of(part)[key] = places.setdefault(id(buffer), fresh)
     module.load_state_dict(saved)
 
 
@@ -271,6 +275,7 @@ def averages(run: TrainingParts) -> list[nn.Module]:
     )
 
 
+@in_phase(Phase.COPYING_STATE)
 def model_copies(run: TrainingParts, models: list[nn.Module]) -> nn.Module | list[nn.Module]:
     """Copies of `models` on the CPU, without gradients, hooks or any trace of lockstep.
 

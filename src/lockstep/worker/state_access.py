@@ -12,7 +12,7 @@ from lockstep.operator.default_loss import registered
 from lockstep.worker import state as states
 from lockstep.worker.batch_sources import open_source
 from lockstep.worker.data_cursor import Cursor
-from lockstep.worker.queries import Queries
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
     from lockstep.worker.spec import WorkerSpec
 
 
-class StateAccess(Queries):
+class StateAccess:
     """The part of a worker that gives its state away, and takes one over."""
 
+    cursors: dict[str, Cursor]
     spec: WorkerSpec
     rank: int
     owed: int
     before_call: dict[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _feed: DatasetSwitch
+    _operator: TrainingOperator | None
     _rollback: Rollback | None
 
     @property
@@ -68,10 +70,12 @@ class StateAccess(Queries):
             cursor.close()
         self.cursors.clear()
 
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
     def state_to_write(self) -> dict[str, Any]:
         """`state_dict` for a caller that is done with it before training goes on: copies less."""
         return self.state_dict(states.moved)
 
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
     def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:
         """Everything that this rank knows of the run; the same on every rank but "operator".
 
@@ -99,9 +103,17 @@ class StateAccess(Queries):
             if before is not None and cursor.has_open_window:
                 before.put_into([*state["models"], state["criterion"]])
 
+    @remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.REPEAT)
+    def gathered_state_dict(self) -> dict[str, Any] | None:
+        """`state_dict` of optimizers' states in shards: all ranks take part, rank 0 answers."""
+        state = self.state_dict()
+        return state if self.rank == 0 else None
+
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
     def operator_state(self) -> Any:
         return states.copied(self.operator.state_dict())
 
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
         states.check(self.run, state)
         shards = state.get("num_shards", self.spec.num_shards)
@@ -114,6 +126,9 @@ class StateAccess(Queries):
                 " num_shards of the most workers that it will have",
             )
 
+    @remote_method(
+        communication=Communication.SHARDED_OPTIMIZERS, on_failure=OnFailure.REPEAT_WRITE
+    )
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Take the state over; on an error, and until `settle_state`, it can be taken back."""
         before = self.state_dict()
@@ -124,6 +139,7 @@ class StateAccess(Queries):
             self.operator._lockstep.step_log.back_to(0)
         self.go_to(state)
 
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE)
     def settle_state(self, keep: bool) -> None:
         held, self._before_load = self._before_load, None
         if not keep and held is not None:
@@ -165,13 +181,10 @@ class StateAccess(Queries):
             return state
         return {**state, "operator": by_rank[self.rank]}
 
-    def whole(self, method: str) -> Any:
-        """What rank 0's `method` gives, where all ranks have to take part in it."""
-        answer = getattr(self, method)()
-        return answer if self.rank == 0 else None
-
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
     def models(self) -> nn.Module | list[nn.Module]:
         return states.model_copies(self.run, self.run.plain_models())
 
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
     def averaged_models(self) -> nn.Module | list[nn.Module]:
         return states.model_copies(self.run, states.averages(self.run))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's state, broadcast to ranks that are behind it or have joined.
 
-The structure of the state is one message, its tensors follow in blocks of bytes: a second copy of
-the whole state would not fit beside a large model.
+The structure of the state is one message, all its small tensors another one, and each large tensor
+one of its own: a second copy of the whole state would not fit beside a large model.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.serialization import join, pack, packed_size, split, unpack
+from lockstep.serialization import join, pack, split, unpack
 from lockstep.sync import is_local
-from lockstep.sync.inventory import sum_of_bits
+from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from lockstep.group import Group
     from lockstep.operator.training_parts import TrainingParts
 
-_BLOCK_BYTES: Final = 64 * 2**20
+
+_LARGE: Final = 1 << 16
+"""Bytes from which a tensor is a message of its own: for smaller ones a message takes longer than
+the copy into a common one."""
 
 
 def send(group: Group, state: Any) -> None:
@@ -33,17 +36,15 @@ def send(group: Group, state: Any) -> None:
 
     Collective:
         Every rank: the others call `receive` or `decline` with this one as the source.
-        Broadcasts: a head of two numbers, the structure, one per block of 64 MiB.
+        Broadcasts: two for the structure, one for all small tensors, one per large tensor.
     """
     structure, buffers = split(state)
-    blocks = list(_blocks(buffers))
-    head = pickle.dumps((structure, [[buffer.numel() for buffer in block] for block in blocks]))
-    group.broadcast(torch.tensor([len(head)], device=group.device), group.rank)
-    group.broadcast(
-        torch.frombuffer(bytearray(head), dtype=torch.uint8).to(group.device), group.rank
-    )
-    for block in blocks:
-        group.broadcast(pack(block).to(group.device), group.rank)
+    small = pack([buffer for buffer in buffers if buffer.numel() < _LARGE])
+    large = [buffer for buffer in buffers if buffer.numel() >= _LARGE]
+    head = pickle.dumps((structure, small.numel(), [buffer.numel() for buffer in buffers]))
+    length = torch.tensor([len(head)], device="cpu")
+    for message in (length, torch.frombuffer(bytearray(head), dtype=torch.uint8), small, *large):
+        group.broadcast(message.to(group.device), group.rank)
 
 
 def receive(group: Group, source: int) -> Any:
@@ -55,11 +56,13 @@ def receive(group: Group, source: int) -> Any:
     Raises:
         PeerLostError: a rank went away meanwhile.
     """
-    structure, blocks = _head(group, source)
-    buffers: list[torch.Tensor] = []
-    for sizes in blocks:
-        buffers += unpack(_bytes_from(group, source, packed_size(sizes)).cpu(), sizes)
-    return join(structure, buffers)
+    structure, block_size, sizes = _head(group, source)
+    block = _received(group, source, block_size)
+    small = iter(unpack(block, [size for size in sizes if size < _LARGE]))
+    return join(
+        structure,
+        [next(small) if size < _LARGE else _received(group, source, size) for size in sizes],
+    )
 
 
 def decline(group: Group, source: int) -> None:
@@ -68,35 +71,24 @@ def decline(group: Group, source: int) -> None:
     Collective:
         See `send`.
     """
-    for sizes in _head(group, source)[1]:
-        _bytes_from(group, source, packed_size(sizes))
+    _, block_size, sizes = _head(group, source)
+    for size in (block_size, *(size for size in sizes if size >= _LARGE)):
+        _received(group, source, size)
 
 
-def _head(group: Group, source: int) -> tuple[bytes, list[list[int]]]:
-    length = torch.zeros(1, dtype=torch.int64, device=group.device)
-    group.broadcast(length, source)
-    head = _bytes_from(group, source, int(length.item()))
-    structure, blocks = pickle.loads(bytes(head.cpu().numpy()))
-    return structure, blocks
+def _head(group: Group, source: int) -> tuple[bytes, int, list[int]]:
+    length = _received(group, source, 1, torch.int64)
+    head = _received(group, source, int(length.item()))
+    structure, block_size, sizes = pickle.loads(bytes(head.numpy()))
+    return structure, block_size, sizes
 
 
-def _bytes_from(group: Group, source: int, size: int) -> torch.Tensor:
-    received = torch.empty(size, dtype=torch.uint8, device=group.device)
-    group.broadcast(received, source)
-    return received
-
-
-def _blocks(buffers: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    block: list[torch.Tensor] = []
-    size = 0
-    for buffer in buffers:
-        block.append(buffer)
-        size += buffer.numel()
-        if size >= _BLOCK_BYTES:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
+def _received(
+    group: Group, source: int, size: int, dtype: torch.dtype = torch.uint8
+) -> torch.Tensor:
+    message = torch.empty(size, dtype=dtype, device=group.device)
+    group.broadcast(message, source)
+    return message.cpu()
 
 
 def agree_on_bits(group: Group, run: TrainingParts, *, with_optimizers: bool) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import torch
 
@@ -21,7 +21,6 @@ from lockstep.operator.precision import forget_unscaled
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.randomness import derive_seed, preserved
-from lockstep.worker import group_formation, parity_trial, prediction
 from lockstep.worker.data_cursor import Tally
 from lockstep.worker.dataset_switch import DatasetSwitch
 from lockstep.worker.determinism import deterministic
@@ -35,6 +34,7 @@ from lockstep.worker.process_group import (
     leave_group,
     taken_for_world,
 )
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.run_audit import RunAudit
 from lockstep.worker.snapshot import SnapshotTaker
@@ -43,30 +43,36 @@ from lockstep.worker.state_access import StateAccess
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.data import RayBatches, ShardPlacement
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.loop_run import LoopProgress
     from lockstep.worker.report import Report
     from lockstep.worker.saved_gradients import SavedGradients
     from lockstep.worker.spec import WorkerSpec
 
 _CLOSING_S: Final = 1.0
 
+Undone = Literal["all", "step", "cut short", "nothing"]
+"""What of a call was undone: the whole call, or the step that was not committed. Or nothing was,
+and that step counts, cut short behind its optimizers; or there is no way back."""
+
 
 class Worker(StateAccess):
     """Rank `rank` of a run. Its methods are called by an engine, one at a time.
 
-    `progress`, `where`, `dismiss` and `break_group` alone may be called from another thread
-    meanwhile.
+    The driver calls those that `remote_method` decorates, and functions of modules above this one
+    that it decorates too (`join`, `verify`, ...). Only `dismiss` and `break_group`, and what
+    `lockstep.worker.progress` and `lockstep.worker.worker_status` read, may be called from another
+    thread meanwhile.
 
     Attributes:
         cursors: the position in the data, by purpose.
         owed: batches that earlier calls have counted, and that the next one computes again first.
+        is_warm: its process has committed a step, so that none of its own firsts is ahead.
         has_state: the state of the run is here; a spare gets it when it joins.
         loop_run: the latest `train` or `validate`.
         snapshots: copies of its state for checkpoints.
@@ -90,12 +96,12 @@ class Worker(StateAccess):
         self.owed = 0
         self._rollback = None
         self._is_dismissed = False
-        self._is_warm = False
+        self.is_warm = False
         self._closing: threading.Thread | None = None
         self._handles: list[RemovableHandle] = []
         self._threads_before: int | None = None
         self.has_state = False
-        self.loop_run = None
+        self.loop_run: LoopRun | None = None
         self.snapshots = SnapshotTaker(self)
         self._watch = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None
@@ -104,6 +110,7 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------------- life and death
 
+    @remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.RAISE)
     def start(self, rendezvous: Rendezvous | None) -> dict[str, Any]:
         """Meet the peers, build the operator, run its `setup`.
 
@@ -121,6 +128,7 @@ class Worker(StateAccess):
         self.has_state = True
         return self._introduction(device)
 
+    @remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE)
     def stand_by(self) -> dict[str, Any]:
         """Build the operator of a spare: `setup` runs, and nothing is attached to anybody yet.
 
@@ -130,6 +138,11 @@ class Worker(StateAccess):
         device = self._begin_process()
         self._build_operator(device, is_spare=True)
         return self._introduction(device)
+
+    @property
+    def is_built(self) -> bool:
+        """There is an operator: `start` or `stand_by` has made it, and `stop` has not come."""
+        return self._operator is not None
 
     def _begin_process(self) -> torch.device:
         spec = self.spec
@@ -218,6 +231,7 @@ class Worker(StateAccess):
             self._connections.forget()
             self._closing = leave_group(held)
 
+    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
         self._close_loaders()
@@ -239,29 +253,10 @@ class Worker(StateAccess):
 
     # -------------------------------------------------------------------- another generation
 
-    def stand_down(
-        self, interrupted: str | None, is_given_up: bool = False
-    ) -> group_formation.SurvivorState:
-        """Leave a group that has broken; says how far this worker has come.
-
-        Args:
-            interrupted: the method that could not be completed by all workers.
-            is_given_up: nobody goes on with that call.
-        """
-        return group_formation.stand_down(self, interrupted, is_given_up=is_given_up)
-
-    def go_back(self, interrupted: str) -> group_formation.SurvivorState:
-        """Without peers: to the last committed step, if that can still be had."""
-        return group_formation.go_back_alone(self, interrupted)
-
     @property
     def has_begun_to_step(self) -> bool:
         """An optimizer has, and until the step is committed there is no way back."""
         return self._rollback is not None and self._rollback.is_past_undoing
-
-    def join(self, rank: int, formation: group_formation.Formation) -> None:
-        """Become rank `rank` of the next generation; see `regroup.join`."""
-        group_formation.join(self, rank, formation)
 
     def dismiss(self) -> None:
         """Leave the call that runs before its next batch, so that the group can be formed anew."""
@@ -282,7 +277,7 @@ class Worker(StateAccess):
                 cause="another worker is about to join",
             )
 
-    def undo(self, call: LoopRun) -> group_formation.Undone:
+    def undo(self, call: LoopRun) -> Undone:
         """Take back what `call` has not committed."""
         if call.request.purpose == "validation":
             call.rewind()
@@ -361,14 +356,6 @@ class Worker(StateAccess):
 
     # --------------------------------------------------------------------- copies beside it
 
-    def verify(self, num_steps: int) -> parity_trial.Trial:
-        """`num_steps` steps on copies; this worker stays as it is."""
-        return parity_trial.run(self, num_steps)
-
-    def predict(self, loader: Any) -> list[prediction.Predicted]:
-        """This worker's share of `loader`; the run stays as it is."""
-        return prediction.predict(self, loader)
-
     def copied(self, spec: WorkerSpec, *, alone: bool) -> Worker:
         """A second worker in this process, with a group of its own and no operator yet.
 
@@ -403,6 +390,7 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------- training, validation
 
+    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
     def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
         """Train on this rank's of `streams`; without any, on the operator's own loader."""
         if streams is None or batches is None:
@@ -410,37 +398,32 @@ class Worker(StateAccess):
         else:
             self._feed.begin(self.operator, self.cursors, streams[self.rank], batches)
 
-    def train(
-        self,
-        num_steps: int | None,
-        profile: bool,
-        info: Mapping[str, Any],
-        interrupted: LoopProgress | None = None,
-    ) -> Report:
-        """Train; go on with the call that stopped at `interrupted`, if there was one."""
+    @remote_method(
+        communication=Communication.RUN_GROUP, on_failure=OnFailure.RESUME, is_timed=True
+    )
+    def train(self, request: LoopRequest) -> Report:
+        """Train; after an interruption the call goes on with the step that was not committed."""
         if self.run.attached:
             self.run.refuse_replaced()
         with self._watch.during_training(self.run):
-            report = self._run(LoopRequest("train", num_steps, profile, info), interrupted)
+            report = self._run(request)
         return replace(report, seen=self._watch.seen())
 
-    def validate(
-        self,
-        num_steps: int | None,
-        profile: bool,
-        info: Mapping[str, Any],
-        interrupted: LoopProgress | None = None,
-    ) -> Report:
+    @remote_method(
+        communication=Communication.RUN_GROUP, on_failure=OnFailure.RESUME, is_timed=True
+    )
+    def validate(self, request: LoopRequest) -> Report:
         """Validate; after an interruption from where the call began, so that all is counted."""
-        return self._run(LoopRequest("validation", num_steps, profile, info), interrupted)
+        return self._run(request)
 
-    def _run(self, request: LoopRequest, interrupted: LoopProgress | None) -> Report:
+    def _run(self, request: LoopRequest) -> Report:
+        interrupted = request.interrupted_at
         if interrupted is None or self.loop_run is None:
-            self.loop_run = self._begin(request, interrupted)
+            self.loop_run = self._begin(request)
         elif interrupted.is_over or self.loop_run.tally.steps < interrupted.steps:
             self.loop_run.catch_up(interrupted)
         report = self.loop_run.run()
-        self._is_warm = self._is_warm or self.loop_run.own_steps > 0
+        self.is_warm = self.is_warm or self.loop_run.own_steps > 0
         self.before_call = None
         if request.purpose == "train":
             if self._rollback is not None:
@@ -448,7 +431,7 @@ class Worker(StateAccess):
             self.snapshots.after_call()
         return report
 
-    def _begin(self, request: LoopRequest, interrupted: LoopProgress | None) -> LoopRun:
+    def _begin(self, request: LoopRequest) -> LoopRun:
         training = request.purpose == "train"
         if training and self.operator._overrides("train_epoch"):
             self.before_call = self.state_dict()
@@ -462,7 +445,6 @@ class Worker(StateAccess):
             on_commit=self.on_commit,
             rollback=self._rollback if training else None,
             owed=self.owed if training else 0,
-            progress=interrupted,
         )
         if training:
             self.owed = 0
@@ -476,7 +458,9 @@ class Worker(StateAccess):
     def arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
 
+    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
     def update_scheduler(self, metric: float) -> None:
+        """Step every scheduler, with `metric` where one takes it."""
         if not self.run.schedulers:
             raise ConfigurationError(
                 "update_scheduler was called, but the operator registered no scheduler",
@@ -486,8 +470,12 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------------ users' functions
 
+    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
     def call(self, function: Callable[[], Any]) -> Any:
+        """`function` in this process."""
         return function()
 
+    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
+        """`function` with this worker's operator."""
         return function(self.operator)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker is doing, seen from another thread of its process.
 
-Read from the stack of the thread that trains, so that training pays nothing for it.
+The phase is the one that the training thread has entered (`lockstep.phases`). The stack of that
+thread is read only when somebody asks, so that training pays nothing for it.
 """
 
 from __future__ import annotations
@@ -13,31 +14,17 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lockstep.phases import Phase, phase_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
     from lockstep.worker.report import Counted
+    from lockstep.worker.worker import Worker
 
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES: Final = (f"{os.sep}torch{os.sep}", f"{os.sep}ray{os.sep}", f"{os.sep}threading.py")
-
-WAITING: Final = "waiting for the others"
-
-# The innermost of these on the stack says what goes on.
-_PHASES: Final = {
-    (os.path.join("data", "fetch.py"), None): "reading data",
-    (os.path.join("worker", "cursor.py"), "take"): "reading data",
-    (os.path.join("operator", "loops.py"), "_loss_and_metrics"): "forward",
-    (os.path.join("operator", "loops.py"), "backward"): "backward",
-    (os.path.join("operator", "precision.py"), "step"): "optimizer",
-    (os.path.join("operator", "loops.py"), "validate_batch"): "validation",
-    (os.path.join("worker", "process_group.py"), "form_group"): "meeting the others",
-    (os.path.join("worker", "state.py"), None): "copying state",
-    (os.path.join("engine", "ray.py"), "_wait_for_peers"): WAITING,
-    ("group.py", None): WAITING,
-    (os.path.join("sync", "wire.py"), "ask"): WAITING,
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,7 @@ class WorkerStatus:
     Attributes:
         steps: global batches that it has committed in this call; grows while all is well.
         is_warm: its process has committed one before, so that none of its own firsts is ahead.
-        phase: in a word or two.
+        phase: what its training thread is doing.
         line: the innermost line of the user's code, or "".
         stack: the whole stack, as Python prints it.
         counted: what it has counted so far, or a moment ago; None where that is not known.
@@ -55,15 +42,24 @@ class WorkerStatus:
 
     steps: int
     is_warm: bool
-    phase: str
+    phase: Phase
     line: str
     stack: str
     counted: Counted | None = None
 
     @property
     def waits(self) -> bool:
-        """It waits for other ranks, in a collective."""
-        return self.phase == WAITING
+        """The rank waits for other ranks, in a collective."""
+        return self.phase is Phase.WAITING
+
+
+def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
+    """What the thread `thread_id`, in which `worker` trains, is doing."""
+    call = worker.loop_run
+    if call is None:
+        return status_of_thread(thread_id, 0, None, is_warm=False)
+    is_warm = worker.is_warm or call.own_steps > 0
+    return status_of_thread(thread_id, call.tally.steps, call.counted, is_warm=is_warm)
 
 
 def status_of_thread(
@@ -72,9 +68,10 @@ def status_of_thread(
     """Where the thread `thread_id` of this process is."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
-        return WorkerStatus(steps, is_warm, "idle", "", "", counted)
+        return WorkerStatus(steps, is_warm, Phase.NO_THREAD, "", "", counted)
+    phase = Phase.WAITING if _is_in_torch_distributed(frame) else phase_of(thread_id)
     stack = "".join(traceback.format_stack(frame))
-    return WorkerStatus(steps, is_warm, _phase(frame), _users_line(frame), stack, counted)
+    return WorkerStatus(steps, is_warm, phase, _users_line(frame), stack, counted)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -83,18 +80,15 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _phase(frame: FrameType) -> str:
+def _is_in_torch_distributed(frame: FrameType) -> bool:
+    """The user's code has called a collective of torch's: it does not enter a phase of ours."""
     for each in _outwards(frame):
-        file = each.f_code.co_filename
-        if f"{os.sep}torch{os.sep}distributed{os.sep}" in file:
-            return WAITING
-        if not file.startswith(_HERE):
-            continue
-        name = file.removeprefix(_HERE)
-        found = _PHASES.get((name, each.f_code.co_name)) or _PHASES.get((name, None))
-        if found is not None:
-            return found
-    return "its own code"
+        package, _, rest = each.f_globals.get("__name__", "").partition(".")
+        if package == "lockstep":
+            return False
+        if package == "torch" and rest.partition(".")[0] == "distributed":
+            return True
+    return False
 
 
 def _users_line(frame: FrameType) -> str:

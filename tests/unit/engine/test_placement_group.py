@@ -7,7 +7,8 @@ import pytest
 
 from lockstep.engine import placement_group
 from lockstep.engine.worker_handle import WorkerHandle
-from lockstep.recovery.regrouping import Regrouping
+from lockstep.errors import WorkerDiedError
+from lockstep.recovery.losses import Loss, RankTable
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def group_on(*nodes, monkeypatch):
 def test_ranks_of_a_node_are_neighbours_and_the_drivers_come_first(driver_on, monkeypatch):
     driver_on("b")
     group = group_on("a", "b", "a", "b", "c", "a", monkeypatch=monkeypatch)
-    places = placement_group.places_in(group, 6, num_spares=0)
+    places = placement_group.bundles_by_rank(group, 6, num_spares=0)
     assert places == [(1, "b"), (3, "b"), (0, "a"), (2, "a"), (5, "a"), (4, "c")]
     assert placement_group.local_ranks([node for _, node in places]) == [0, 1, 0, 1, 2, 0]
 
@@ -38,13 +39,13 @@ def test_ranks_of_a_node_are_neighbours_and_the_drivers_come_first(driver_on, mo
 def test_a_driver_without_workers_on_its_node_changes_no_order(driver_on, monkeypatch):
     driver_on("elsewhere")
     group = group_on("a", "b", "a", monkeypatch=monkeypatch)
-    assert placement_group.places_in(group, 3, num_spares=0) == [(0, "a"), (2, "a"), (1, "b")]
+    assert placement_group.bundles_by_rank(group, 3, num_spares=0) == [(0, "a"), (2, "a"), (1, "b")]
 
 
 def test_spares_come_last_whatever_their_node(driver_on, monkeypatch):
     driver_on("b")
     group = group_on("a", "b", "b", "a", monkeypatch=monkeypatch)
-    places = placement_group.places_in(group, 4, num_spares=2)
+    places = placement_group.bundles_by_rank(group, 4, num_spares=2)
     assert places == [(1, "b"), (0, "a"), (2, "b"), (3, "a")]
     # Their local ranks go on counting: two processes of a node never share one.
     assert placement_group.local_ranks([node for _, node in places]) == [0, 0, 1, 1]
@@ -55,32 +56,12 @@ def test_in_a_lent_group_the_programs_own_bundle_is_left_out(driver_on, monkeypa
     driver_on("a")
     group = group_on("a", "b", "a", monkeypatch=monkeypatch)
     monkeypatch.setitem(placement_group._lent, "a group", first)
-    seats = [seat for seat, _ in placement_group.places_in(group, 2, num_spares=0)]
+    seats = [seat for seat, _ in placement_group.bundles_by_rank(group, 2, num_spares=0)]
     assert seats == ([0, 1] if first == 0 else [2, 1])
 
 
 def test_local_ranks_of_nobody():
     assert placement_group.local_ranks([]) == []
-
-
-class Engine:
-    """As much of an engine as places are dealt out by."""
-
-    def __init__(self, members, num_workers):
-        self.members, self.spares = members, []
-        self.spec = SimpleNamespace(num_workers=num_workers)
-
-    def line_up(self, members):
-        self.members = list(members)
-
-
-class WithSpares(Regrouping):
-    def __init__(self, engine, spares):
-        super().__init__(engine, 1, None)
-        self._spares = spares
-
-    def _within_reach(self):
-        return list(self._spares)
 
 
 def members(*nodes, first=0):
@@ -101,9 +82,8 @@ def members(*nodes, first=0):
 def test_a_spare_takes_a_place_among_the_ranks_of_its_host(driver_on, lost, spare, expected):
     driver_on("near")
     everyone = members("near", "near", "far", "far")
-    places = [None if n == lost else member for n, member in enumerate(everyone)]
-    engine = Engine(everyone, num_workers=4)
+    table = RankTable(everyone)
+    table.lose(Loss(everyone[lost], lost, range(0), WorkerDiedError("it died")))
     ready = [] if spare is None else members(spare, first=10)
-    roster = WithSpares(engine, ready)._fill(places, [])
+    roster = table.fill(ready, num_workers=4)
     assert [member.number for member in roster] == expected
-    assert engine.members == roster

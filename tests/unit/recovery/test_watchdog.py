@@ -6,22 +6,24 @@ from types import SimpleNamespace
 
 from lockstep.engine.heartbeats import Heartbeat
 from lockstep.engine.worker_handle import WorkerHandle
+from lockstep.phases import Phase
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker.worker_status import WAITING, WorkerStatus
+from lockstep.worker import Worker
+from lockstep.worker.worker_status import WorkerStatus
 
 LIMIT_S = 0.05
 
 
 class Seen:
-    """An outlook that shows what it was given."""
+    """Heartbeats that were given."""
 
     def __init__(self, sightings):
         self.sightings = sightings
 
-    def look(self, members):
+    def poll(self, members):
         return {member: self.sightings[member] for member in members}
 
-    def forget(self):
+    def clear(self):
         pass
 
 
@@ -30,13 +32,13 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     hung, *survivors = (WorkerHandle(number, "node", number) for number in range(3))
     watchdog = Watchdog(SimpleNamespace(members=[hung, *survivors]), LIMIT_S)
     since = time.monotonic() - 100
-    waits = WorkerStatus(3, is_warm=True, phase=WAITING, line="", stack="")
-    computes = WorkerStatus(3, is_warm=True, phase="forward", line="", stack="")
+    waits = WorkerStatus(3, is_warm=True, phase=Phase.WAITING, line="", stack="")
+    computes = WorkerStatus(3, is_warm=True, phase=Phase.FORWARD, line="", stack="")
     sightings = {member: Heartbeat(waits, since) for member in survivors}
     watchdog._heartbeats = Seen(sightings | {hung: Heartbeat(computes, since)})
     pending_call = SimpleNamespace(
-        method="train",
-        here=None,
+        contract=Worker.train.contract,
+        local_status=None,
         has_failed=False,
         pending={0: 0, 1: 1, 2: 2},
         deaths={},

@@ -27,7 +27,7 @@ from lockstep.integrations.lightning.loop_hooks import LoopHooks, call_data_hook
 from lockstep.integrations.lightning.lr_schedulers import SchedulerSteps, configured
 from lockstep.integrations.lightning.module_factory import ModuleFactory, check_given, is_lightning
 from lockstep.integrations.lightning.step_outputs import detached, loss_and_metrics
-from lockstep.integrations.lightning.trainer_view import TrainerView
+from lockstep.integrations.lightning.trainer_view import TrainerView, update_view
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.default_loss import registered
@@ -122,7 +122,7 @@ class LightningOperator(TrainingOperator):
         unsupported.check_module(module, context.options)
         self.module, self.datamodule = module, datamodule
         self._view = TrainerView(self, factory, datamodule)
-        self._view._tell(lightning_module=module, model=module)
+        update_view(self._view, lightning_module=module, model=module)
         module.trainer = self._view
         if datamodule is not None:
             datamodule.trainer = self._view
@@ -146,7 +146,7 @@ class LightningOperator(TrainingOperator):
             schedulers=[each.scheduler for each in configs] or None,
         )
         self._scheduler_steps = SchedulerSteps(configs, module.lr_scheduler_step)
-        self._view._tell(optimizers=[self.optimizer], lr_scheduler_configs=configs)
+        update_view(self._view, optimizers=[self.optimizer], lr_scheduler_configs=configs)
         self._has_fit_begun = self._epoch_is_over = False
         self._open_epoch = -1
         self._steps_taken = 0
@@ -177,7 +177,8 @@ class LightningOperator(TrainingOperator):
             for each in (train, validation)
         ]
         known = [float("inf") if each is None else each for each in lengths]
-        self._view._tell(
+        update_view(
+            self._view,
             train_dataloader=train,
             val_dataloaders=validation,
             num_training_batches=known[0] if train is not None else 0,
@@ -203,7 +204,7 @@ class LightningOperator(TrainingOperator):
         # An iterator that goes on in the middle of an epoch counts from where the epoch was left.
         counted_on = getattr(iterator, "first_index", 0)
         self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
-        self._view._tell(current_epoch=epoch, training=True, validating=False)
+        update_view(self._view, current_epoch=epoch, training=True, validating=False)
         self._step_hooks.set_training(registered(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
@@ -232,7 +233,7 @@ class LightningOperator(TrainingOperator):
     def _learn(self, metrics: Mapping[str, float], *, over: bool) -> None:
         """Take the metrics of an epoch, or of a validation, which are the same on every worker."""
         known = {name: torch.tensor(value) for name, value in metrics.items()}
-        self._view._tell(callback_metrics={**self._view.callback_metrics, **known})
+        update_view(self._view, callback_metrics={**self._view.callback_metrics, **known})
         if over and self._steps_schedulers and self._has_fit_begun:
             self._scheduler_steps.after_metrics(self._view.current_epoch, metrics)
 
@@ -244,7 +245,7 @@ class LightningOperator(TrainingOperator):
         metrics = super().train_batch(batch, batch_info)
         if self._lockstep.step.closes_window:
             self._steps_taken += 1
-            self._view._tell(global_step=self._steps_taken)
+            update_view(self._view, global_step=self._steps_taken)
             if self._steps_schedulers:
                 self._scheduler_steps.after_step(index)
         for output, moved, num_samples in self._computed:
@@ -287,7 +288,7 @@ class LightningOperator(TrainingOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
         self._first_index = getattr(val_iterator, "step_in_epoch", 0)
-        self._view._tell(training=False, validating=True)
+        update_view(self._view, training=False, validating=True)
         self._step_hooks.set_training(registered(self), False)
         with self._logging.capturing("validation"):
             if self._first_index == 0:
@@ -299,7 +300,7 @@ class LightningOperator(TrainingOperator):
                 module.on_validation_epoch_end()
                 module.on_validation_end()
             logged, of_epoch = self._logging.conclude(epoch_over=over)
-        self._view._tell(validating=False)
+        update_view(self._view, validating=False)
         self._learn(of_epoch, over=over)
         return {**metrics, **logged}
 
@@ -347,7 +348,7 @@ class LightningOperator(TrainingOperator):
 
     def load_state_dict(self, state: Any) -> None:
         self._steps_taken = state["steps"]
-        self._view._tell(current_epoch=state["epoch"], global_step=state["steps"])
+        update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
         self._scheduler_steps.load_state_dict(state["plateaus"])
         self._open_epoch = -1
         if state.get("datamodule"):
@@ -357,7 +358,7 @@ class LightningOperator(TrainingOperator):
     def _end(self) -> None:
         """Call what Lightning calls after the last epoch; the trainer shuts down."""
         if self._has_fit_begun:
-            self._view._tell(current_epoch=self._view.current_epoch + self._epoch_is_over)
+            update_view(self._view, current_epoch=self._view.current_epoch + self._epoch_is_over)
             self.module.on_train_end()
             self.module.on_fit_end()
         for owner in self._owners:

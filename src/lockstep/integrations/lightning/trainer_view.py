@@ -99,10 +99,6 @@ class TrainerView:
             " one of: " + ", ".join(sorted(n for n in vars(self) if not n.startswith("_"))),
         )
 
-    def _tell(self, **values: Any) -> None:
-        """Set attributes that change during the run; the operator alone does so."""
-        vars(self).update(values)
-
     @property
     def world_size(self) -> int:
         return self._operator._lockstep.context.world_size
@@ -140,6 +136,14 @@ class TrainerView:
             return math.inf
         in_epoch = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
         return in_epoch * self.max_epochs
+
+
+def update_view(view: TrainerView, **values: Any) -> None:
+    """Set attributes that change during the run; the operator alone calls this.
+
+    It is no method of the view, on which a module finds only what Lightning's trainer has.
+    """
+    vars(view).update(values)
 
 
 class _Plugin:

@@ -67,7 +67,7 @@ class RayMetricsLogger(Logger):
                 fix="ray.init() before the trainer, or another logger",
             )
         if self.run is None:
-            self.run = trainer._operator_cls.__name__
+            self.run = trainer._pool.spec.operator_cls.__name__
         kinds = required("ray.util.metrics", extra="cluster", by="RayMetricsLogger")
         for names, kind in ((_GAUGES, kinds.Gauge), (_COUNTERS, kinds.Counter)):
             for name, meaning in names.items():

@@ -92,7 +92,7 @@ class TorchTrainable(Trainable):
 def _train_and_validate(trainer: TorchTrainer) -> dict[str, Any]:
     """What both return; where both count something, it is the training's."""
     trained = trainer.train(profile=True)
-    if not trainer._has_loader("validation"):
+    if not trainer._pool.has_loader("validation"):
         return dict(trained)
     validated = trainer.validate(profile=True)
     times = {**validated.pop("profile", {}), **trained.pop("profile", {})}

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lockstep._torch_compat import schedulers_within, set_last_rates
 from lockstep.operator.default_loss import registered
 
 if TYPE_CHECKING:
@@ -108,9 +109,9 @@ def _prefer_in_group(
 
 def _follow(scheduler: Any) -> None:
     """Give a scheduler that computes from its initial learning rates the new ones."""
-    for inner in getattr(scheduler, "_schedulers", []):
+    for inner in schedulers_within(scheduler):
         _follow(inner)
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
-        scheduler._last_lr = [group["lr"] for group in groups]
+        set_last_rates(scheduler, [group["lr"] for group in groups])

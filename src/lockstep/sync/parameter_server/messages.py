@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages with tensors over a socket: how workers and a parameter server talk.
+"""Messages between the workers and a parameter server, and the sockets that they travel over.
 
-A message is a few words and some tensors. Its tensors travel as one block of bytes, each at a
-place where any dtype may begin, so that nothing is pickled that is large.
+A message is a kind, a body of any sort, and tensors. Tensors travel as one block of bytes, so that
+nothing large is pickled. Rejected: ``multiprocessing.connection`` and torch's rpc: neither
+has a timeout for one message that another thread can end early.
 """
 
 from __future__ import annotations
@@ -13,47 +14,81 @@ import socket
 import struct
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from lockstep.errors import PeerLostError
+from lockstep.phases import Phase, in_phase
 from lockstep.serialization import join, pack, split, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LENGTHS: Final = struct.Struct("<QQ")
-_NOBODY_IS_SLOWER_S: Final = 60.0
+_CONNECT_LIMIT_S: Final = 60.0
+
+Groups = list[tuple[dict[str, Any], list[int]]]
+"""An optimizer's parameter groups: their settings, and the numbers of their parameters."""
 
 
 @dataclass
 class Message:
-    """What one side says to the other.
+    """A request of a worker, or the server's answer.
 
     Attributes:
-        what: the request or the answer, in one word.
-        about: anything small that can be pickled.
-        tensors: of any dtype and device; they arrive on the CPU.
+        kind: of a request, see `ParameterStore`; of an answer, "done" or "error".
+        body: anything that can be pickled.
+        tensors: strided, of any dtype and device; they arrive on the CPU.
     """
 
-    what: str
-    about: Any = None
+    kind: str
+    body: Any = None
     tensors: Sequence[torch.Tensor] = field(default_factory=list)
+
+    @cached_property
+    def packed(self) -> tuple[bytes, torch.Tensor]:
+        """The message as bytes: a pickled head, a block of tensors. Made once for all receivers."""
+        tensors = [tensor.detach().contiguous() for tensor in self.tensors]
+        structure, buffers = split((self.kind, self.body, tensors))
+        sizes = [buffer.numel() for buffer in buffers]
+        return pickle.dumps((structure, sizes)), pack(buffers)
+
+
+@dataclass
+class OptimizerRequest:
+    """The body of a request that concerns one optimizer.
+
+    Attributes:
+        number: of the optimizer, among those that the server holds.
+        groups: its parameter groups as they are at the worker.
+        weights: numbers of the parameters whose new values are the first of the message's tensors.
+        with_gradient: numbers of those whose gradients follow.
+        state: the state dict that the optimizer is to load.
+        may_go_back_to: steps of the run to which an interruption leads back; None: to none.
+    """
+
+    number: int
+    groups: Groups
+    weights: list[int] = field(default_factory=list)
+    with_gradient: list[int] = field(default_factory=list)
+    state: Any = None
+    may_go_back_to: int | None = None
 
 
 class Channel(Protocol):
-    """A worker's way to the owner of the parameters."""
+    """A worker's way to its parameter server."""
 
     def ask(self, message: Message) -> Message:
         """Send a request and wait for its answer.
 
         Collective:
-            "add" and "step" are answered when every worker has asked the same.
+            A request in which all ranks take part is answered when all have sent it.
 
         Raises:
-            PeerLostError: the owner, or a worker that it waited for, went away.
-            What the owner refused the request with.
+            PeerLostError: the server, or a worker that it waited for, went away.
+            Whatever the server refused the request with.
         """
 
     def close(self) -> None:
@@ -64,37 +99,24 @@ class ConnectionLostError(Exception):
     """The other side went away, or did not speak in time. Never leaves this package."""
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """A message as it travels; made once, whoever it is sent to."""
-
-    head: bytes
-    block: torch.Tensor
-
-
-def packed(message: Message) -> Parcel:
-    """`message`, ready to be sent."""
-    tensors = [tensor.detach().contiguous() for tensor in message.tensors]
-    structure, buffers = split((message.what, message.about, tensors))
-    sizes = [buffer.numel() for buffer in buffers]
-    return Parcel(pickle.dumps((structure, sizes)), pack(buffers))
-
-
 class MessageSocket:
-    """One end of a connection."""
+    """One end of a connection that carries messages."""
 
     def __init__(self, connection: socket.socket, timeout_s: float | None) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(timeout_s)
         self._socket = connection
+        self.limit_waiting(timeout_s)
+
+    def limit_waiting(self, timeout_s: float | None) -> None:
+        """How long a message that has begun may take to come, or to go."""
+        self._socket.settimeout(timeout_s)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message | Parcel) -> None:
+    def send(self, message: Message) -> None:
         """Raises `ConnectionLostError`."""
-        parcel = packed(message) if isinstance(message, Message) else message
-        head, block = parcel.head, parcel.block
+        head, block = message.packed
         try:
             self._socket.sendall(_LENGTHS.pack(len(head), block.numel()) + head)
             if block.numel():
@@ -104,14 +126,21 @@ class MessageSocket:
 
     def receive(self) -> Message:
         """The next message. Raises `ConnectionLostError`."""
-        head_length, block_length = _LENGTHS.unpack(self._exactly(_LENGTHS.size))
-        structure, sizes = pickle.loads(self._exactly(head_length))
+        head_length, block_length = _LENGTHS.unpack(self._read(_LENGTHS.size))
+        structure, sizes = pickle.loads(self._read(head_length))
         block = torch.empty(block_length, dtype=torch.uint8, device="cpu")
         if block_length:
             self._fill(_memory_of(block))
         return Message(*join(structure, unpack(block, sizes)))
 
-    def _exactly(self, length: int) -> bytes:
+    def receives(self, secret: bytes) -> bool:
+        """Whether the other side sends `secret`. Nothing that it sends is unpickled before.
+
+        Raises `ConnectionLostError`.
+        """
+        return hmac.compare_digest(self._read(len(secret)), secret)
+
+    def _read(self, length: int) -> bytes:
         data = bytearray(length)
         self._fill(memoryview(data))
         return bytes(data)
@@ -144,7 +173,7 @@ def _memory_of(block: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the owner of the parameters listens, and the secret that a worker shows it.
+    """Where a parameter server listens, and the secret that a worker shows it.
 
     Attributes:
         timeout_s: how long a worker waits for an answer, which includes waiting for its peers.
@@ -157,80 +186,69 @@ class ServerAddress:
 
 
 def connect_to_server(address: ServerAddress, rank: int) -> ServerClient:
-    """Connect rank `rank` to the owner.
+    """Connect rank `rank` to its parameter server.
 
     Raises:
-        PeerLostError: nobody answers there.
+        PeerLostError: no server answers there.
     """
     place = f"rank {rank}"
     with ExitStack() as until_welcome:
         try:
             connection = until_welcome.enter_context(
                 socket.create_connection(
-                    (address.host, address.port),
-                    timeout=min(address.timeout_s, _NOBODY_IS_SLOWER_S),
+                    (address.host, address.port), timeout=min(address.timeout_s, _CONNECT_LIMIT_S)
                 )
             )
-            line = MessageSocket(connection, address.timeout_s)
+            messages = MessageSocket(connection, address.timeout_s)
             connection.sendall(address.secret)
-            line.send(Message("here", rank))
+            messages.send(Message("here", rank))
         except (OSError, ConnectionLostError) as error:
-            raise _lost(place, error) from error
+            raise _server_lost(place, error) from error
         until_welcome.pop_all()
-    return ServerClient(line, place)
-
-
-def shows(secret: bytes, connection: socket.socket) -> bool:
-    """Does the other side send `secret`? Nothing that it sends is unpickled before."""
-    given = bytearray()
-    while len(given) < len(secret):
-        piece = connection.recv(len(secret) - len(given))
-        if not piece:
-            return False
-        given += piece
-    return hmac.compare_digest(bytes(given), secret)
+    return ServerClient(messages, place)
 
 
 class ServerClient:
-    """An owner in another process; see `Channel`."""
+    """A worker's connection to a server in another process; see `Channel`."""
 
-    def __init__(self, line: MessageSocket, place: str) -> None:
-        self._line: MessageSocket | None = line
+    def __init__(self, messages: MessageSocket, place: str) -> None:
+        self._messages: MessageSocket | None = messages
         self._place = place
 
+    @in_phase(Phase.WAITING)
     def ask(self, message: Message) -> Message:
         """See `Channel`.
 
         Collective:
-            "add" and "step" are answered when every worker has asked the same.
+            A request in which all ranks take part is answered when all have sent it.
         """
-        if self._line is None:
-            raise _lost(self._place, "this worker has left it")
+        if self._messages is None:
+            raise _server_lost(self._place, "this worker has left it")
         try:
-            self._line.send(message)
-            answer = self._line.receive()
+            self._messages.send(message)
+            answer = self._messages.receive()
         except ConnectionLostError as error:
-            raise _lost(self._place, error) from error
+            raise _server_lost(self._place, error) from error
         return checked(answer)
 
     def close(self) -> None:
-        line, self._line = self._line, None
-        if line is None:
+        messages, self._messages = self._messages, None
+        if messages is None:
             return
-        with suppress(ConnectionLostError):  # nobody is there to be told
-            line.send(Message("leave"))
-        line.close()
+        with suppress(ConnectionLostError):  # the server has ended
+            messages.send(Message("leave"))
+        messages.close()
 
 
 def checked(answer: Message) -> Message:
-    """The answer; raised, if it is an error."""
-    if answer.what == "error":
-        error: BaseException = pickle.loads(answer.about)
+    """`answer`; raises the exception that it holds instead, if it is one."""
+    if answer.kind == "error":
+        error: BaseException = pickle.loads(answer.body)
         raise error
     return answer
 
 
-def _lost(place: str, got: object) -> PeerLostError:
+def _server_lost(place: str, got: object) -> PeerLostError:
     return PeerLostError(
         "the parameter server does not answer",
         where=place,

@@ -1,43 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What optimizers' steps change, as it was before: a step may have to be taken back.
+"""Undo log of a parameter server: optimizers and parameters as they were before their last steps.
 
-A worker that dies may take a step with it that the owner of the parameters has made and that no
-worker has counted. Copied is only what a step is about to change, when it is: the optimizer's
-state and its parameters, into memory that is used again for the next step.
+A worker that dies may take a step with it: the server has made the step, and no worker that is
+left has counted it. The workers then go back, and the server has to go back with them.
+
+The log copies only what a step is about to change, just before: the optimizer's state, its own
+attributes, its groups and its parameters. Copies of tensors go into memory that is used again
+for the next step, so that a log costs one copy of the state and no allocation. The rest is
+deep-copied, with a memo that says where the copy of each tensor lies.
 """
 
 from __future__ import annotations
 
 import copy
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final
-
-import torch
+from typing import TYPE_CHECKING
 
 from lockstep.errors import ReplicasDifferError
+from lockstep.sync.replaced_step import optimizer_parameters, own_attributes, state_tensors
 from lockstep.tensor_copies import TensorCopies
-from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.optim import Optimizer
-
-REPLACED: Final = ("step", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
-"""Of an optimizer whose steps happen elsewhere."""
-
-_ABOUT_STEPPING: Final = frozenset({*REPLACED, "_opt_called", "grad_scale", "found_inf"})
-
-
-@cache
-def _bare() -> frozenset[str]:
-    return frozenset(vars(torch.optim.SGD([torch.zeros((), device="cpu")])))
-
-
-def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer holds beside what all of them do; copies and pickles leave it out."""
-    skipped = _bare() | _ABOUT_STEPPING
-    return {name: value for name, value in vars(optimizer).items() if name not in skipped}
 
 
 class OptimizerUndoLog:
@@ -50,27 +33,28 @@ class OptimizerUndoLog:
 
     def __init__(self) -> None:
         self.point: int | None = None
-        self._kept: list[_Kept] = []
+        self._kept: list[_OptimizerCopy] = []
         self._memory: dict[int, TensorCopies] = {}
 
     def about_to_change(self, optimizer: Optimizer, point: int | None) -> None:
         """`optimizer` is about to step, or to load a state.
 
         Args:
-            point: steps of the run to which an interruption now leads back; None: nobody will
-                ask for it.
+            point: steps of the run to which an interruption now leads back; None: this
+                change is never undone.
         """
         if point != self.point:
             self._kept, self.point = [], point
         if point is None or any(kept.optimizer is optimizer for kept in self._kept):
             return
-        self._kept.append(_Kept(optimizer, self._memory.setdefault(id(optimizer), TensorCopies())))
+        memory = self._memory.setdefault(id(optimizer), TensorCopies())
+        self._kept.append(_OptimizerCopy(optimizer, memory))
 
     def return_to(self, committed: int) -> None:
-        """Take back what happened from `committed` steps of the run on.
+        """Undo every change since `committed` steps of the run.
 
         Raises:
-            ReplicasDifferError: that is longer ago than what was kept.
+            ReplicasDifferError: the log begins at a later step.
         """
         point, self.point = self.point, None
         kept, self._kept = self._kept, []
@@ -85,36 +69,30 @@ class OptimizerUndoLog:
                 " ranks, and a rank that was ahead died",
                 fix="load the last checkpoint into a new trainer",
             )
-        # A parameter may belong to several: the one that stepped first knows how it was.
+        # A parameter may belong to several optimizers: the one that stepped first knows how it was.
         for each in reversed(kept):
             each.put_back()
-        self._memory.clear()
+        self._memory.clear()  # the copies are the optimizers' own now
 
 
-class _Place:
-    """Stands for a tensor in a structure; a leaf of it, and so no dataclass."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class _Kept:
+class _OptimizerCopy:
     """One optimizer and its parameters as they are now.
 
     Args:
-        memory: copies that nobody needs any more; holds the new ones afterwards.
+        memory: copies of an earlier step, which this one overwrites.
     """
 
     def __init__(self, optimizer: Optimizer, memory: TensorCopies) -> None:
         self.optimizer = optimizer
-        self._held = [param for group in optimizer.param_groups for param in group["params"]]
-        apart = _Apart(self._held)
-        self._state = apart.take(dict(optimizer.state))
-        # An optimizer may count in its groups, too.
-        others = {**own_attributes(optimizer), "param_groups": optimizer.param_groups}
-        self._others = apart.take(others)
-        memory.take(apart.tensors)
+        self._held = optimizer_parameters(optimizer)
+        tensors = {id(tensor): tensor for tensor in (*self._held, *state_tensors(optimizer))}
+        memory.take([tensor.detach() for tensor in tensors.values()])
         self._tensors = memory.values
+        memo = dict(zip(tensors, memory.values, strict=True))
+        # In groups, and as keys of the state, parameters stay the objects that they are.
+        memo |= {id(param): param for param in self._held}
+        attributes = {**own_attributes(optimizer), "param_groups": optimizer.param_groups}
+        self._state, self._attributes = copy.deepcopy((dict(optimizer.state), attributes), memo)
 
     def put_back(self) -> None:
         """The copies become the optimizer's own."""
@@ -122,43 +100,7 @@ class _Kept:
             param.data = value
         optimizer = self.optimizer
         optimizer.state.clear()
-        optimizer.state.update(_put_together(self._state, self._tensors))
+        optimizer.state.update(self._state)
         for name in own_attributes(optimizer):
             delattr(optimizer, name)
-        vars(optimizer).update(_put_together(self._others, self._tensors))
-
-
-class _Apart:
-    """Structures, and apart from them the tensors in them, each once.
-
-    Args:
-        held: parameters, which stay the objects that they are; the first of the tensors.
-    """
-
-    def __init__(self, held: Sequence[torch.Tensor]) -> None:
-        self.tensors: list[torch.Tensor] = [param.detach() for param in held]
-        self._held = {id(param): param for param in held}
-        self._places: dict[int, _Place] = {}
-
-    def take(self, tree: Any) -> Any:
-        """`tree` with the places of its tensors."""
-        return tree_map(self._taken, tree)
-
-    def _taken(self, value: Any) -> Any:
-        if id(value) in self._held:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._place_of(value)
-        if isinstance(value, int | float | str | None):
-            return value
-        return copy.deepcopy(value, dict(self._held))
-
-    def _place_of(self, tensor: torch.Tensor) -> _Place:
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = _Place(len(self.tensors))
-            self.tensors.append(tensor.detach())
-        return self._places[id(tensor)]
-
-
-def _put_together(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    return tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, tree)
+        vars(optimizer).update(self._attributes)

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one owner of parameters and optimizers, to whom workers send gradients.
+"""The parameters and optimizers that a parameter server holds, and its answers to the workers.
 
-It knows no model and computes no loss. It answers one request after the other; what all
-workers have to take part in it answers when all have asked, so that a worker that does
-something else than its peers is found out and not waited for.
+The store knows no model and computes no loss. It answers one request after the other. A request
+in which all ranks take part is answered when all have sent it: a rank that does something else
+than its peers is then found out, instead of leaving them waiting.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import cloudpickle
 import torch
 
 from lockstep.errors import (
@@ -25,47 +23,43 @@ from lockstep.errors import (
 from lockstep.serialization import dumps_exception
 from lockstep.sync.parameter_server.messages import Message, checked
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
+from lockstep.sync.replaced_step import optimizer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
 
-_TOGETHER = frozenset({"add", "step"})
-_TAKING_OVER = frozenset({"adopt", "inherit"})
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+    from lockstep.sync.parameter_server.messages import Groups, OptimizerRequest
 
-Groups = list[tuple[dict[str, Any], list[int]]]
-"""An optimizer's parameter groups: their settings, and the numbers of their parameters."""
+_OF_ONE_RANK: Final = frozenset({"state_dict", "load_state_dict"})
+_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 
 
 class ParameterStore:
     """Parameters and optimizers of `size` workers.
 
-    Requests, by the word they begin with:
+    Requests, by their kind; all ranks take part in the first three:
 
-    - "adopt": take over parameters and optimizers (rank 0 alone).
-    - "inherit": go on with those of the generation before (rank 0 alone), without what no worker
-      that is left has counted; answer with the weights.
-    - "add": answer with the sum over the ranks, added in their order.
-    - "step": let an optimizer step with rank 0's gradients; answer with the new weights, and with
-      the settings that it changed.
-    - "state", "load": read or replace the state of an optimizer, once it has been taken over.
+    - "attach": take over rank 0's parameters and optimizers (the body is `pickled_optimizers`),
+      or go on with those of the generation before, without the steps that no worker which is
+      left has counted (the body is the number of steps that count). The answer is the weights.
+    - "all_reduce": the answer is the sum over the ranks, added in their order.
+    - "step": an optimizer steps with rank 0's gradients. The answer is the new weights, and the
+      settings of its groups that the step has changed.
+    - "state_dict", "load_state_dict": of an optimizer.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._asked: dict[int, Message] = {}
-        # Who asks for what rank 0, who may be the slower one, has not handed over yet.
-        self._early: dict[int, Message] = {}
-        self._has_taken_over = False
-        self._gone: set[int] = set()
+        self._left: set[int] = set()
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._optimizers: list[Optimizer] = []
         self._undo_log = OptimizerUndoLog()
 
     def succeeded_by(self, size: int) -> ParameterStore:
-        """The owner for another generation of `size` workers: same parameters, same optimizers."""
+        """The store of another generation of `size` workers: same parameters and optimizers."""
         successor = ParameterStore(size)
         successor._parameters, successor._optimizers = self._parameters, self._optimizers
         successor._undo_log = self._undo_log
@@ -74,76 +68,57 @@ class ParameterStore:
     @property
     def is_idle(self) -> bool:
         """No worker waits for another one."""
-        return not self._asked and not self._early
+        return not self._asked
 
     def leave(self, rank: int) -> None:
         """Rank `rank` asks for nothing any more."""
-        self._gone.add(rank)
+        self._left.add(rank)
 
     def handle(self, rank: int, message: Message) -> dict[int, Message]:
         """Take a request of rank `rank`; returns the answers that are due now, by rank."""
-        if message.what not in _TOGETHER:
-            return self._in_turn(rank, message)
+        if message.kind in _OF_ONE_RANK:
+            return {rank: _answer(lambda: self._state(message))}
         self._asked[rank] = message
-        if self._gone:
-            everyone, self._asked = list(self._asked), {}
-            return dict.fromkeys(everyone, _refusal(_left(sorted(self._gone))))
+        if self._left:
+            waiting, self._asked = list(self._asked), {}
+            return dict.fromkeys(waiting, _refusal(_left(sorted(self._left))))
         if len(self._asked) < self._size:
             return {}
         asked, self._asked = [self._asked[each] for each in range(self._size)], {}
-        return dict.fromkeys(range(self._size), self._answer(lambda: self._together(asked)))
+        return dict.fromkeys(range(self._size), _answer(lambda: self._together(asked)))
 
-    def _in_turn(self, rank: int, message: Message) -> dict[int, Message]:
-        """Answer a request of `rank` alone, and those that had to wait for it."""
-        if not self._has_taken_over and message.what not in _TAKING_OVER:
-            if 0 in self._gone:
-                return {rank: _refusal(_left([0]))}
-            self._early[rank] = message
-            return {}
-        answers = {rank: self._answer(lambda: self._alone(message))}
-        if self._has_taken_over:
-            early, self._early = self._early, {}
-            for other, request in early.items():
-                answers[other] = self._answer(partial(self._alone, request))
-        return answers
-
-    def _answer(self, act: Callable[[], Message]) -> Message:
-        try:
-            return act()
-        # Whatever an optimizer of the user's raises belongs to the workers that wait for it.
-        except Exception as error:
-            return _refusal(error)
-
-    def _alone(self, message: Message) -> Message:
-        if message.what == "adopt":
-            self._parameters, optimizers = pickle.loads(message.about)
-            for optimizer, further in optimizers:
-                vars(optimizer).update(further)
-                self._optimizers.append(optimizer)
-            self._has_taken_over = True
+    def _state(self, message: Message) -> Message:
+        request: OptimizerRequest = message.body
+        if message.kind == "load_state_dict":
+            self._log_for_undo(request)
+            self._updated(request, message.tensors).load_state_dict(request.state)
             return Message("done")
-        if message.what == "inherit":
-            self._undo_log.return_to(message.about)
-            self._has_taken_over = True
-            weights = [param.detach() for param in self._parameters.values()]
-            return Message("done", list(self._parameters), weights)
-        if message.what == "load":
-            self._keep(message)
-            self._prepared(message).load_state_dict(message.about["state"])
-            return Message("done")
-        return Message("done", cloudpickle.dumps(self._prepared(message).state_dict()))
+        return Message("done", self._updated(request, message.tensors).state_dict())
 
     def _together(self, asked: Sequence[Message]) -> Message:
-        kinds = [_kind(message) for message in asked]
-        if any(kind != kinds[0] for kind in kinds):
-            raise _out_of_step(kinds)
-        return self._add(asked) if asked[0].what == "add" else self._step(asked)
+        texts = [_in_words(message) for message in asked]
+        if any(text != texts[0] for text in texts):
+            raise _out_of_step(texts)
+        if asked[0].kind == "attach":
+            return self._attach(asked[0].body)
+        return self._sum(asked) if asked[0].kind == "all_reduce" else self._step(asked)
 
-    def _add(self, asked: Sequence[Message]) -> Message:
-        """The sum over the ranks of what they sent, in rank order.
+    def _attach(self, body: bytes | int) -> Message:
+        if isinstance(body, int):
+            self._undo_log.return_to(body)
+        else:
+            self._parameters, optimizers = pickle.loads(body)
+            for optimizer, attributes in optimizers:
+                vars(optimizer).update(attributes)
+                self._optimizers.append(optimizer)
+        weights = [param.detach() for param in self._parameters.values()]
+        return Message("done", list(self._parameters), weights)
+
+    def _sum(self, asked: Sequence[Message]) -> Message:
+        """The sum of the tensors that the ranks sent, added in rank order.
 
         Gradient:
-            Added, not divided: what it counts travels behind the gradients.
+            Added, not divided: the weight of the sum travels behind the gradients.
 
         Collective:
             Every worker has asked for it.
@@ -165,15 +140,15 @@ class ParameterStore:
         Collective:
             Every worker has asked for it.
         """
-        _compare_settings([message.about["groups"] for message in asked])
-        about = asked[0].about
-        self._keep(asked[0])
-        optimizer = self._prepared(asked[0])
-        held = [param for group in optimizer.param_groups for param in group["params"]]
+        _compare_settings([message.body.groups for message in asked])
+        request: OptimizerRequest = asked[0].body
+        self._log_for_undo(request)
+        optimizer = self._updated(request, asked[0].tensors)
+        held = optimizer_parameters(optimizer)
         for param in held:
             param.grad = None
-        gradients = asked[0].tensors[len(about["weights"]) :]
-        for number, gradient in zip(about["with_gradient"], gradients, strict=True):
+        gradients = asked[0].tensors[len(request.weights) :]
+        for number, gradient in zip(request.with_gradient, gradients, strict=True):
             self._parameters[number].grad = gradient
         before = [_settings(group) for group in optimizer.param_groups]
         optimizer.step()
@@ -185,42 +160,40 @@ class ParameterStore:
         ]
         return Message("done", changed, [param.detach() for param in held])
 
-    def _keep(self, message: Message) -> None:
-        """Copy what is about to change, if the workers may come back to it."""
-        optimizer = self._optimizers[message.about["number"]]
-        self._undo_log.about_to_change(optimizer, message.about["may_go_back_to"])
+    def _log_for_undo(self, request: OptimizerRequest) -> None:
+        optimizer = self._optimizers[request.number]
+        self._undo_log.about_to_change(optimizer, request.may_go_back_to)
 
-    def _prepared(self, message: Message) -> Optimizer:
-        """The optimizer that a request is about, with what the workers' loops did to it.
+    def _updated(self, request: OptimizerRequest, tensors: Sequence[torch.Tensor]) -> Optimizer:
+        """The optimizer of a request, with the changes that the workers' loops made.
 
-        They, and their schedulers, change settings, add groups, and write to weights.
+        Loops and their schedulers change settings, add groups, and write to weights.
         """
-        numbers = message.about["weights"]
-        for number, value in zip(numbers, message.tensors, strict=False):
+        for number, value in zip(request.weights, tensors, strict=False):
             # The object stays: the optimizer's state belongs to it.
             self._parameter(number).data = value.clone()
-        optimizer: Optimizer = self._optimizers[message.about["number"]]
-        self._regroup(optimizer, message.about["groups"])
+        optimizer = self._optimizers[request.number]
+        known = optimizer.param_groups
+        del known[len(request.groups) :]
+        for place, (settings, numbers) in enumerate(request.groups):
+            if place == len(known):
+                known.append({})
+            known[place].update(settings)
+            known[place]["params"] = [self._parameter(number) for number in numbers]
         return optimizer
 
     def _parameter(self, number: int) -> torch.nn.Parameter:
         return self._parameters.setdefault(number, torch.nn.Parameter(torch.empty(0, device="cpu")))
 
-    def _regroup(self, optimizer: Optimizer, groups: Groups) -> None:
-        known = optimizer.param_groups
-        del known[len(groups) :]
-        for place, (settings, numbers) in enumerate(groups):
-            if place == len(known):
-                known.append({})
-            known[place].update(settings)
-            known[place]["params"] = [self._parameter(number) for number in numbers]
 
-
-def _kind(message: Message) -> str:
-    if message.what == "add":
+def _in_words(message: Message) -> str:
+    """The request for the error's text; equal where ranks ask for the same."""
+    if message.kind == "attach":
+        return "to begin"
+    if message.kind == "all_reduce":
         (tensor,) = message.tensors
         return f"a reduction of {tensor.numel()} {tensor.dtype} numbers"
-    return f"a step of optimizer {message.about['number']}"
+    return f"a step of optimizer {message.body.number}"
 
 
 def _compare_settings(by_rank: Sequence[Groups]) -> None:
@@ -245,7 +218,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer that adapts its own settings (a learning rate that it finds) has set."""
+    """The settings that a step has changed: an optimizer may find its own learning rate."""
     return {
         name: value
         for name, value in settings.items()
@@ -254,12 +227,21 @@ def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
 
 
 def _plain(value: Any) -> Any:
+    """A setting in a form that can be compared between ranks, and shown."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    # What has no value of its own (a function) is another object on every rank.
+    # A function, say, is another object on every rank: only the types are compared.
     return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
+
+
+def _answer(act: Callable[[], Message]) -> Message:
+    try:
+        return act()
+    # Whatever an optimizer of the user's raises belongs to the workers that wait for it.
+    except Exception as error:
+        return _refusal(error)
 
 
 def _refusal(error: BaseException) -> Message:
@@ -278,11 +260,11 @@ def _left(ranks: Sequence[int]) -> PeerLostError:
     )
 
 
-def _out_of_step(kinds: Sequence[str]) -> GradientNotReducedError:
+def _out_of_step(texts: Sequence[str]) -> GradientNotReducedError:
     return GradientNotReducedError(
         "the ranks ask the parameter server for different things",
         expected="every rank in the same backward or step",
-        got="; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds)),
+        got="; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)),
         cause="one rank ran more backwards than another, or did not step its optimizer",
         fix="run the same backwards and steps on every rank; a rank with nothing to run backward"
         " through calls reduce_pending()",
@@ -290,10 +272,10 @@ def _out_of_step(kinds: Sequence[str]) -> GradientNotReducedError:
 
 
 class InProcessServer:
-    """An owner in the process of its only worker; see `Channel`."""
+    """A store in the process of its only worker, without a connection; see `Channel`."""
 
     def __init__(self) -> None:
-        self._owner = ParameterStore(1)
+        self._store = ParameterStore(1)
 
     def ask(self, message: Message) -> Message:
         """See `Channel`.
@@ -301,9 +283,9 @@ class InProcessServer:
         Collective:
             None: there is one worker.
         """
-        # Not copied where they are on the CPU already, as the owner's own are.
+        # Tensors on the CPU are not copied, as those that the store answers with are not.
         message.tensors = [tensor.detach().cpu() for tensor in message.tensors]
-        return checked(self._owner.handle(0, message)[0])
+        return checked(self._store.handle(0, message)[0])
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's optimizer whose steps happen at the owner of the parameters.
+"""A worker's optimizer whose steps happen at the parameter server.
 
 The user's own object stays: schedulers, loops and scalers hold it. Its `step`, `state_dict` and
 `load_state_dict` are replaced on the instance; its `param_groups` stay the place where learning
@@ -9,40 +9,45 @@ rates are read and changed, and travel with every step.
 from __future__ import annotations
 
 import copy
-import inspect
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from torch.optim import Optimizer
 
 from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.parameter_server.messages import Message
-from lockstep.sync.parameter_server.optimizer_undo_log import REPLACED, own_attributes
+from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
+from lockstep.sync.replaced_step import (
+    ReplacedStep,
+    needs_closure,
+    optimizer_parameters,
+    own_attributes,
+    state_tensors,
+)
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from lockstep.sync.parameter_server.messages import Channel
-    from lockstep.sync.parameter_server.parameter_store import Groups
+    from torch.optim import Optimizer
+
+    from lockstep.sync.parameter_server.messages import Channel, Groups
 
 
 class RemoteOptimizer:
     """The worker's side of one optimizer.
 
     Args:
-        optimizer: the user's; its state is the owner's from now on.
-        number: among those that the owner holds.
+        optimizer: the user's; its state is the server's from now on.
+        number: among those that the server holds.
         number_of: the number of a parameter, by its identity.
-        channel: the way to the owner.
-        owned: on rank 0, whose gradients and weights count, the weights as the owner has them,
-            by number; None on the others.
+        channel: the way to the server.
+        server_weights: on rank 0, whose gradients and weights count, the weights as the server
+            has them, by number; all optimizers share it. None on the other ranks.
 
     Attributes:
-        may_go_back_to: steps of the run to which an interruption now leads back, the owner's
-            state with the rest; None: what the owner does from now on stays.
+        may_go_back_to: steps of the run to which an interruption now leads back, the server's
+            state with the rest; None: the server's steps from now on stay.
     """
 
     def __init__(
@@ -52,49 +57,25 @@ class RemoteOptimizer:
         number_of: Mapping[int, int],
         channel: Channel,
         *,
-        owned: Mapping[int, torch.Tensor] | None,
+        server_weights: dict[int, torch.Tensor] | None,
     ) -> None:
         self.optimizer = optimizer
         self.may_go_back_to: int | None = None
         self._number = number
         self._number_of = number_of
         self._channel = channel
-        self._leads = owned is not None
-        numbers = {id(param): number_of.get(id(param), -1) for param in _held(optimizer)}
-        self._latest = {key: owned[n] for key, n in numbers.items() if owned and n in owned}
-        own = vars(optimizer)
-        self._shadowed: dict[str, Any] = {name: own[name] for name in REPLACED if name in own}
-        self._install()
-
-    def _install(self) -> None:
-        optimizer = self.optimizer
-        if "_step_supports_amp_scaling" in vars(optimizer):
-            # The scaler would leave the unscaling to a kernel that runs elsewhere.
-            vars(optimizer)["_step_supports_amp_scaling"] = False
-        # Already adopted: what is left here would only be memory, and stale.
-        optimizer.state.clear()
-
-        def step(this: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            # What schedulers look at, to warn of steps that were never taken.
-            vars(this)["_opt_called"] = True
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._take_step()
-            return loss
-
-        # With the hooks before and after a step, the guard's most of all.
-        hooked: Any = Optimizer.profile_hook_step(step)
-        hooked._wrapped_by_lr_sched = True
-        vars(optimizer).update(
-            step=MethodType(hooked, optimizer),
+        self._server_weights = server_weights
+        self._replaced = ReplacedStep(
+            optimizer,
+            self._step,
             state_dict=self._state_dict,
             load_state_dict=self._load_state_dict,
         )
+        # The server has the state: a copy here would only be memory, and stale.
+        optimizer.state.clear()
 
-    def _take_step(self) -> None:
-        """Send, let the owner step, and fetch.
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Send the gradients, let the server step, and fetch the weights.
 
         Gradient:
             Rank 0's ``parameter.grad``, which every rank holds alike, are consumed.
@@ -102,47 +83,52 @@ class RemoteOptimizer:
         Collective:
             Every rank. Blocks.
         """
-        held = _held(self.optimizer)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = optimizer_parameters(self.optimizer)
         graded = [param for param in held if param.grad is not None]
-        written_to = [param for param in held if self._leads and self._was_written_to(param)]
-        request = self._request("step", written_to)
-        request.about["with_gradient"] = [self._number_of[id(param)] for param in graded]
-        if self._leads:
+        request = self._request("step")
+        request.body.with_gradient = [self._number_of[id(param)] for param in graded]
+        if self._server_weights is not None:
             gradients = [param.grad for param in graded if param.grad is not None]
-            request.tensors = [*written_to, *gradients]
+            request.tensors = [*request.tensors, *gradients]
         answer = self._channel.ask(request)
-        for group, settings in zip(self.optimizer.param_groups, answer.about, strict=True):
+        for group, settings in zip(self.optimizer.param_groups, answer.body, strict=True):
             group.update(settings)
         with torch.no_grad():
             for param, weight in zip(held, answer.tensors, strict=True):
                 param.copy_(weight)
-                if self._leads:
-                    self._latest[id(param)] = weight.to(param.device)
+                if self._server_weights is not None:
+                    number = self._number_of[id(param)]
+                    self._server_weights[number] = weight.to(param.device)
+        return loss
 
     def _was_written_to(self, param: torch.Tensor) -> bool:
-        """Since the owner gave it: clipped, loaded, averaged by the user's own loop.
+        """Whether the loop clipped, loaded, averaged or added a weight since the server gave it.
 
-        Compared by value: a version counter misses what goes through ``param.data``.
+        Compared by value: a version counter misses a write through ``param.data``.
         """
-        latest = self._latest.get(id(param))
+        if self._server_weights is None:
+            return False
+        latest = self._server_weights.get(self._number_of.get(id(param), -1))
         return latest is None or not torch.equal(latest, param)
 
-    def _request(self, what: str, weights: Sequence[torch.Tensor], state: Any = None) -> Message:
-        about = {
-            "number": self._number,
-            "groups": self._groups(),
-            "weights": [self._number_of[id(param)] for param in weights],
-            "state": state,
-            "may_go_back_to": self.may_go_back_to,
-        }
-        return Message(what, about, weights)
-
-    def _unknown(self) -> list[torch.Tensor]:
-        """Parameters that were added to the optimizer and have not been sent yet."""
-        return [p for p in _held(self.optimizer) if self._leads and id(p) not in self._latest]
+    def _request(self, kind: str, state: Any = None) -> Message:
+        """A request with the settings and, from rank 0, the weights that the server lacks."""
+        weights = [p for p in optimizer_parameters(self.optimizer) if self._was_written_to(p)]
+        request = OptimizerRequest(
+            self._number,
+            self._groups(),  # first: it refuses parameters that have no number
+            [self._number_of[id(param)] for param in weights],
+            state=state,
+            may_go_back_to=self.may_go_back_to,
+        )
+        return Message(kind, request, weights)
 
     def _groups(self) -> Groups:
-        """What the owner has to know of ``param_groups``.
+        """``param_groups`` as the server needs them: with numbers for parameters, on the CPU.
 
         Raises:
             NotAvailableError: a parameter that came later and belongs to no registered module.
@@ -163,45 +149,44 @@ class RemoteOptimizer:
         return groups
 
     def _state_dict(self) -> dict[str, Any]:
-        """The owner's state, with the settings as they are here."""
-        answer = self._channel.ask(self._request("state", self._unknown()))
-        state: dict[str, Any] = cloudpickle.loads(answer.about)
+        """The server's state, with the settings as they are here."""
+        answer = self._channel.ask(self._request("state_dict"))
+        # A copy: what arrived shares one block of memory, or is the store's own in this process.
+        state: dict[str, Any] = copy.deepcopy(answer.body)
         state["param_groups"] = type(self.optimizer).state_dict(self.optimizer)["param_groups"]
         return state
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Into the owner; called on every rank, as it is on one process."""
+        """Load into the server's optimizer; called on every rank, as it is on one process."""
         optimizer = self.optimizer
-        # The settings are this object's; an empty state, for the owner holds it.
+        # The settings are this object's; an empty state, for the server holds it.
         type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
         optimizer.state.clear()
-        if self._leads:
-            self._channel.ask(self._request("load", self._unknown(), _on_cpu(dict(state))))
+        if self._server_weights is not None:
+            own = _on_cpu(dict(state))
+            self._channel.ask(self._request("load_state_dict", own))
 
     def release(self, *, keep_state: bool) -> None:
         """Make the optimizer an ordinary one again.
 
         Args:
-            keep_state: fetch the owner's state first; it must be there to answer.
+            keep_state: fetch the server's state first; it must be there to answer.
         """
         state = self._state_dict() if keep_state else None
-        attributes: dict[str, Any] = vars(self.optimizer)
-        for name in REPLACED:
-            attributes.pop(name, None)
-        attributes.update(self._shadowed)
+        self._replaced.restore()
         if state is not None:
             self.optimizer.load_state_dict(state)
 
 
 def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Those whose steps can happen elsewhere; one that holds only local parameters stays.
+    """The optimizers whose steps are to happen at the server; one of local parameters stays.
 
     Raises:
         NotAvailableError: an optimizer that cannot step elsewhere.
     """
     found: list[Optimizer] = []
     for number, optimizer in enumerate(optimizers):
-        params = _held(optimizer)
+        params = optimizer_parameters(optimizer)
         local = [param for param in params if is_local(param)]
         if len(local) == len(params):
             continue
@@ -223,14 +208,9 @@ def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return found
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return True
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
-
-
-def shipped(optimizers: Sequence[Optimizer], parameters: Mapping[int, torch.Tensor]) -> bytes:
+def pickled_optimizers(
+    optimizers: Sequence[Optimizer], parameters: Mapping[int, torch.Tensor]
+) -> bytes:
     """Copies of optimizers and of the parameters that they hold, on the CPU, as bytes.
 
     Raises:
@@ -240,21 +220,19 @@ def shipped(optimizers: Sequence[Optimizer], parameters: Mapping[int, torch.Tens
     copies: dict[int, torch.nn.Parameter] = {}
     memo: dict[int, Any] = {}
     for optimizer in optimizers:
-        for param in _held(optimizer):
+        for param in optimizer_parameters(optimizer):
             if id(param) not in memo:
-                twin = torch.nn.Parameter(param.detach().to("cpu", copy=True))
-                memo[id(param)] = copies[number_of[id(param)]] = twin
-        for tensors in optimizer.state.values():
-            for tensor in tensors.values() if isinstance(tensors, dict) else ():
-                if isinstance(tensor, torch.Tensor):
-                    memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
+                copied = torch.nn.Parameter(param.detach().to("cpu", copy=True))
+                memo[id(param)] = copies[number_of[id(param)]] = copied
+        for tensor in state_tensors(optimizer):
+            memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
     try:
         # Optimizers leave attributes of their own out when they are copied or pickled.
-        twins = [
+        pairs = [
             (copy.deepcopy(optimizer, memo), copy.deepcopy(own_attributes(optimizer), memo))
             for optimizer in optimizers
         ]
-        data: bytes = cloudpickle.dumps((copies, twins))
+        data: bytes = cloudpickle.dumps((copies, pairs))
     # Whatever a user's `__reduce__` or `__deepcopy__` raises.
     except Exception as error:
         raise NotPicklableError(
@@ -265,15 +243,8 @@ def shipped(optimizers: Sequence[Optimizer], parameters: Mapping[int, torch.Tens
     return data
 
 
-def _held(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if type(value) is dict:
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_on_cpu(item) for item in value)
-    return value
+    """`value` with its tensors on the CPU."""
+    return tree_map(
+        lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, value
+    )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An `ParameterStore` behind a socket: one thread, one request at a time.
+"""A parameter server: a `ParameterStore` behind a socket, one thread, one request at a time.
 
 A worker has one request open at most and reads its answer at once, so that neither side can
 wait for the other to read. When a worker vanishes the server ends, and when one leaves while
-another one waits it closes their lines: either frees who waits, and nobody needs a timeout.
-What is due to the others they get before that. The owner outlives it, for another server with
-whom the workers that are left go on.
+another one waits the server closes all connections: either frees the workers that wait, without a
+timeout. Before that, each of the others gets the answer that is due to it. The store
+outlives the server, for another server with which the workers that are left go on.
 """
 
 from __future__ import annotations
@@ -20,53 +20,48 @@ from lockstep.sync.parameter_server.messages import (
     ConnectionLostError,
     MessageSocket,
     ServerAddress,
-    packed,
-    shows,
 )
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lockstep.sync.parameter_server.messages import Message, Parcel
+    from lockstep.sync.parameter_server.messages import Message
 
-# A worker says who it is as soon as it is connected; a stranger must not hold up the others.
-_INTRODUCTION_S: Final = 10.0
+_WELCOME_LIMIT_S: Final = 10.0
+"""A worker sends secret and rank as soon as it is connected: a stranger must not hold up others."""
 
 
 class _Session:
-    """One owner and the lines of its workers.
+    """One store and the connections of its workers, by rank.
 
-    A worker may register twice (a trial run beside the run itself): the n-th connection of each
+    A worker may connect twice (a trial run beside the run itself): the n-th connection of each
     rank belongs to the n-th session.
     """
 
-    def __init__(self, owner: ParameterStore) -> None:
-        self._owner = owner
-        self.lines: dict[int, MessageSocket] = {}
+    def __init__(self, store: ParameterStore) -> None:
+        self._store = store
+        self.connections: dict[int, MessageSocket] = {}
 
     def attend(self, rank: int) -> list[MessageSocket]:
-        """One request of `rank`; returns the lines that it ended.
+        """Answer one request of `rank`; returns the connections that it ended.
 
         Raises:
             ConnectionLostError: a worker is lost.
         """
-        message = self.lines[rank].receive()
-        if message.what != "leave":
-            self._send(self._owner.handle(rank, message))
+        message = self.connections[rank].receive()
+        if message.kind != "leave":
+            self._send(self._store.handle(rank, message))
             return []
-        self._owner.leave(rank)
-        left = [rank] if self._owner.is_idle else list(self.lines)
-        return [self.lines.pop(each) for each in left]
+        self._store.leave(rank)
+        left = [rank] if self._store.is_idle else list(self.connections)
+        return [self.connections.pop(each) for each in left]
 
     def _send(self, answers: Mapping[int, Message]) -> None:
-        parcels: dict[int, Parcel] = {}
         lost: ConnectionLostError | None = None
         for rank, answer in answers.items():
-            if id(answer) not in parcels:
-                parcels[id(answer)] = packed(answer)
             try:
-                self.lines[rank].send(parcels[id(answer)])
+                self.connections[rank].send(answer)
             except ConnectionLostError as error:
                 # The others' step has happened all the same.
                 lost = error
@@ -80,12 +75,12 @@ class ParameterServer:
     Args:
         host: the one address to listen on.
         size: how many workers there are.
-        secret: what a worker has to show before anything of it is read.
+        secret: a worker has to send it before anything of it is unpickled.
         timeout_s: how long a message that has begun may take to come, or to go.
         before: the server of the generation before; it has ended.
 
     Attributes:
-        owner: of the run.
+        store: of the run.
     """
 
     def __init__(
@@ -99,8 +94,8 @@ class ParameterServer:
     ) -> None:
         self._size = size
         self._timeout_s = timeout_s
-        self.owner: ParameterStore = (
-            ParameterStore(size) if before is None else before.owner.succeeded_by(size)
+        self.store: ParameterStore = (
+            ParameterStore(size) if before is None else before.store.succeeded_by(size)
         )
         self._listener = socket.create_server((host, 0), backlog=size)
         self.address = ServerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
@@ -108,7 +103,7 @@ class ParameterServer:
         self._sessions: list[_Session] = []
         self._came: Counter[int] = Counter()
         self._is_called_off = False
-        # What wakes a server that waits for workers who will not come.
+        # Wakes a server that waits for workers which will not come.
         self._ear, self._bell = socket.socketpair()
 
     def serve(self) -> None:
@@ -124,52 +119,52 @@ class ParameterServer:
                 for key, _ in self._selector.select():
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif key.data is not None and key.fileobj in key.data[0].lines.values():
+                    elif key.data is not None and key.fileobj in key.data[0].connections.values():
                         self._attend(*key.data)
         except ConnectionLostError:
-            return  # a worker is lost: those that wait for it learn it from their own lines
+            return  # a worker is lost: those that wait for it learn it from their own connections
         finally:
             self.close()
 
     def _is_needed(self) -> bool:
         if self._is_called_off:
             return False
-        return len(self._came) < self._size or any(each.lines for each in self._sessions)
+        return len(self._came) < self._size or any(each.connections for each in self._sessions)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(min(self._timeout_s, _INTRODUCTION_S))
+        accepted, _ = self._listener.accept()
         try:
-            if not shows(self.address.secret, connection):
-                connection.close()
+            connection = MessageSocket(accepted, min(self._timeout_s, _WELCOME_LIMIT_S))
+            if not connection.receives(self.address.secret):
+                accepted.close()
                 return
-            line = MessageSocket(connection, self._timeout_s)
-            rank: int = line.receive().about
+            rank: int = connection.receive().body
+            connection.limit_waiting(self._timeout_s)
         except (OSError, ConnectionLostError):
-            connection.close()  # somebody who is no worker
+            accepted.close()  # not a worker
             return
         number = self._came[rank]
         self._came[rank] += 1
         if number == len(self._sessions):
             self._sessions.append(
-                _Session(self.owner if number == 0 else ParameterStore(self._size))
+                _Session(self.store if number == 0 else ParameterStore(self._size))
             )
-        self._sessions[number].lines[rank] = line
-        self._selector.register(line, selectors.EVENT_READ, (self._sessions[number], rank))
+        self._sessions[number].connections[rank] = connection
+        self._selector.register(connection, selectors.EVENT_READ, (self._sessions[number], rank))
 
     def _attend(self, session: _Session, rank: int) -> None:
-        for line in session.attend(rank):
-            self._selector.unregister(line)
-            line.close()
+        for connection in session.attend(rank):
+            self._selector.unregister(connection)
+            connection.close()
 
     def call_off(self) -> None:
-        """End `serve`, whoever it waits for; from another thread. Idempotent."""
+        """End `serve`, also while it waits for workers; from another thread. Idempotent."""
         self._is_called_off = True
         with suppress(OSError):  # it has ended already
             self._bell.send(b"!")
         for session in list(self._sessions):
-            for line in list(session.lines.values()):
-                line.cut()
+            for connection in list(session.connections.values()):
+                connection.cut()
 
     def close(self) -> None:
         """End: workers that wait get an error. Idempotent."""
@@ -178,6 +173,6 @@ class ParameterServer:
         self._ear.close()
         self._bell.close()
         for session in self._sessions:
-            for line in session.lines.values():
-                line.close()
-            session.lines.clear()
+            for connection in session.connections.values():
+                connection.close()
+            session.connections.clear()

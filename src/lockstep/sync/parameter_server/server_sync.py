@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient sync through one owner, who also steps: a parameter server.
+"""Gradient sync through a parameter server, which sums the gradients and also steps.
 
-What a gradient is, when it is global and what is refused are the rules of `GradientSync`; only
-the way over which buckets are summed is another one, a star with the owner in its middle.
+The rules of `GradientSync` hold: what the global gradient is, and what is refused. Only buckets are
+summed in another way: every rank sends its own to the server, and gets the sum.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lockstep.sync.parameter_server.parameter_store import InProcessServer
 from lockstep.sync.parameter_server.remote_optimizer import (
     RemoteOptimizer,
     optimizers_to_serve,
-    shipped,
+    pickled_optimizers,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 
 
 class ParameterServerSync(GradientSync):
-    """The worker's side: modules and optimizers whose owner lives elsewhere.
+    """The worker's side of a parameter server: see `GradientSync`; optimizers step at the server.
 
     After a synchronised backward ``parameter.grad`` is the global gradient on every rank, so
     that a loop may clip, unscale or log it. An optimizer's ``step`` sends rank 0's gradients to
-    the owner and fetches the weights.
+    the server and fetches the weights.
 
     Args:
         optimizers: those of the registered modules; their ``step``, ``state_dict`` and
-            ``load_state_dict`` become the owner's until `detach`.
-        address: where the owner listens; None: it lives here, and there is one worker.
-        goes_on_at: steps of the run that have happened, if the owner served a generation of the
-            group before this one; it then goes on with what it has. None: it takes over what the
-            workers have.
+            ``load_state_dict`` become the server's until `detach`.
+        address: where the server listens; None: its store is in this process, and there is one
+            worker.
+        goes_on_at: steps of the run that have happened, if the server served a generation of the
+            group before this one: it goes on with the weights and optimizers that it has. None: it
+            takes over those of rank 0.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ParameterServerSync(GradientSync):
             connect_to_server(address, group.rank) if address else InProcessServer()
         )
         try:
-            transport = partial(BucketTransport, combine=self._sum_at_the_owner)
+            transport = partial(BucketTransport, combine=self._sum_at_server)
             super().__init__(modules, group, make_transport=transport, **options)
         except BaseException:
             self._channel.close()
@@ -85,29 +86,31 @@ class ParameterServerSync(GradientSync):
     def _serve(
         self, optimizers: Sequence[torch.optim.Optimizer], goes_on_at: int | None, *, leads: bool
     ) -> None:
-        parameters = {slot.number: slot.param for slot in self._rounds.slots}
-        number_of = {id(param): number for number, param in parameters.items()}
-        owned = self._owned(optimizers, goes_on_at, parameters) if leads else None
-        for number, optimizer in enumerate(optimizers):
-            served = RemoteOptimizer(optimizer, number, number_of, self._channel, owned=owned)
-            self._served.append(served)
+        """Let the server take over, and replace the steps of the optimizers.
 
-    def _owned(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        goes_on_at: int | None,
-        parameters: Mapping[int, torch.Tensor],
-    ) -> dict[int, torch.Tensor]:
-        """Make the owner ready; the weights that it has then, by number."""
-        if goes_on_at is None:
-            self._channel.ask(Message("adopt", shipped(optimizers, parameters)))
-            return {number: param.detach().clone() for number, param in parameters.items()}
-        answer = self._channel.ask(Message("inherit", goes_on_at))
-        pairs = zip(answer.about, answer.tensors, strict=True)
-        return {number: weight.to(parameters[number].device) for number, weight in pairs}
+        Gradient:
+            None.
+
+        Collective:
+            Every rank. Blocks: no rank goes on before the server has rank 0's optimizers.
+        """
+        parameters = {slot.number: slot.param for slot in self._rounds.slots}
+        body: bytes | int | None = None
+        if leads:
+            body = pickled_optimizers(optimizers, parameters) if goes_on_at is None else goes_on_at
+        answer = self._channel.ask(Message("attach", body))
+        weights: dict[int, torch.Tensor] | None = None
+        if leads:
+            pairs = zip(answer.body, answer.tensors, strict=True)
+            weights = {number: weight.to(parameters[number].device) for number, weight in pairs}
+        number_of = {id(param): number for number, param in parameters.items()}
+        for number, optimizer in enumerate(optimizers):
+            self._served.append(
+                RemoteOptimizer(optimizer, number, number_of, self._channel, server_weights=weights)
+            )
 
     def may_go_back_to(self, step: int | None) -> None:
-        """See `GradientSync`: the owner keeps what its next steps change.
+        """See `GradientSync`: the server logs, for undoing, what its next steps change.
 
         Gradient:
             None.
@@ -122,7 +125,7 @@ class ParameterServerSync(GradientSync):
         """See `GradientSync`."""
         return any(each.optimizer is optimizer for each in self._served)
 
-    def _sum_at_the_owner(self, group: Group, bucket: Bucket) -> Pending:
+    def _sum_at_server(self, group: Group, bucket: Bucket) -> Pending:
         """Send a bucket, wait for the sum.
 
         Gradient:
@@ -132,14 +135,14 @@ class ParameterServerSync(GradientSync):
             Every rank, same order. Blocks.
         """
         if group.size > 1:
-            answer = self._channel.ask(Message("add", tensors=[bucket.flat]))
+            answer = self._channel.ask(Message("all_reduce", tensors=[bucket.flat]))
             bucket.flat.copy_(answer.tensors[0])
-        return Pending(None, "add", self._rounds.place)
+        return Pending(None, "", "")
 
     def detach(self) -> None:
-        """Take the hooks off, make the optimizers ordinary ones, leave the owner.
+        """Take the hooks off, make the optimizers ordinary ones, leave the server.
 
-        An owner that lives here gives its state back; one elsewhere keeps it until it ends.
+        A store in this process gives its state back; a server keeps it until it ends.
         Works after a failure as well. Idempotent.
         """
         served, self._served = self._served, []
@@ -147,7 +150,7 @@ class ParameterServerSync(GradientSync):
             try:
                 each.release(keep_state=not self._is_remote)
             except LockstepError:
-                # An optimizer that was changed beyond what its owner knows.
+                # The optimizer was given parameters that the server does not know.
                 each.release(keep_state=False)
         self._channel.close()
         super().detach()

@@ -188,7 +188,7 @@ def test_settings_are_refused_before_any_worker_starts(arguments, trainer_argume
         raise AssertionError("something was started")
 
     for name in ("open_remote", "has_gpus_elsewhere"):
-        monkeypatch.setattr(f"lockstep.trainer.driver.{name}", starts)
+        monkeypatch.setattr(f"lockstep.trainer.launch.{name}", starts)
     operator = TrainingOperator.from_lightning(Classifier, loader(), **arguments)
     with pytest.raises(ConfigurationError):
         TorchTrainer(training_operator_cls=operator, num_workers=2, **trainer_arguments)

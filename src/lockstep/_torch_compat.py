@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every touch of torch that its documentation does not promise: private names, special versions.
+
+When a new torch breaks lockstep, this is the file to mend. The audit has such touches of its own,
+because it looks at other people's programs from within torch; no other module has any, and
+``tests/test_house.py`` holds it. Each entry says for which torch versions it was run, and which
+public interface would replace it; where it names none, there is none. "2.6 to 2.13" means:
+``tests/unit/test_torch_compat.py`` has passed on torch 2.6.0 and on 2.13.0.
+
+What runs for every gradient of a step (`version_of`, `use_count`, `is_view`) is a C function under
+a new name: a Python function around each would be felt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import _compile, nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.loss import _Loss
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data.dataloader import _DatasetKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from datetime import timedelta
+    from types import CodeType
+
+    from torch.autograd.graph import Node
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    DDPClass = TypeVar("DDPClass", bound=type[DistributedDataParallel])
+
+# ------------------------------------------------------------------------------------- tensors
+
+version_of: Final = cast("Callable[[torch.Tensor], int]", attrgetter("_version"))
+"""How often a tensor's memory was written to in place, as autograd counts it.
+
+Torch 2.6 to 2.13. `torch.autograd.graph.increment_version` is public, reading the counter is not.
+"""
+
+use_count: Final[Callable[[Any], int]] = getattr(torch.Tensor, "_use_count")  # noqa: B009
+"""References to a tensor from C++: a ``grad``, graphs, one for its Python object.
+
+Torch 2.6 to 2.13.
+"""
+
+is_view: Final[Callable[[Any], bool]] = torch.Tensor._is_view
+"""Whether a tensor is a view of another one. Torch 2.6 to 2.13; ``_base`` is as private."""
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share whose memory is one storage, as long as one of them lives.
+
+    Torch 2.6 to 2.13. ``tensor.untyped_storage().data_ptr()`` is public, but zero for each storage
+    without elements.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors, and other objects, lie in the memory of `tensor`. Torch 2.6 to 2.13."""
+    return int(torch._C._storage_Use_Count(storage_key(tensor)))
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values, which ``indices()`` has of coalesced tensors only. Torch 2.6 to 2.13."""
+    return tensor._indices(), tensor._values()
+
+
+copy_each: Final = torch._foreach_copy_
+"""Copy each of a list of tensors into its counterpart of another, in one launch.
+
+Torch 2.6 to 2.13. Publicly: ``copy_`` for each, a launch per tensor.
+"""
+
+zero_each: Final = torch._foreach_zero_
+"""Fill each of a list of tensors with zeros. Torch 2.6 to 2.13; publicly: ``zero_`` for each."""
+
+lerp_each: Final = torch._foreach_lerp_
+"""``lerp_`` for each of a list of tensors, in one launch. Torch 2.6 to 2.13; publicly as above."""
+
+# ------------------------------------------------------------------------------------ autograd
+
+current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id
+"""The number of the backward that runs on this thread (the innermost one); -1: none runs.
+
+Torch 2.6 to 2.13.
+"""
+
+PYTHON_NODE: Final[CodeType] = torch.autograd.function.BackwardCFunction.apply.__code__
+"""The code of the frame from which autograd runs a `torch.autograd.Function`'s backward.
+
+Torch 2.6 to 2.13. A backward inside a backward is always started below such a frame. No public
+interface tells how many graph tasks enclose the current one.
+"""
+
+
+def call_at_end_of_task(function: Callable[[], None]) -> None:
+    """Call `function` when the innermost backward that runs on this thread ends.
+
+    Torch 2.6 to 2.13; torch's own FSDP and DDP use this one.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def will_run(node: Node) -> bool:
+    """Inside a backward: whether it will execute `node`.
+
+    Torch 2.6 to 2.13. It answers for a leaf whose gradient is only returned
+    (``torch.autograd.grad``) by raising a RuntimeError.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def hooks_before(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """The table of hooks that ``tensor.register_hook`` fills; None before the first one.
+
+    Torch 2.6 to 2.13. No public interface reads, replaces or orders the hooks of a tensor.
+    """
+    found: dict[int, Any] | None = tensor._backward_hooks
+    return found
+
+
+def set_hooks_before(tensor: torch.Tensor, table: dict[int, Any]) -> None:
+    """Let `table` be what `hooks_before` returns. The assignment makes autograd look into it."""
+    tensor._backward_hooks = table
+
+
+def hooks_after(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """The table of hooks that ``register_post_accumulate_grad_hook`` fills; None before the first.
+
+    Torch 2.6 to 2.13, as for `hooks_before`.
+    """
+    found: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
+    return found
+
+
+def set_hooks_after(tensor: torch.Tensor, table: dict[int, Any]) -> None:
+    """Let `table` be what `hooks_after` returns. The assignment makes autograd look into it."""
+    tensor._post_accumulate_grad_hooks = table
+
+
+def arguments_of(operator: Any) -> list[str]:
+    """The names of an operator's arguments, which `TorchDispatchMode` was handed, in order.
+
+    Torch 2.6 to 2.13. The mode itself is documented, and has no public home either.
+    """
+    return [argument.name for argument in operator._schema.arguments]
+
+
+# ------------------------------------------------------------------------------------- modules
+
+BatchNorm: Final = _BatchNorm
+"""What the batch normalisations of all dimensions are, `torch.nn.SyncBatchNorm` included.
+
+Torch 2.6 to 2.13. Publicly: the five classes one by one, without the lazy ones.
+"""
+
+Norm: Final = _NormBase
+"""`BatchNorm`, and the instance normalisations. Torch 2.6 to 2.13; publicly as for `BatchNorm`."""
+
+Dropout: Final = _DropoutNd
+"""What torch's layers of dropout are. Torch 2.6 to 2.13; publicly: the six classes one by one."""
+
+Loss: Final = _Loss
+"""What torch's loss modules are. Torch 2.6 to 2.13; publicly: each of the classes."""
+
+MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
+"""The attributes in which a module keeps what is registered with it. Torch 2.6 to 2.13."""
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own table of buffers. Torch 2.6 to 2.13.
+
+    ``named_buffers(recurse=False)`` leaves out those that are None, or a second time there.
+    """
+    return module._buffers
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own table of parameters. Torch 2.6 to 2.13; see `buffers_of`."""
+    return module._parameters
+
+
+def is_persistent(module: nn.Module, key: str) -> bool:
+    """Whether ``state_dict()`` holds the module's own buffer `key`.
+
+    Torch 2.6 to 2.13. Publicly: look for it in a ``state_dict()``, which runs every hook on it.
+    """
+    return key not in module._non_persistent_buffers_set
+
+
+def compiled_from(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given, or `module` itself. Torch 2.6 to 2.13."""
+    found: nn.Module = getattr(module, "_orig_mod", module)
+    return found
+
+
+def layout_versions(state_dict: Mapping[str, Any]) -> Any | None:
+    """What ``Module.state_dict()`` notes of the versions of its layouts; None: it is none.
+
+    Torch 2.6 to 2.13. ``load_state_dict`` recognises old layouts by it.
+    """
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_layout_versions(state_dict: Any, versions: Any) -> None:
+    """Let `layout_versions` of an ordered dict be `versions`."""
+    vars(state_dict)["_metadata"] = versions
+
+
+# ------------------------------------------------------------------- optimizers and schedulers
+
+STEPS_ARE_SCALED: Final = "_step_supports_amp_scaling"
+"""The attribute with which a fused optimizer asks ``torch.amp.GradScaler`` not to unscale.
+
+Torch 2.6 to 2.13.
+"""
+
+WAS_STEPPED: Final = "_opt_called"
+"""The attribute by which schedulers see whether their optimizer has stepped.
+
+Torch 2.6 to 2.13. Torch sets it in the ``step`` that a scheduler has wrapped.
+"""
+
+_OPTIMIZERS_WRAPPER: Final = Optimizer.profile_hook_step(lambda: None).__code__
+_SCHEDULERS: Final = "torch.optim.lr_scheduler"
+
+
+def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` within an optimizer's hooks; schedulers do not wrap it again. Torch 2.6 to 2.13."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked._wrapped_by_lr_sched = True
+    wrapped: Callable[..., Any] = hooked
+    return wrapped
+
+
+def is_step_wrapper(step: Any) -> bool:
+    """Whether torch (an optimizer or a scheduler) made this function around an optimizer's step.
+
+    Such wrappers are told from others by where they were made, and not by the marks on them,
+    which a wrapper of the user's own takes over (`functools.wraps`). Torch 2.6 to 2.13.
+    """
+    is_schedulers = getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS
+    return is_schedulers or getattr(step, "__code__", None) is _OPTIMIZERS_WRAPPER
+
+
+def schedulers_within(scheduler: Any) -> Sequence[Any]:
+    """What a ``ChainedScheduler`` or ``SequentialLR`` steps; else nothing. Torch 2.6 to 2.13."""
+    found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return found
+
+
+def set_last_rates(scheduler: Any, rates: list[Any]) -> None:
+    """Let ``scheduler.get_last_lr()`` return `rates`. Torch 2.6 to 2.13."""
+    scheduler._last_lr = rates
+
+
+# ---------------------------------------------------------------------------------------- data
+
+
+def loader_like(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """A loader of the same class, with the fields of `loader` but those that are given.
+
+    It reads a map-style dataset in order, and starts worker processes of its own.
+
+    Torch 2.6 to 2.13 (``in_order`` came in 2.7). ``DataLoader`` forbids assigning ``dataset`` and
+    ``batch_sampler``, and cannot be asked for the arguments that it was made with.
+    """
+    copied: DataLoader[Any] = object.__new__(type(loader))
+    fields = vars(copied)
+    fields.update(vars(loader))
+    fields.update(changed)
+    fields["_dataset_kind"] = _DatasetKind.Map
+    fields["_iterator"] = None  # persistent worker processes belong to who started them
+    if "in_order" in fields:
+        fields["in_order"] = True
+    return copied
+
+
+def forget_iterator(loader: DataLoader[Any]) -> Any:
+    """Take from a loader its iterator with persistent workers, or None. Torch 2.6 to 2.13."""
+    iterator = loader._iterator
+    vars(loader)["_iterator"] = None
+    return iterator
+
+
+def shut_down(iterator: Any) -> None:
+    """End a loader iterator's processes now, also while a traceback still refers to it.
+
+    Torch 2.6 to 2.13. Publicly: drop the last reference. Other packages' iterators have ``close``.
+    """
+    end = getattr(iterator, "_shutdown_workers", None) or getattr(iterator, "close", None)
+    if callable(end):
+        end()
+
+
+def collates_as_built_in() -> bool:
+    """Whether ``default_collate`` stacks tensors; programs may teach it another way.
+
+    Torch 2.6 to 2.13. The table is documented, its home and the function in it are private.
+    """
+    return default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn and not any(
+        isinstance((), kind) for kind in default_collate_fn_map
+    )
+
+
+def may_seed_cuda() -> bool:
+    """Whether this process may touch CUDA: a loader's forked worker must not. Torch 2.6 to 2.13."""
+    return torch.version.cuda is not None and not torch.cuda._is_in_bad_fork()
+
+
+# ------------------------------------------------------------------------------ process groups
+
+ALL_GATHER_ONE: Final = "_allgather_base"
+"""The method of a process group for ``all_gather_into_tensor``, which needs a default group.
+
+Torch 2.6 to 2.13; so `REDUCE_SCATTER_ONE` for ``reduce_scatter_tensor``.
+"""
+
+REDUCE_SCATTER_ONE: Final = "_reduce_scatter_base"
+
+
+def devices_of(process_group: Any) -> list[torch.device] | None:
+    """Whose tensors a registered process group carries; None: it is a raw backend.
+
+    Torch 2.6 to 2.13.
+    """
+    found: list[torch.device] | None = getattr(process_group, "_device_types", None)
+    return found
+
+
+def backend_of(process_group: Any, device: str) -> Any:
+    """The backend that carries a group's tensors on `device`; a raw backend is its own.
+
+    Torch 2.6 to 2.13.
+    """
+    if isinstance(process_group, dist.ProcessGroup) and hasattr(process_group, "_get_backend"):
+        return process_group._get_backend(torch.device(device))
+    return process_group
+
+
+def backend_timeout_s(backend: Any) -> float:
+    """How long a collective of a backend may take, in seconds; infinite: it does not say.
+
+    Torch 2.6 to 2.13.
+    """
+    options = getattr(backend, "options", None)
+    return math.inf if options is None else float(options._timeout.total_seconds())
+
+
+def set_backend_timeout(options: Any, timeout: timedelta) -> None:
+    """Let a backend that is made with `options` give collectives that time. Torch 2.6 to 2.13."""
+    options._timeout = timeout
+
+
+def group_of_one(devices: Iterable[str]) -> dist.ProcessGroup:
+    """A process group of this rank alone, which sends nothing, for tensors on `devices`.
+
+    Torch 2.6 to 2.13 (``FakeProcessGroup`` had a constructor until 2.8). ``dist.new_group`` needs
+    a default group, and threads of one process would share it.
+    """
+    make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    for device in devices:
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        alone._register_backend(torch.device(device), kind, make(0, 1))
+    return alone
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let a mesh drop the process groups that it keeps by name.
+
+    Torch 2.13; the meshes of 2.6 keep none.
+    """
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
+# ----------------------------------------------------------------------------- torch's own DDP
+
+
+def in_order_of_backward(ddp_class: DDPClass) -> DDPClass:
+    """A decorator of subclasses of DDP: the reducer's parameters begin with the model's last one.
+
+    Torch 2.6 to 2.13. DDP orders its buckets by the first backward; no public interface tells it
+    an order.
+    """
+    forward_order = ddp_class._build_params_for_reducer
+
+    def backward_order(self: DistributedDataParallel) -> tuple[list[Any], list[bool]]:
+        parameters, is_sparse = forward_order(self)  # type: ignore[no-untyped-call]
+        return parameters[::-1], is_sparse[::-1]
+
+    ddp_class._build_params_for_reducer = backward_order  # type: ignore[method-assign]
+    return ddp_class
+
+
+def leave_out_of_ddp(
+    ddp_class: type[DistributedDataParallel], module: nn.Module, names: Iterable[str]
+) -> None:
+    """Let DDP around `module` not know the parameters and buffers that are called `names`.
+
+    Torch 2.6 to 2.13. Torch looks for a name at the root with and without
+    the dot before it.
+    """
+    both = [*names, *(f".{name}" for name in names)]
+    ddp_class._set_params_and_buffers_to_ignore_for_model(module, both)
+
+
+def sends_nothing(ddp_class: type[DistributedDataParallel]) -> dict[str, Any]:
+    """The arguments of DDP's constructor with which it sends no parameters and no buffers.
+
+    Torch 2.6 to 2.13: ``init_sync`` came in 2.7 and ``forward_sync_buffers`` after 2.9. Until then
+    ``broadcast_buffers`` stood for forwards, and a group of one had nothing to send at the start.
+    """
+    known = inspect.signature(ddp_class.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return dict.fromkeys({buffers, "init_sync"} & known.keys(), False)
+
+
+def make_reducer(ddp: DistributedDataParallel) -> None:
+    """Give `ddp` a new reducer, for the parameters that require a gradient now, without a hook.
+
+    Torch 2.6 to 2.13: what DDP does when it is unpickled.
+    """
+    parameters, is_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, is_sparse, names, static_graph=False)
+    forget_comm_hooks(ddp)
+
+
+def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
+    """Drop DDP's references to the hooks of its last reducer. Torch 2.6 to 2.13."""
+    ddp._comm_hooks = []
+
+
+def fix_buckets(ddp: DistributedDataParallel) -> None:
+    """Let a new reducer's buckets follow the order of its parameters, and stay as they are.
+
+    Torch 2.6 to 2.13. DDP would rebuild them in the order of the first backward.
+    """
+    ddp.reducer._push_all_rebuilt_params()
+    ddp.reducer._rebuild_buckets()
+
+
+def zero_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
+    """Zeros like every bucket of the reducer, as communication hooks are handed buckets.
+
+    Torch 2.6 to 2.13; DDP's join uses it.
+    """
+    found: Sequence[Any] = ddp.reducer._get_zeros_like_grad_buckets()
+    return found
+
+
+# ------------------------------------------------- torch's compiler: torch 2.6 to 2.13, all of it
+
+COMPILER: Final = "torch._dynamo"
+"""The package that compiles; the public ``torch.compiler`` is there before it is imported."""
+
+COMPILERS_SETTINGS: Final = "torch._inductor.config"
+"""What the public ``torch.use_deterministic_algorithms`` imports, to set it."""
+
+KEEPS_OUT: Final = "_disable_dynamo.<locals>.inner"
+"""Of torch/_compile.py: imports the compiler to ask for a function that it does not look into."""
+
+HAS_ASKED: Final = "__dynamo_disable"
+"""The attribute in which the function inside `KEEPS_OUT` keeps what the compiler made of it."""
+
+BREAKS_GRAPH: Final = "_use_grad_for_differentiable.<locals>._use_grad"
+"""Of torch/optim/optimizer.py: around the steps of torch's own optimizers."""
+
+NAMES_IN_BREAKS_GRAPH: Final = frozenset(
+    {"torch", COMPILER, "_dynamo", "graph_break", "cast", "Optimizer"}
+    | {"is_grad_enabled", "set_grad_enabled", "defaults"}
+)
+"""All that its code speaks of: a function that does more is left as it is."""
+
+
+def keep_out_of_graphs(function: Callable[..., Any]) -> Any:
+    """`function`, which the compiler does not look into; the compiler is asked at the first call.
+
+    Publicly: ``torch.compiler.disable``, which imports the compiler at once.
+    """
+    return _compile._disable_dynamo(function)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker in this process: no Ray, no process group; breakpoints work."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from lockstep.engine.base import PoolStatus
+from lockstep.engine.interrupted_calls import no_way_back, warn_of_cut_short_step
+from lockstep.engine.sigint_after_step import sigint_after_step
+from lockstep.worker import (
+    OnFailure,
+    Worker,
+    add_rank,
+    go_back_alone,
+    progress_of,
+    rows_after,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.engine.base import OnProgress, SnapshotFetcher, SnapshotKeeper
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker import RemoteCall, WorkerSpec
+
+R = TypeVar("R")
+
+_PROGRESS_EVERY_S = 0.1
+
+
+class InlineEngine:
+    """See `Engine`. Exceptions are raised as they are: they are the user's own already."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.ended: BaseException | None = None
+        self.interrupted_by: BaseException | None = None
+        self._interrupted_loop: str | None = None
+        self._generation = 0
+        self._worker = Worker(spec, rank=0, local_rank=0)
+        try:
+            self.started = [self._perform(Worker.start.with_args(None))]
+        except BaseException as error:
+            self.ended = error
+            self.close(force=True)
+            raise
+
+    def call(
+        self,
+        call: RemoteCall[Worker, R],
+        *,
+        on_progress: OnProgress | None = None,
+        retries: int = 0,
+    ) -> list[R]:
+        self._worker.on_commit = report_progress(self._worker, on_progress, _PROGRESS_EVERY_S)
+        try:
+            return [self._perform(call)]
+        finally:
+            self._worker.on_commit = None
+
+    def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
+        return self._perform(call)
+
+    def _perform(self, call: RemoteCall[Worker, R]) -> R:
+        try:
+            with sigint_after_step(self._worker):
+                return call.perform(self._worker)
+        except BaseException as error:
+            add_rank(error, 0)
+            if call.contract.on_failure is OnFailure.RESUME:
+                self.interrupted_by = error
+                self._interrupted_loop = None if call.loop is None else call.loop.purpose
+            raise
+
+    def undo_interrupted_call(self) -> None:
+        cause = self.interrupted_by
+        if cause is None:
+            return
+        survivor = go_back_alone(self._worker, self._interrupted_loop)
+        if survivor.point is None:
+            self.ended = no_way_back(cause)
+            self.close(force=True)
+        elif survivor.is_cut_short:
+            warn_of_cut_short_step(survivor.point[0], cause)
+        self._generation += 1
+        self.interrupted_by = None
+
+    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
+        self._worker.snapshots.give = to.keep
+        return self._worker.snapshots
+
+    def local_operator(self) -> TrainingOperator | None:
+        return self._worker.operator
+
+    def set_num_shards(self, num_shards: int) -> None:
+        """The worker knows it from the state."""
+
+    def status(self) -> PoolStatus:
+        return PoolStatus(workers=1, generation=self._generation)
+
+    def close(self, *, force: bool) -> None:
+        self._worker.stop()
+
+
+def report_progress(
+    worker: Worker, on_progress: OnProgress | None, every_s: float
+) -> Callable[[], None] | None:
+    """What a worker in this process is to call after every step; None if nobody listens."""
+    if on_progress is None:
+        return None
+    latest, rows_known = time.monotonic(), 0
+
+    def report() -> None:
+        nonlocal latest, rows_known
+        now = time.monotonic()
+        if now - latest < every_s:
+            return
+        latest, progress = now, progress_of(worker)
+        # The rows of a worker with peers elsewhere are a part of those of all.
+        if worker.spec.num_workers == 1:
+            progress = replace(progress, rows=[rows_after(worker, rows_known)])
+        rows_known = on_progress(progress)
+
+    return report

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers as plain Ray actors in a placement group; rank 0 in the driver if so asked.
+
+Every actor answers with an `Outcome`, so a failure is a value until the driver has heard
+enough to tell its cause (see `lockstep.engine.pending_call`).
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import cloudpickle
+from ray.exceptions import RayActorError
+
+import ray
+from lockstep.engine.actor_failures import ctrl_c_as_itself, has_failed
+from lockstep.engine.background_poll import polling_in_background
+from lockstep.engine.base import PoolStatus
+from lockstep.engine.inline_engine import report_progress
+from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
+from lockstep.engine.sigint_after_step import sigint_after_step
+from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
+from lockstep.engine.terminal_debugger import terminal_debugger
+from lockstep.engine.worker_group import WorkerGroup
+from lockstep.errors import PeerLostError, WorkerDiedError
+from lockstep.phases import Phase, in_phase
+from lockstep.serialization import pickled
+from lockstep.worker import (
+    CallContract,
+    Communication,
+    OnFailure,
+    Worker,
+    add_rank,
+    is_peer_lost,
+    status_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ray.actor import ActorProxy
+
+    from lockstep.engine.base import OnProgress, Resources, SnapshotFetcher, SnapshotKeeper
+    from lockstep.engine.worker_actor import WorkerActor
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker import Outcome, RemoteCall, WorkerSpec
+    from ray import ObjectRef
+
+    Actor = ActorProxy[WorkerActor]
+
+R = TypeVar("R")
+
+_STOP_S: Final = 5.0
+_LAST_SNAPSHOT_S: Final = 2.0
+_CHECK_ARRIVALS_S: Final = 0.02
+_LARGE_ARGUMENTS: Final = 100_000
+"""Bytes from which on arguments are put into Ray's store once, and not into each message."""
+
+_ROLL_CALL: Final = CallContract("roll call", Communication.NONE, OnFailure.REPEAT)
+
+
+class RayEngine:
+    """See `Engine`.
+
+    Attributes:
+        workers: their processes.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
+    ) -> None:
+        self.spec = spec
+        self.ended: BaseException | None = None
+        self.started: list[dict[str, Any]] = []
+        self._fetcher: RemoteSnapshotFetcher | None = None
+        self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
+        try:
+            rendezvous = self.workers.rendezvous(0) if spec.num_workers > 1 else None
+            self.started = self.call(Worker.start.with_args(rendezvous))
+            self.workers.await_spares()
+        except BaseException as error:
+            self.ended = self.ended or error
+            self.close(force=True)
+            raise
+        for member, introduction in zip(self.workers.members, self.started, strict=True):
+            member.pid = introduction["pid"]
+
+    # -------------------------------------------------------------------------------- calling
+
+    def call(
+        self,
+        call: RemoteCall[Worker, R],
+        *,
+        on_progress: OnProgress | None = None,
+        retries: int = 0,
+    ) -> list[R]:
+        calls = dict.fromkeys(range(len(self.workers.members)), call)
+        return self.results(self.perform(calls, on_progress=on_progress))
+
+    def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
+        return self.results(self.perform({rank: call}))[0]
+
+    def results(self, pending_call: PendingCall[R]) -> list[R]:
+        """The values, by rank; or the end of the workers if they cannot go on, and the cause."""
+        cause = pending_call.cause()
+        if cause is None:
+            return [pending_call.values[rank] for rank in sorted(pending_call.values)]
+        communication = pending_call.contract.communication
+        is_collective = communication is Communication.RUN_GROUP
+        may_hang = bool(pending_call.pending) and not self._finishes_alone(communication)
+        if is_collective or may_hang or pending_call.deaths:
+            self.end(cause)
+        raise cause
+
+    def _finishes_alone(self, communication: Communication) -> bool:
+        """A rank that still performs comes to an end; its next call waits its turn."""
+        if communication is Communication.SHARDED_OPTIMIZERS:
+            return self.spec.options.sync != "fsdp"
+        return communication is Communication.NONE
+
+    @property
+    def interrupted_by(self) -> BaseException | None:
+        """Never: an engine that does not form its group anew ends interrupted workers."""
+        return None
+
+    def undo_interrupted_call(self) -> None:
+        """Nothing; see `interrupted_by`."""
+
+    def end(self, cause: BaseException) -> None:
+        """End all workers because of `cause`."""
+        self.ended = cause
+        try:
+            self.fetch_last_snapshot(cause)
+        finally:
+            self.close(force=True)
+
+    def fetch_last_snapshot(self, cause: BaseException) -> None:
+        """A copy of the state that was made before the failure is as good as any."""
+        if (
+            self._fetcher is not None
+            and isinstance(cause, Exception)
+            and self.workers.is_in_session
+        ):
+            self._fetcher.finish(_LAST_SNAPSHOT_S)
+
+    def perform(
+        self,
+        calls: Mapping[int, RemoteCall[Worker, R]],
+        *,
+        on_progress: OnProgress | None = None,
+        look_after: Callable[[PendingCall[R]], None] | None = None,
+        on_interrupt: Callable[[BaseException], None] | None = None,
+    ) -> PendingCall[R]:
+        """Let ranks perform a remote method, and wait for their answers, or for a failure.
+
+        Args:
+            calls: the call of each rank: of one method.
+            on_progress: see `Engine.call`.
+            look_after: called now and then meanwhile. With it, a worker's death ends nothing.
+            on_interrupt: what to do where the driver stops waiting in the middle, because of
+                Ctrl-C most of all; the workers are ended if None.
+        """
+        self._check_session()
+        call = next(iter(calls.values()))
+        pending_call: PendingCall[R] = PendingCall(
+            call.contract, self.workers.server, outlives_deaths=look_after is not None
+        )
+        if self._fetcher is not None:
+            self._fetcher.attend()
+        local = self.workers.members[0].worker if 0 in calls else None
+        try:
+            self._send(calls, pending_call)
+            if local is not None:
+                self._perform_here(local, calls[0], pending_call, on_progress, look_after)
+                on_progress = None  # the worker in this process has told of its progress
+            fetcher = self._fetcher if call.trains else None
+            pending_call.wait(self._poll(pending_call, on_progress, look_after, fetcher))
+        except BaseException as error:
+            # No worker may be left behind in the middle of a step.
+            if pending_call.pending or local is not None:
+                (on_interrupt or self.end)(error)
+            raise
+        return pending_call
+
+    def _send(
+        self, calls: Mapping[int, RemoteCall[Worker, R]], pending_call: PendingCall[R]
+    ) -> None:
+        """Send each rank in an actor its call; equal calls are pickled once."""
+        sent: dict[int, bytes | ObjectRef[bytes]] = {}
+        for rank, call in calls.items():
+            if id(call) not in sent:
+                arguments = pickled(
+                    (call.args, call.kwargs), f"an argument of {call.contract.name}"
+                )
+                is_large = len(arguments) > _LARGE_ARGUMENTS
+                sent[id(call)] = ray.put(arguments) if is_large else arguments
+            if (actor := self.workers.members[rank].actor) is not None:
+                ref = actor.perform.remote(cloudpickle.dumps(call.method), sent[id(call)])
+                pending_call.pending[ref] = rank
+
+    def _perform_here(
+        self,
+        worker: Worker,
+        call: RemoteCall[Worker, R],
+        pending_call: PendingCall[R],
+        on_progress: OnProgress | None,
+        look_after: Callable[[PendingCall[R]], None] | None,
+    ) -> None:
+        """Rank 0 in this process performs `call`, while the other ranks do in theirs."""
+        worker.before_meeting = partial(self._wait_for_peers, pending_call.pending)
+        worker.on_commit = report_progress(worker, on_progress, POLL_EVERY_S)
+        pending_call.local_status = partial(status_of, worker, threading.get_ident())
+        polling = (
+            nullcontext()
+            if look_after is None
+            else polling_in_background(partial(look_after, pending_call))
+        )
+        with polling, sigint_after_step(worker):
+            try:
+                with terminal_debugger():
+                    pending_call.values[0] = call.perform(worker)
+            except Exception as error:
+                if call.contract.communication is Communication.RUN_GROUP:
+                    worker.leave()
+                add_rank(error, 0)
+                pending_call.fail(0, error, peer_lost=is_peer_lost(error))
+            finally:
+                worker.on_commit = None
+        pending_call.local_status = None
+
+    def _check_session(self) -> None:
+        # Asked before Ray is: it would start a new cluster to look for our actors there.
+        if not self.workers.is_in_session:
+            over = _session_over()
+            self.end(over)
+            raise over
+
+    @ctrl_c_as_itself()
+    @in_phase(Phase.WAITING)
+    def _wait_for_peers(self, pending: Mapping[ObjectRef[Outcome], int]) -> None:
+        """Rank 0 in this process joins the meeting only when the others stand at it.
+
+        Once the ranks have met, one that fails closes its sockets and so frees the others.
+        One that fails before would never come, and a wait inside gloo hears of nothing: no
+        failure and no Ctrl-C.
+        """
+        while not self.workers.have_come(pending.values()):
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=_CHECK_ARRIVALS_S)
+            if any(map(has_failed, ready)):
+                raise PeerLostError(
+                    "the ranks did not meet",
+                    where=f"rank 0 of {len(self.workers.members)}",
+                    cause="another rank failed or died before it came",
+                    fix="look for the first failure among the other ranks",
+                )
+
+    def _poll(
+        self,
+        pending_call: PendingCall[R],
+        on_progress: OnProgress | None,
+        look_after: Callable[[PendingCall[R]], None] | None,
+        fetcher: RemoteSnapshotFetcher | None,
+    ) -> Callable[[], None] | None:
+        """What to do now and then while the ranks perform; None if nothing."""
+        actors = [member.actor for member in self.workers.members if member.actor is not None]
+        if look_after is None and fetcher is None and (on_progress is None or not actors):
+            return None
+
+        wants_rows = bool(self.spec.log_every) and len(actors) == len(self.workers.members)
+        rows_known = 0 if wants_rows else None
+
+        def poll() -> None:
+            nonlocal rows_known
+            if on_progress is not None and actors:
+                rows_known = _report_progress(actors, on_progress, rows_known)
+            if look_after is not None:
+                look_after(pending_call)
+            if fetcher is not None:
+                fetcher.look()
+
+        return poll
+
+    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
+        self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
+        return self._fetcher
+
+    def roll_call(self) -> PendingCall[None]:
+        """Ask each member whether it lives; the deaths are in what is returned."""
+        self._check_session()
+        pending_call: PendingCall[None] = PendingCall(_ROLL_CALL, outlives_deaths=True)
+        for rank, member in enumerate(self.workers.members):
+            if member.actor is not None:
+                pending_call.pending[member.actor.answer.remote()] = rank
+        pending_call.wait(None)
+        return pending_call
+
+    # --------------------------------------------------------------------------------- ending
+
+    def local_operator(self) -> TrainingOperator | None:
+        first = self.workers.rank_0
+        return None if first is None or first.worker is None else first.worker.operator
+
+    def set_num_shards(self, num_shards: int) -> None:
+        self.spec = replace(self.spec, num_shards=num_shards)
+
+    def status(self) -> PoolStatus:
+        return PoolStatus(workers=len(self.workers.members), spares=len(self.workers.spares))
+
+    def close(self, *, force: bool) -> None:
+        self.workers.close(force=force)
+
+
+def _report_progress(
+    actors: Sequence[Actor], on_progress: OnProgress, rows_known: int | None
+) -> int | None:
+    """Tell `on_progress` of rank 0's progress, and of all ranks' rows after step `rows_known`."""
+    asked = actors[0].progress.remote()
+    rows = [] if rows_known is None else [each.step_rows.remote(rows_known) for each in actors]
+    wanted: list[ObjectRef[Any]] = [asked, *rows]
+    ready, _ = ray.wait(wanted, num_returns=len(wanted), timeout=POLL_EVERY_S)
+    if len(ready) < len(wanted):
+        return rows_known
+    try:
+        progress = ray.get(asked)
+        if rows_known is None:
+            on_progress(progress)
+            return None
+        return on_progress(replace(progress, rows=ray.get(rows)))
+    except RayActorError:
+        return rows_known  # a dead actor's progress is of no interest: its call says why
+
+
+def _session_over() -> WorkerDiedError:
+    return WorkerDiedError(
+        "Ray was shut down, and this trainer's workers with it",
+        cause="ray.shutdown() was called in this process",
+        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+    )

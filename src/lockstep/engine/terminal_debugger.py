@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`breakpoint()` in a worker of this process opens the debugger of this terminal."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_VARIABLE: Final = "PYTHONBREAKPOINT"
+
+# Ray 2.60 sets it in drivers: it waits for an editor to attach, or does nothing without debugpy.
+_OF_RAY: Final = "ray.util.rpdb._driver_set_trace"
+
+
+@contextmanager
+def terminal_debugger() -> Iterator[None]:
+    """Inside, `breakpoint()` is Python's and not Ray's. A hook that the user chose stays."""
+    if os.environ.get(_VARIABLE) != _OF_RAY:
+        yield
+        return
+    del os.environ[_VARIABLE]
+    try:
+        yield
+    finally:
+        os.environ.setdefault(_VARIABLE, _OF_RAY)

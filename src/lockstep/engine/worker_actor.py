@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process around one worker. Light to import: importing torch is most of a launch.
+
+`perform` runs one remote method after the other. All other methods run in a concurrency group of
+their own, so that the driver can look after a worker while it performs something.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+import ray
+from lockstep.engine.actor_bootstrap import bootstrap
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ray.actor import ActorClass
+
+    from lockstep.metrics.step_log import StepRow
+    from lockstep.worker import Outcome, ProgressReport, RemoteMethod, Worker, WorkerStatus
+
+
+class WorkerActor:
+    """A process that becomes a worker when the driver says so.
+
+    A remote method's error is a value of its `Outcome`: `perform` itself never raises.
+    """
+
+    def __init__(self, number: int) -> None:
+        bootstrap("lockstep.worker")
+        self._spec = b""
+        self._rank = number
+        self._local_rank = 0
+        self._worker: Worker | None = None
+        self._training_thread = 0
+
+    def __repr__(self) -> str:
+        # Ray puts this before every line that the process prints.
+        return f"rank {self._rank}"
+
+    @ray.method
+    def assign(self, spec: bytes, rank: int, local_rank: int) -> None:
+        """Learn what to be a worker of; comes before the first `perform`."""
+        self._spec, self._rank, self._local_rank = spec, rank, local_rank
+
+    @ray.method
+    def perform(self, method: bytes, arguments: bytes) -> Outcome:
+        """Call a remote method of the worker, which the first call makes.
+
+        Args:
+            method: the pickled `RemoteMethod`: a reference.
+            arguments: its positional and named arguments. Pickled apart, for their classes may
+                come from modules that are not here; how the method fails is known even then.
+        """
+        from lockstep.serialization import pickled
+        from lockstep.worker import Communication, Outcome, RemoteCall, Worker, failure
+
+        self._training_thread = threading.get_ident()
+        called: RemoteMethod[Worker, ..., object] = cloudpickle.loads(method)
+        try:
+            if self._worker is None:
+                self._worker = Worker(_loaded(self._spec), self._rank, self._local_rank)
+            value = RemoteCall(called, *cloudpickle.loads(arguments)).perform(self._worker)
+            self._rank = self._worker.rank
+            if called is Worker.stop:
+                # Ready for another trainer, with nothing of this one's but what modules hold.
+                self._worker, self._spec = None, b""
+                gc.collect()
+            # Pickled here, so that a result that cannot travel is an error of this call.
+            return Outcome(pickled(value, "what the worker returned"))
+        except BaseException as error:
+            # The peers wait for this rank in a collective: closing the sockets frees them.
+            waits_in_group = called.contract.communication is Communication.RUN_GROUP
+            if waits_in_group and self._worker is not None:
+                self._worker.leave()
+            return failure(self._rank, error)
+
+    @ray.method(concurrency_group="control")
+    def answer(self) -> Outcome:
+        """Nothing; a process that lives answers, whatever it is doing."""
+        from lockstep.serialization import pickled
+        from lockstep.worker import Outcome
+
+        return Outcome(pickled(None, "nothing"))
+
+    @ray.method(concurrency_group="control")
+    def node(self) -> str:
+        """The node that the process runs on."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> ProgressReport:
+        """See `progress_of`."""
+        from lockstep.worker import ProgressReport, progress_of
+
+        return ProgressReport() if self._worker is None else progress_of(self._worker)
+
+    @ray.method(concurrency_group="control")
+    def step_rows(self, since: int) -> tuple[int, Sequence[StepRow]]:
+        """See `rows_after`."""
+        from lockstep.worker import rows_after
+
+        return (0, []) if self._worker is None else rows_after(self._worker, since)
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> WorkerStatus | None:
+        """What the training thread is doing; None without a worker."""
+        from lockstep.worker import status_of
+
+        return None if self._worker is None else status_of(self._worker, self._training_thread)
+
+    @ray.method(concurrency_group="control")
+    def dismiss(self) -> None:
+        """See `Worker.dismiss`."""
+        if self._worker is not None:
+            self._worker.dismiss()
+
+    @ray.method(concurrency_group="control")
+    def break_group(self, generation: int) -> None:
+        """See `Worker.break_group`."""
+        if self._worker is not None:
+            self._worker.break_group(generation)
+
+    @ray.method(concurrency_group="control")
+    def snapshot(self, is_requested: bool) -> tuple[int, bytes, list[Any]] | None:
+        """The latest copy of the run's state that nobody has fetched yet, in pieces.
+
+        Args:
+            is_requested: have one made before the next batch.
+        """
+        from lockstep.serialization import split
+
+        if self._worker is None:
+            return None
+        if is_requested:
+            self._worker.snapshots.request()
+        snapshot = self._worker.snapshots.take()
+        if snapshot is None:
+            return None
+        structure, buffers = split(snapshot.state)
+        # As arrays, which Ray puts into its store, and maps on the other side, without a pickle.
+        return snapshot.step, structure, [buffer.numpy() for buffer in buffers]
+
+    @ray.method(concurrency_group="control")
+    def kill_process(self, pid: int) -> None:
+        """End another process on this node."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _loaded(spec: bytes) -> Any:
+    try:
+        return cloudpickle.loads(spec)
+    except ModuleNotFoundError as error:
+        error.add_note(
+            f"the operator comes from a module that the workers cannot import ({error.name}): put"
+            " it beside the program, install it, set PYTHONPATH, or send it along with"
+            " ray.init(runtime_env={'working_dir': '.'}) before the trainer"
+        )
+        raise
+
+
+# Any: Ray's annotations do not know concurrency groups. The handles of its actors are typed.
+_remote: Any = ray.remote
+RemoteWorkerActor: ActorClass[WorkerActor] = _remote(
+    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2}
+)(WorkerActor)

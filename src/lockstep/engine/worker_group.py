@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of a run: which are members and have a rank, which are spares, and where they meet.
+
+The resources stay reserved from the first worker to the last. Processes in them come and go: a
+member that is lost is forgotten, and a replacement starts as a spare in its bundle.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import cloudpickle
+import torch.distributed as dist
+
+import ray
+from lockstep.engine import placement_group
+from lockstep.engine.actor_failures import ctrl_c_as_itself, end_actor, has_failed, wait_until_gone
+from lockstep.engine.actor_pool import (
+    PoolRequest,
+    end_pool,
+    keep_idle,
+    remote_ranks,
+    start_replacement,
+    take_or_start,
+)
+from lockstep.engine.cluster import connect, session
+from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
+from lockstep.engine.server_actor import ServerProcess
+from lockstep.engine.spares import Readiness, Spare
+from lockstep.engine.worker_handle import WorkerHandle, kill, this_node
+from lockstep.serialization import pickled
+from lockstep.worker import Rendezvous, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ray.actor import ActorProxy
+
+    from lockstep.engine.actor_pool import ActorPool
+    from lockstep.engine.base import Resources
+    from lockstep.engine.worker_actor import WorkerActor
+    from lockstep.worker import Outcome, RemoteCall, WorkerSpec
+    from ray import ObjectRef
+
+    Actor = ActorProxy[WorkerActor]
+
+_STOP_S: Final = 5.0
+
+
+class WorkerGroup:
+    """Starts the processes of a run's workers, keeps count of them, ends them.
+
+    Attributes:
+        members: the workers, by rank.
+        spares: workers without a rank that run their `setup`, or have run it.
+        server: the parameter server, if there is one.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
+    ) -> None:
+        self.members: list[WorkerHandle] = []
+        self.spares: list[Spare] = []
+        self.server: ServerProcess | None = None
+        self._resources = resources
+        self._use_local = use_local
+        self._num_started = 0
+        self._generation = 0
+        self._store: RendezvousStore | None = None
+        self._pool: ActorPool | None = None
+        payload = spec.pickled()
+        own_cluster = connect()
+        self._session = session()
+        bundle = placement_group.bundle_for(
+            resources.num_cpus, resources.num_gpus, resources.further
+        )
+        ranks = remote_ranks(spec.num_workers, use_local, num_spares)
+        try:
+            request = PoolRequest(bundle, ranks, num_spares)
+            self._pool = take_or_start(request, own_cluster, spec.operator_cls.__name__)
+            self._payload = ray.put(payload)
+            self._assign_ranks(self._pool, spec)
+            if spec.options.sync == "parameter_server" and spec.num_workers > 1:
+                self.server = ServerProcess(
+                    self._pool.placement_group,
+                    self._pool.bundles[0],
+                    name=f"{self._pool.name}:parameter-server",
+                    timeout_s=resources.timeout_s,
+                )
+        except BaseException:
+            self.close(force=True)
+            raise
+
+    def _assign_ranks(self, pool: ActorPool, spec: WorkerSpec) -> None:
+        nodes = list(pool.nodes)
+        found: list[WorkerHandle] = []
+        if self._use_local:
+            nodes.insert(0, this_node())
+            found.append(WorkerHandle(0, nodes[0], 0, worker=Worker(spec, 0, 0)))
+        local_ranks = placement_group.local_ranks(nodes)
+        for rank, bundle, actor in zip(pool.request.ranks, pool.bundles, pool.actors, strict=True):
+            handle = WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, bundle=bundle)
+            actor.assign.remote(self._payload, rank, local_ranks[rank])
+            found.append(handle)
+        self._num_started = len(found)
+        self.members = found[: spec.num_workers]
+        self.spares = [_stands_by(handle) for handle in found[spec.num_workers :]]
+
+    def await_spares(self) -> None:
+        """Spares start with the others; what is wrong with one is told now, and not in need."""
+        while any(_is_starting(spare) for spare in self.spares):
+            self.pause(_STOP_S)
+
+    @ctrl_c_as_itself()
+    def pause(self, seconds: float) -> None:
+        """Wait, for spares that start."""
+        starting = [spare.started for spare in self.spares]
+        ray.wait(starting, num_returns=len(starting), timeout=seconds)
+
+    @property
+    def rank_0(self) -> WorkerHandle | None:
+        """The worker with rank 0; None where no worker is left."""
+        return self.members[0] if self.members else None
+
+    @property
+    def everyone(self) -> list[WorkerHandle]:
+        """Members and spares, ready or not."""
+        return [*self.members, *(spare.handle for spare in self.spares)]
+
+    @property
+    def is_in_session(self) -> bool:
+        """The driver has not left the cluster that the workers live in."""
+        return session() == self._session
+
+    # ------------------------------------------------------------------------ generations
+
+    def rendezvous(self, generation: int) -> Rendezvous:
+        """Where the members meet to become generation `generation`, each in a store of its own."""
+        resources, self._generation = self._resources, generation
+        is_one_node = all(member.is_here for member in self.members)
+        only_node = this_node() if is_one_node else None
+        host = LOOPBACK if is_one_node else ray.util.get_node_ip_address()
+        self.close_rendezvous()
+        server = self.server
+        owner = None if server is None else server.listen(len(self.members), only_node)
+        self._store = RendezvousStore(host, resources.timeout_s)
+        return Rendezvous(
+            self._store.host,
+            self._store.port,
+            generation=generation,
+            backend=resources.backend,
+            one_node=is_one_node,
+            timeout_s=resources.timeout_s,
+            as_default=not (self._use_local and dist.is_initialized()),
+            owner=owner,
+        )
+
+    def have_come(self, ranks: Iterable[int]) -> bool:
+        """Whether all of `ranks` stand at the meeting; never waits."""
+        assert self._store is not None
+        return self._store.have_come(ranks)
+
+    def close_rendezvous(self) -> None:
+        """Free the members that wait at a meeting to which one of them will not come."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def break_group(self, ranks: Iterable[int]) -> None:
+        """Free those of `ranks` that wait for a peer who will never come, nor close its sockets.
+
+        The group of all is of no use afterwards. A call that arrives when the next one has formed
+        does nothing.
+        """
+        if self.server is not None:
+            self.server.call_off()
+        for rank in ranks:
+            self.members[rank].break_group(self._generation)
+
+    def start_spare(self, bundle: int, local_rank: int) -> None:
+        """Start another worker in a bundle that is free; it becomes a spare."""
+        assert self._pool is not None
+        number, self._num_started = self._num_started, self._num_started + 1
+        actor = start_replacement(self._pool, bundle, number)
+        actor.assign.remote(self._payload, number, local_rank)
+        handle = WorkerHandle(number, "", local_rank, actor, bundle=bundle)
+        self.spares.append(_stands_by(handle))
+
+    def kill(self, worker: WorkerHandle) -> None:
+        """Make sure that a worker's process is gone, and forget the worker."""
+        kill(worker, self.members)
+        self.forget(worker)
+
+    def forget(self, worker: WorkerHandle) -> None:
+        """A worker's process is gone. It is not signalled: its pid may be another's by now."""
+        if worker in self.members:
+            self.members.remove(worker)
+        self.spares = [spare for spare in self.spares if spare.handle is not worker]
+
+    def set_members(self, members: Sequence[WorkerHandle]) -> None:
+        """These are the members from now on, by rank; a spare among them is none any more."""
+        self.members = list(members)
+        self.spares = [spare for spare in self.spares if spare.handle not in members]
+
+    # --------------------------------------------------------------------------------- ending
+
+    def close(self, *, force: bool) -> None:
+        """End all processes; see `Engine.close`."""
+        workers = self.everyone
+        members, self.members, self.spares = self.members, [], []
+        if not self.is_in_session:
+            workers = []
+            self.server = self._pool = None
+        actors = [worker.actor for worker in workers if worker.actor is not None]
+        pids = [each.pid for each in workers if each.actor and each.pid and each.is_here]
+        have_stopped = False
+        try:
+            have_stopped = not force and _stop(actors)
+            for member in members:
+                if member.worker is not None:
+                    member.worker.stop()
+        finally:
+            # Also where Ctrl-C came while a worker was waited for: nobody closes it again.
+            self._release(actors, pids, keep=have_stopped)
+
+    def _release(self, actors: list[Actor], pids: list[int], *, keep: bool) -> None:
+        pool, self._pool = self._pool, None
+        server, self.server = self.server, None
+        if server is not None:
+            server.close()
+        if pool is not None and pool.is_kept and keep and pool.actors == actors:
+            keep_idle(pool)
+            pids = []
+        elif pool is not None:
+            for actor in actors:
+                end_actor(actor)
+            end_pool(pool)
+        if server is not None and server.is_here:
+            pids.append(server.pid)
+        wait_until_gone(pids, _STOP_S)
+        self.close_rendezvous()
+
+
+def _stands_by(handle: WorkerHandle) -> Spare:
+    assert handle.actor is not None, "spares live in actors"
+    return Spare(handle, _sent(handle.actor, Worker.stand_by.with_args()))
+
+
+def _sent(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:
+    """`call` on its way to an actor, outside of any `PendingCall`."""
+    return actor.perform.remote(
+        cloudpickle.dumps(call.method), pickled((call.args, call.kwargs), "nothing")
+    )
+
+
+def _is_starting(spare: Spare) -> bool:
+    readiness = spare.readiness()
+    if spare.error is not None:
+        spare.error.add_note(
+            f"raised by {spare.handle}, a spare, which knows its rank only when it is needed"
+        )
+        raise spare.error
+    return readiness is Readiness.STARTING
+
+
+@ctrl_c_as_itself()
+def _stop(actors: Sequence[Actor]) -> bool:
+    """Let the actors close loaders and connections; whether all of them did."""
+    asked = [_sent(actor, Worker.stop.with_args()) for actor in actors]
+    if not asked:
+        return True
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)
+    return len(answered) == len(asked) and not any(map(has_failed, answered))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lost workers had counted in a call, so that its result counts every sample once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.data import shards_of
+from lockstep.worker import lost_report, samples_of
+
+if TYPE_CHECKING:
+    from lockstep.engine.ray_engine import RayEngine
+    from lockstep.engine.worker_handle import WorkerHandle
+    from lockstep.recovery.losses import Loss
+    from lockstep.recovery.regrouping import Regrouped
+    from lockstep.worker import LoopProgress, Report
+
+
+class LostSampleCounts:
+    """Which worker carried which shards, generation by generation of one call.
+
+    Args:
+        engine: whose workers report.
+        purpose: of the loop; None for a call that counts no samples.
+
+    Attributes:
+        reports: one for each worker that was lost.
+    """
+
+    def __init__(self, engine: RayEngine, purpose: str | None) -> None:
+        self._engine = engine
+        self._purpose = purpose
+        self.reports: list[Report] = []
+        self._generations: list[tuple[int, list[WorkerHandle]]] = [(0, self._members())]
+
+    def _members(self) -> list[WorkerHandle]:
+        return list(self._engine.workers.members)
+
+    def note(self, regrouped: Regrouped) -> None:
+        """The group was formed anew in the middle of the call."""
+        progress = regrouped.progress
+        # A validation is done again from its beginning, by the members of now.
+        if self._purpose != "train" or progress is None:
+            return
+        if progress.steps <= 0:
+            self.reports.clear()
+            self._generations = [(0, self._members())]
+            return
+        for loss in regrouped.losses:
+            self.reports.append(self._report(loss, progress))
+        self._generations.append((progress.steps, self._members()))
+
+    def _report(self, loss: Loss, progress: LoopProgress) -> Report:
+        counted = None if loss.last_seen is None else loss.last_seen.counted
+        segments = self._segments(loss.worker, progress)
+        samples: int | None = 0
+        if segments:
+            samples = self._engine.call_rank(0, samples_of.with_args("train", segments))
+        if samples is None:
+            samples = 0 if counted is None else counted.samples
+        return lost_report(samples, counted)
+
+    def _segments(
+        self, worker: WorkerHandle, progress: LoopProgress
+    ) -> list[tuple[range, int, int]]:
+        """(shards, first step, number of steps) of each generation that `worker` was in."""
+        ends = [*(start for start, _ in self._generations[1:]), progress.steps]
+        num_shards = self._engine.spec.num_shards
+        return [
+            (
+                shards_of(members.index(worker), len(members), num_shards),
+                progress.step + start,
+                end - start,
+            )
+            for (start, members), end in zip(self._generations, ends, strict=True)
+            if worker in members and end > start
+        ]

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on all workers that go on when a worker dies or hangs.
+
+Design note. `RayEngine.perform` runs one attempt of a call and tells how it ended; this engine
+decides what follows, by the `CallContract` of the remote method:
+
+- All ranks answered: their results, and a report for each worker that was lost on the way.
+- A worker died (or only lost its peers): `Regrouping.run` forms the next generation. A loop then
+  resumes where the furthest survivor stands (RESUME), a call that changes nothing is made again
+  (REPEAT, REPEAT_WRITE), and any other one raises: it may have happened on some workers (RAISE).
+- The user's code failed, and all workers live: the error arrives at once. The workers are *left*:
+  asked to leave before their next batch, their group broken so that no rank waits. They are taken
+  back to the last committed step by `undo_interrupted_call` when the next call comes, and not
+  before: a rank may be in a forward that takes minutes. Ctrl-C in the driver ends a call likewise.
+- Anything else ends the workers, and `ended` says why.
+
+While ranks perform, `_look_after` runs several times a second: the watchdog ends a rank that hangs,
+replacements start for workers that were lost, and a spare that became ready where a rank is free
+has all members leave before their next batch, which regroups them with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from lockstep.data import shards_of
+from lockstep.engine.interrupted_calls import (
+    note_interrupted,
+    room_was_needed,
+    warn_of_cut_short_step,
+)
+from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
+from lockstep.recovery.incident import Incident
+from lockstep.recovery.losses import Loss
+from lockstep.recovery.lost_sample_counts import LostSampleCounts
+from lockstep.recovery.poisoned_batch import DeathsByShard
+from lockstep.recovery.regrouping import Regrouping
+from lockstep.recovery.watchdog import Watchdog
+from lockstep.worker import Communication, OnFailure, items_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lockstep.engine import PoolStatus
+    from lockstep.engine.base import OnProgress, SnapshotFetcher, SnapshotKeeper
+    from lockstep.engine.pending_call import PendingCall
+    from lockstep.engine.ray_engine import RayEngine
+    from lockstep.operator import TrainingOperator
+    from lockstep.recovery.policy import Policy
+    from lockstep.recovery.regrouping import Regrouped
+    from lockstep.worker import CallContract, ProgressReport, RemoteCall, Worker
+
+R = TypeVar("R")
+
+_log = logging.getLogger("lockstep.recovery")
+
+
+class RecoveringEngine:
+    """An engine whose group forms anew when it breaks; see `Engine`.
+
+    Args:
+        engine: whose workers these are.
+        policy: how much may be lost.
+
+    Attributes:
+        workers: their processes.
+    """
+
+    def __init__(self, engine: RayEngine, policy: Policy) -> None:
+        self.interrupted_by: BaseException | None = None
+        self._engine = engine
+        self.workers = engine.workers
+        self._watchdog = Watchdog(engine.workers, policy.hang_timeout_s)
+        self._regrouping = Regrouping(engine, policy.min_workers, self._watchdog)
+        self._deaths = DeathsByShard()
+        self._incidents: list[Incident] = []
+        self._has_dismissed = False
+        self._to_replace: list[Loss] = []
+        self._interrupted: RemoteCall[Worker, object] | None = None
+        # Once other bits, always other bits: what was computed by fewer workers stays.
+        self._has_same_bits = True
+
+    @property
+    def ended(self) -> BaseException | None:
+        return self._engine.ended
+
+    @property
+    def started(self) -> list[dict[str, Any]]:
+        return self._engine.started
+
+    def local_operator(self) -> TrainingOperator | None:
+        return self._engine.local_operator()
+
+    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
+        return self._engine.bring_snapshots(to)
+
+    def close(self, *, force: bool) -> None:
+        # An interrupted worker may be in the middle of a step for long.
+        was_interrupted = self.interrupted_by is not None
+        self.interrupted_by = None  # its room is given back here
+        self._engine.close(force=force or was_interrupted)
+
+    def set_num_shards(self, num_shards: int) -> None:
+        self._engine.set_num_shards(num_shards)
+
+    def status(self) -> PoolStatus:
+        return replace(
+            self._engine.status(),
+            generation=self._regrouping.generation,
+            spares=len(self._regrouping.spares.ready()),
+            recoveries=[incident.as_dict() for incident in self._incidents],
+        )
+
+    # ---------------------------------------------------------------------------- calling
+
+    def call(
+        self,
+        call: RemoteCall[Worker, R],
+        *,
+        on_progress: OnProgress | None = None,
+        retries: int = 3,
+    ) -> list[R]:
+        return self._call(call, None, on_progress, retries)
+
+    def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
+        return self._call(call, rank, None, 3)[0]
+
+    def _call(
+        self,
+        call: RemoteCall[Worker, R],
+        rank: int | None,
+        on_progress: OnProgress | None,
+        retries: int,
+    ) -> list[R]:
+        self._deaths = DeathsByShard()
+        self._prepare(call.contract)
+        lost = LostSampleCounts(self._engine, None if call.loop is None else call.loop.purpose)
+        attempt, left = call, retries
+        while True:
+            ranks = range(len(self.workers.members)) if rank is None else [rank]
+            pending_call = self._perform(dict.fromkeys(ranks, attempt), on_progress)
+            self._replace_lost()
+            if not pending_call.has_failed:
+                # Only loops have lost reports, and R is Report then.
+                return [*self._engine.results(pending_call), *cast("list[R]", lost.reports)]
+            # Members that were asked to leave for a newcomer have not failed.
+            left -= 0 if self._has_dismissed and not pending_call.deaths else 1
+            if not pending_call.is_recoverable or left < 0:
+                if pending_call.is_recoverable:
+                    _note_retries(pending_call.cause(), call.contract.name, retries)
+                self._interrupt_if_all_live(call, pending_call)
+                return self._engine.results(pending_call)
+            regrouped = self._recover(call, pending_call)
+            lost.note(regrouped)
+            if call.contract.on_failure is OnFailure.RAISE:
+                self._replace_lost()
+                raise _happened_in_part(pending_call)
+            if call.contract.on_failure is OnFailure.RESUME and regrouped.progress is not None:
+                attempt = call.resumed_at(regrouped.progress)
+
+    def _perform(
+        self, calls: Mapping[int, RemoteCall[Worker, R]], on_progress: OnProgress | None
+    ) -> PendingCall[R]:
+        self._watchdog.begin()
+        self._has_dismissed = False
+        call = next(iter(calls.values()))
+        return self._engine.perform(
+            calls,
+            on_progress=None if on_progress is None else partial(self._report_to, on_progress),
+            look_after=partial(self._look_after, call),
+            on_interrupt=partial(self._interrupt, call),
+        )
+
+    def _report_to(self, on_progress: OnProgress, progress: ProgressReport) -> int:
+        return on_progress(
+            replace(
+                progress,
+                workers=len(self.workers.members),
+                recoveries=len(self._incidents),
+            )
+        )
+
+    def _look_after(self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]) -> None:
+        self._replace_lost()
+        self._watchdog.look(pending_call)
+        if call.contract.communication is Communication.OWN_GROUP and pending_call.deaths:
+            # The worker died after the roll call: the others wait for it at the meeting.
+            self.workers.close_rendezvous()
+        if call.trains and not self._has_dismissed and self._regrouping.can_grow:
+            # Each leaves before its next batch; a rank that is in a step then fails in it.
+            self._has_dismissed = True
+            self._regrouping.dismiss()
+
+    def _prepare(self, contract: CallContract) -> None:
+        """Before a call: newcomers take their ranks, and workers that died are replaced."""
+        # A rank that meets another for the first time cannot hear of its death: all have to live.
+        forms_group = contract.communication is Communication.OWN_GROUP
+        may_fail = contract.may_be_repeated and not forms_group
+        if may_fail and not self._regrouping.can_grow:
+            return
+        pending_call = self._engine.roll_call()
+        if pending_call.deaths or self._regrouping.can_grow:
+            self._recover(None, pending_call)
+
+    # ------------------------------------------------------------------------ interrupting
+
+    def _interrupt_if_all_live(
+        self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]
+    ) -> None:
+        """A failure of the user's code ends its loop; the workers, and their server, go on.
+
+        Raises:
+            The failure.
+        """
+        cause = pending_call.cause()
+        if cause is None or pending_call.deaths or isinstance(cause, WorkerDiedError):
+            return
+        if call.contract.on_failure is OnFailure.RESUME:
+            self._interrupt(call, cause)
+            raise cause
+
+    def _interrupt(self, call: RemoteCall[Worker, object] | None, error: BaseException) -> None:
+        """Leave the workers in the middle of `call`; ranks that wait for others in it are freed.
+
+        Waits for no worker: the error arrives at once, and `undo_interrupted_call` does the rest
+        when it is known that there will be a next call.
+        """
+        may_be_interrupted = call is not None and call.contract.may_be_interrupted
+        if not may_be_interrupted or not isinstance(error, Exception | KeyboardInterrupt):
+            self._engine.end(error)
+            return
+        self.interrupted_by, self._interrupted = error, call
+        self._regrouping.dismiss()
+        self.workers.break_group(range(len(self.workers.members)))
+        self._engine.fetch_last_snapshot(error)
+        note_interrupted(self)
+
+    def end_unused(self) -> None:
+        """End the workers, which have not been called since their call was interrupted."""
+        cause, self.interrupted_by = self.interrupted_by, None
+        if cause is not None:
+            ended = room_was_needed(cause)
+            _log.warning("%s; the next time: %s", ended.what, ended.details["fix"])
+            self._engine.end(ended)
+
+    def undo_interrupted_call(self) -> None:
+        cause, call, began = self.interrupted_by, self._interrupted, time.monotonic()
+        if cause is None or call is None:
+            return
+        try:
+            purpose = None if call.loop is None else call.loop.purpose
+            regrouped = self._regrouping.run(purpose, [], given_up_for=cause)
+        except LockstepError as error:
+            error.__cause__ = error.__cause__ or cause
+            self._engine.end(error)
+        else:
+            # A worker that died since the call was interrupted is an incident like any other.
+            seconds = time.monotonic() - began
+            self._note(call.contract.name, regrouped, seconds, has_failed=False)
+            self._to_replace += regrouped.losses
+            if regrouped.is_cut_short:
+                warn_of_cut_short_step(regrouped.point[0], cause)
+        self.interrupted_by = None
+
+    # ------------------------------------------------------------------------- recovering
+
+    def _recover(
+        self, call: RemoteCall[Worker, object] | None, pending_call: PendingCall[Any]
+    ) -> Regrouped:
+        """Form the group anew after a failure of `call`; None for a roll call between calls."""
+        began = pending_call.failed_at or time.monotonic()
+        loop = None if call is None else call.loop
+        try:
+            regrouped = self._regrouping.run(
+                None if loop is None else loop.purpose, self._losses(pending_call)
+            )
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._interrupt(call, error)
+            else:
+                self._engine.end(error)
+            raise
+        seconds, name = time.monotonic() - began, pending_call.contract.name
+        self._note(name, regrouped, seconds, has_failed=pending_call.has_failed)
+        if loop is not None:
+            self._refuse_poisoned_batch(loop.purpose, regrouped)
+        self._to_replace += regrouped.losses
+        return regrouped
+
+    def _replace_lost(self) -> None:
+        """Not at once: a process that starts takes time from the step that all wait for."""
+        losses, self._to_replace = self._to_replace, []
+        self._regrouping.spares.start_for(losses)
+
+    def _losses(self, pending_call: PendingCall[Any]) -> list[Loss]:
+        members, num_shards = list(self.workers.members), self._engine.spec.num_shards
+        return [
+            Loss(
+                members[rank],
+                rank,
+                shards_of(rank, len(members), num_shards),
+                died,
+                self._watchdog.last_seen(members[rank]),
+            )
+            for rank, died in pending_call.deaths.items()
+        ]
+
+    def _note(self, name: str, regrouped: Regrouped, seconds: float, *, has_failed: bool) -> None:
+        """Tell of a recovery in the call of the method `name`."""
+        losses, spec = regrouped.losses, self._engine.spec
+        is_whole = regrouped.size == spec.num_workers
+        self._has_same_bits &= spec.options.reproducible or is_whole
+        if not losses and (self._has_dismissed or not has_failed):
+            _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
+            return
+        incident = Incident(
+            at=time.time(),
+            lost=tuple(f"{loss.worker}, rank {loss.rank}" for loss in losses),
+            why="; ".join(self._why(loss) for loss in losses) or "the connections broke",
+            during=_during(name, losses),
+            step=regrouped.point[0],
+            replayed=regrouped.replayed,
+            seconds=seconds,
+            generation=regrouped.generation,
+            workers=regrouped.size,
+            same_bits=self._has_same_bits,
+        )
+        self._incidents.append(incident)
+        _log.warning("%s", incident)
+
+    def _why(self, loss: Loss) -> str:
+        return self._watchdog.verdicts.get(loss.worker) or loss.died.details["cause"] or "died"
+
+    def _refuse_poisoned_batch(self, purpose: str, regrouped: Regrouped) -> None:
+        for loss in regrouped.losses:
+            fatal = self._deaths.note((purpose, *regrouped.point), loss.shards)
+            if fatal:
+                error = self._poisoned(purpose, fatal, regrouped, loss)
+                self._engine.end(error)
+                raise error
+
+    def _poisoned(
+        self, purpose: str, shards: Sequence[int], regrouped: Regrouped, loss: Loss
+    ) -> PoisonedStepError:
+        items = self._engine.call_rank(0, items_ahead.with_args(purpose, shards))
+        return PoisonedStepError(
+            "the same samples have ended the worker that computed them, and two in its place",
+            where=f"step {regrouped.point[0]}, shard {', '.join(map(str, shards))}",
+            got=f"samples {items}" if items else None,
+            cause=self._why(loss),
+            fix="look at these samples (too large for the memory? a crash in native code?), leave"
+            " them out, and go on from the last checkpoint",
+        )
+
+
+def _during(name: str, losses: Sequence[Loss]) -> str:
+    phases = [seen.phase.value for loss in losses if (seen := loss.last_seen) is not None]
+    return f"{name} ({', '.join(phases)})" if phases else name
+
+
+def _note_retries(cause: BaseException | None, name: str, retries: int) -> None:
+    if cause is not None:
+        cause.add_note(
+            f"workers were lost {retries + 1} times in this call: max_retries={retries} is"
+            f" used up; {name}(max_retries=...) allows more"
+        )
+
+
+def _happened_in_part(pending_call: PendingCall[Any]) -> BaseException:
+    cause = pending_call.cause()
+    died = WorkerDiedError(
+        f"a worker died during {pending_call.contract.name}, which may have happened on the others",
+        cause=None if cause is None else str(cause).splitlines()[0],
+        fix="the workers are complete again, with the survivors' state: look at it, and call again"
+        " if that is right",
+    )
+    died.__cause__ = cause
+    return died

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Module buffers that follow rank 0's after each backward.
+
+Two things make this harder than a broadcast of tensors. A forward may replace a buffer by one of
+another shape, so that ranks would bring messages of unequal length. And a graph whose backward is
+still to come (two forwards, then two backwards) may have saved a buffer: writing to it would make
+that backward fail. A buffer that is equal already stays as it is; another one is exchanged for a
+new tensor, and the graph keeps the old one. Buffers that are not strided (sparse, quantized,
+nested) travel as ``torch.save`` writes them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from lockstep._torch_compat import buffers_of
+from lockstep.errors import NotAvailableError
+from lockstep.sync.tensor_bits import same_bits
+from lockstep.sync.tensor_broadcast import block_for, parts_of, unpacked
+from lockstep.sync.tensor_references import has_aliases, is_in_graph
+from lockstep.tensor_copies import fits, is_block, write_into
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.group import Group
+
+_FILE: Final = "file"
+_Shape = tuple[torch.dtype, torch.Size] | str | None
+"""What decides how many bytes of a buffer travel; `_FILE` for a file, which brings its length."""
+
+
+@dataclass
+class BufferPlace:
+    """A module and the name of one of its buffers. Not the tensor, which modules may replace."""
+
+    owner: torch.nn.Module
+    key: str
+
+    def tensor(self) -> torch.Tensor | None:
+        return buffers_of(self.owner).get(self.key)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Let the buffer be `value`: in place, unless a graph has saved the tensor there."""
+        tensor = self.tensor()
+        if tensor is None or not fits(value, tensor):
+            if tensor is None or not same_bits(tensor, value):
+                buffers_of(self.owner)[self.key] = value.clone()
+            return
+        is_saved = is_in_graph(tensor)
+        # A graph may have saved a view of it: a buffer that is equal already is not written.
+        if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):
+            return
+        if is_saved:
+            fresh = torch.empty_like(tensor)  # laid out alike, as ranks agree when a group forms
+            write_into(fresh, value)
+            buffers_of(self.owner)[self.key] = fresh
+        else:
+            write_into(tensor, value)
+
+
+def buffer_places(modules: Iterable[torch.nn.Module]) -> list[BufferPlace]:
+    """The places of the buffers of `modules`; a buffer that several modules share has one."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    found: dict[int, BufferPlace] = {}
+    for part in parts:
+        for key, tensor in buffers_of(part).items():
+            if tensor is not None:
+                found.setdefault(id(tensor), BufferPlace(part, key))
+    return list(found.values())
+
+
+class BufferBroadcast:
+    """The buffers that follow rank 0's, and the shapes of them that every rank knows.
+
+    A buffer of rank 0's may get another shape, as one that is as long as the rank's rows (the last
+    activations, a recurrent state). How many bytes travel must not depend on it: a broadcast of
+    unequal lengths ends gloo's processes. So the first message has the length of the known shapes,
+    and begins with a flag that says whether rank 0 has others; those shapes follow then.
+
+    Args:
+        places: the same on every rank, with tensors of the same shapes.
+    """
+
+    def __init__(self, places: Iterable[BufferPlace]) -> None:
+        self._places = list(places)
+        self._known = self._shapes()
+
+    def broadcast(self, group: Group, *, cap_bytes: int) -> None:
+        """Make buffers equal to those of rank 0: in place, or where a graph has saved one, anew.
+
+        Args:
+            group: the ranks.
+            cap_bytes: the most that is packed into one message.
+
+        Gradient:
+            None: runs without recording, and graphs keep what they have saved.
+
+        Collective:
+            Every rank. Blocks. One broadcast per large buffer, and per device and `cap_bytes`; two
+            for each that is sparse, quantized or nested. If rank 0 has other shapes, three more.
+
+        Raises:
+            NotAvailableError: rank 0 has other shapes, on an accelerator.
+            PeerLostError: another rank went away.
+        """
+        if group.is_alone or not self._places:
+            return
+        with torch.no_grad():
+            if self._send_blocks(group, cap_bytes, is_reshaped=self._is_reshaped(group)):
+                shapes = pickle.dumps(self._shapes())
+                self._known = pickle.loads(_broadcast_bytes(group, shapes))
+                self._send_blocks(group, cap_bytes, is_reshaped=False)
+            for place, shape in zip(self._places, self._known, strict=True):
+                if shape == _FILE:
+                    _broadcast_file(group, place)
+                elif shape is None and place.tensor() is not None:
+                    buffers_of(place.owner)[place.key] = None
+
+    def _send_blocks(self, group: Group, cap_bytes: int, *, is_reshaped: bool) -> bool:
+        """Whether rank 0 has other shapes than were sent; nothing has been written then."""
+        places: dict[int, BufferPlace] = {}
+        blocks: list[torch.Tensor] = []
+        for place, shape in zip(self._places, self._known, strict=True):
+            if isinstance(shape, tuple):
+                held = place.tensor()
+                block = held if _shape_of(held) == shape else _room_for(shape, held, group)
+                assert block is not None
+                blocks.append(block)
+                places[id(block)] = place
+        parts = list(parts_of(blocks, cap_bytes)) or [[]]
+        first = parts[0][0].device if parts[0] else group.device
+        flag = torch.full((1,), is_reshaped, dtype=torch.uint8, device=first)
+        parts[0].insert(0, flag)
+        for part in parts:
+            # A copy, even of a buffer that travels alone: a graph may have saved it.
+            message = block_for(part, group.rank == 0)
+            group.broadcast(message, 0)
+            if group.rank == 0:
+                if first.type == "cpu" and is_reshaped:
+                    return True
+                continue
+            for block, value in zip(part, unpacked(message, part), strict=True):
+                if block is not flag:
+                    places[id(block)].put(value)
+                elif first.type == "cpu" and value:
+                    return True
+        return False
+
+    def _shapes(self) -> list[_Shape]:
+        return [_shape_of(place.tensor()) for place in self._places]
+
+    def _is_reshaped(self, group: Group) -> bool:
+        if group.rank != 0 or (shapes := self._shapes()) == self._known:
+            return False
+        pairs = zip(self._places, shapes, self._known, strict=True)
+        names = [place.key for place, shape, known in pairs if shape != known]
+        if group.device.type == "cpu":
+            return True
+        # Ranks would have to wait for the device in every step, to learn of it.
+        raise NotAvailableError(
+            "a buffer has another shape than when it was synchronised",
+            where=f"rank 0 of {group.size}",
+            got=", ".join(f"`{name}`" for name in names),
+            cause="the forward replaces it by a tensor with a row for each row of the batch",
+            fix="each rank has its own: lockstep.local(buffer) before replicate() or register()",
+        )
+
+
+def _shape_of(tensor: torch.Tensor | None) -> _Shape:
+    if tensor is None:
+        return None
+    return (tensor.dtype, tensor.shape) if is_block(tensor) else _FILE
+
+
+def _room_for(
+    shape: tuple[torch.dtype, torch.Size], held: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    device = group.device if held is None else held.device
+    return torch.empty(shape[1], dtype=shape[0], device=device)
+
+
+def _broadcast_file(group: Group, place: BufferPlace) -> None:
+    tensor = place.tensor()
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    mine = file.getvalue()
+    theirs = _broadcast_bytes(group, mine)
+    if theirs != mine:
+        device = group.device if tensor is None else tensor.device
+        buffers_of(place.owner)[place.key] = torch.load(io.BytesIO(theirs), map_location=device)
+
+
+def _broadcast_bytes(group: Group, mine: bytes) -> bytes:
+    """Rank 0's bytes, of which there may be more than this rank's: two broadcasts."""
+    length = torch.tensor([len(mine)], device=group.device)
+    group.broadcast(length, 0)
+    message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(group.device)
+    if group.rank != 0:
+        message = message.new_empty(int(length))
+    group.broadcast(message, 0)
+    return message.cpu().numpy().tobytes()

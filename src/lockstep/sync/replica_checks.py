@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks hold the same model: its structure when they attach, its values later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeError
+from lockstep.sync.tensor_bits import sum_of_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from lockstep.group import Group
+    from lockstep.sync.synced_tensors import Entry, SyncedTensors
+
+
+def compare_structures(group: Group, found: SyncedTensors, settings: list[Any]) -> None:
+    """Compare structure and settings of all ranks; raise on every rank or on none.
+
+    Collective:
+        Every rank. Two small all-gathers. No payload has moved yet.
+
+    Raises:
+        WrongTypeError: this rank's model holds something that cannot be synchronised.
+        ReplicasDifferError: the ranks differ; names the first difference and the ranks.
+    """
+    mine = {"refused": found.refused, "settings": settings, "structure": found.structure()}
+    everyone = group.exchange(mine)
+    if found.refused:
+        raise WrongTypeError(
+            "this model cannot be synchronised by replicate",
+            where=f"rank {group.rank} of {group.size}",
+            got="; ".join(found.refused[:5]),
+            fix="hand over the plain module, or mark what is each rank's own: lockstep.local(...)",
+        )
+    first = everyone[0]
+    ranks = [rank for rank, other in enumerate(everyone) if other != first]
+    if not ranks:
+        return
+    expected, got = _first_difference(first, everyone[ranks[0]])
+    raise ReplicasDifferError(
+        "the ranks did not build the same model",
+        where=f"rank {', '.join(map(str, ranks))} against rank 0",
+        expected=expected,
+        got=got,
+        cause="something in building the model depends on the rank",
+        fix="build the same model on every rank, or mark what differs: lockstep.local(...)",
+    )
+
+
+def compare_values(
+    group: Group, parameters: Mapping[str, torch.Tensor], *, have_stepped: bool
+) -> None:
+    """Compare the ranks' values, which were equal after the broadcast, by their bits.
+
+    Args:
+        group: the ranks.
+        parameters: by name, the same on every rank.
+        have_stepped: optimizers have, since the broadcast; for the error's words.
+
+    Collective:
+        Every rank. Two small all-gathers.
+
+    Raises:
+        ReplicasDifferError: on every rank; names the parameters and the ranks.
+    """
+    everyone = group.exchange([sum_of_bits(param) for param in parameters.values()])
+    ranks = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if not ranks:
+        return
+    differ = [
+        f"`{name}`"
+        for name, *values in zip(parameters, *everyone, strict=True)
+        if len(set(values)) > 1
+    ]
+    more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+    what, cause, fix = _AFTER_STEPS if have_stepped else _BEFORE_STEPS
+    raise ReplicasDifferError(
+        what,
+        where=f"rank {', '.join(map(str, ranks))} against rank 0",
+        got=", ".join(differ[:5]) + more,
+        cause=cause,
+        fix=fix,
+    )
+
+
+_BEFORE_STEPS: Final = (
+    "the ranks' weights differ before the first step",
+    "they were changed after they had been made equal, on some ranks only: weights loaded on rank 0"
+    " after register()?",
+    "load them before register(), which sends rank 0's to all; or load them on every rank",
+)
+_AFTER_STEPS: Final = (
+    "the ranks' weights differ",
+    "a rank has changed gradients or weights by itself: noise or a clip of its own, a hook on one"
+    " rank, a learning rate that follows a local loss, weights loaded on some ranks",
+    "compute it on all ranks from the same numbers (lockstep.gather, a seed without the rank)",
+)
+
+
+def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[str, str]:
+    for key in ("refused", "settings"):
+        if expected[key] != got[key]:
+            return f"{key} {expected[key]}", f"{key} {got[key]}"
+    ours, theirs = expected["structure"], got["structure"]
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            return _describe(one), _describe(other)
+    longer = ours if len(ours) > len(theirs) else theirs
+    extra = _describe(longer[min(len(ours), len(theirs))])
+    missing = "nothing more"
+    return (extra, missing) if longer is ours else (missing, extra)
+
+
+def _describe(entry: Entry) -> str:
+    kind, name, shape, dtype, strides, requires_grad = entry
+    grad = "" if requires_grad or kind == "buffer" else ", frozen"
+    laid_out = strides if isinstance(strides, str) else f"strides {tuple(strides)}"
+    return f"{kind} `{name}` {tuple(shape)} {dtype} {laid_out}{grad}"
+
+
+def check_options(buffers: str, bucket_cap_mb: float) -> None:
+    if buffers not in ("after_backward", "manual") or not bucket_cap_mb > 0:
+        raise ConfigurationError(
+            "buffers is 'after_backward' or 'manual', bucket_cap_mb is above zero",
+            got=f"buffers={buffers!r}, bucket_cap_mb={bucket_cap_mb!r}",
+        )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters and buffers of some modules that are to be synchronised, each tensor once.
+
+Also what cannot be synchronised at all, in words: it is refused by all ranks together, when they
+compare their models (`replica_checks.compare_structures`).
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep._torch_compat import buffers_of, parameters_of
+from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.sync.buffer_broadcast import BufferPlace
+from lockstep.sync.local_parameters import is_local
+from lockstep.tensor_copies import is_block
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Entry = list[Any]
+"""Of one tensor, JSON-able: kind, name, shape, dtype, strides, requires_grad."""
+
+
+@dataclass
+class SyncedTensors:
+    """The synchronised parameters and buffers of some modules, each tensor once.
+
+    Attributes:
+        parameters: name to parameter, in registration order.
+        buffers: name to place, in registration order.
+        refused: what cannot be synchronised at all, one sentence each.
+    """
+
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, BufferPlace] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    def structure(self) -> list[Entry]:
+        """Must be equal on all ranks. With strides, which views into a bucket follow."""
+        named: list[tuple[str, str, torch.Tensor]]
+        named = [("parameter", name, param) for name, param in self.parameters.items()]
+        named += [
+            ("buffer", name, tensor)
+            for name, place in self.buffers.items()
+            if (tensor := place.tensor()) is not None
+        ]
+        return [
+            [
+                kind,
+                name,
+                [tensor.size(0)] if tensor.is_nested else list(tensor.shape),
+                str(tensor.dtype),
+                _strides(tensor),
+                tensor.requires_grad,
+            ]
+            for kind, name, tensor in named
+        ]
+
+    def signature(self) -> int:
+        """A small number that is the same on all ranks and hardly the same for two models."""
+        return zlib.crc32(repr(self.structure()).encode()) % 64
+
+
+def _strides(tensor: torch.Tensor) -> list[int] | str:
+    """The strides of a fresh tensor like `tensor`; its layout in words, where it has no strides."""
+    if is_block(tensor):
+        return list(torch.empty_like(tensor, device="meta").stride())
+    return "quantized" if tensor.is_quantized else str(tensor.layout)
+
+
+def as_modules(model: Any) -> list[torch.nn.Module]:
+    """One module or a sequence of modules, as a list.
+
+    Raises:
+        WrongTypeError: something else.
+    """
+    modules: Any = [model] if isinstance(model, torch.nn.Module) else model
+    if (
+        isinstance(modules, (list, tuple))
+        and modules
+        and all(isinstance(module, torch.nn.Module) for module in modules)
+    ):
+        return list(modules)
+    raise WrongTypeError(
+        "gradients are synchronised for a module or a sequence of modules",
+        got=type(model).__name__,
+        fix="lockstep.replicate(model) or lockstep.replicate([generator, discriminator])",
+    )
+
+
+def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
+    """Walk the modules. A shared tensor counts once, under its first name; a local one never."""
+    found = SyncedTensors()
+    seen: set[int] = set()
+    # A criterion that holds no tensor leaves a lone model's names as the user knows them.
+    several = sum(map(_holds_tensors, modules)) > 1
+    for position, module in enumerate(modules):
+        local: tuple[str, ...] = ()
+        for name, owner in module.named_modules(prefix=f"[{position}]" if several else ""):
+            prefix = f"{name}." if name else ""
+            if is_local(owner):
+                local += (prefix,)
+            refusal = _refuse_module(owner, prefix)
+            if refusal:
+                found.refused.append(refusal)
+            if not prefix.startswith(local):  # a module inside a local one is local
+                _collect(found, owner, prefix, seen)
+    return found
+
+
+def _holds_tensors(module: torch.nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
+def refuse_shared(modules: Sequence[torch.nn.Module], fix: str) -> None:
+    """Refuse a parameter of two modules, for a sync that reduces each module by itself.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+    """
+    owners: dict[int, int] = {}
+    for place, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if owners.setdefault(id(param), place) != place and not is_local(param):
+                raise ConfigurationError(
+                    f"`{name}` belongs to two registered modules",
+                    cause="each is reduced by itself, and this gradient would be reduced twice",
+                    fix=fix,
+                )
+
+
+def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: set[int]) -> None:
+    for key, param in parameters_of(owner).items():
+        if param is None or id(param) in seen or is_local(param):
+            continue
+        seen.add(id(param))
+        refusal = _refuse_parameter(param, prefix + key)
+        if refusal:
+            found.refused.append(refusal)
+        else:
+            found.parameters[prefix + key] = param
+    for key, buffer in buffers_of(owner).items():
+        if buffer is None or id(buffer) in seen or is_local(buffer):
+            continue
+        seen.add(id(buffer))
+        found.buffers[prefix + key] = BufferPlace(owner, key)
+
+
+def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
+    # Looked up and not imported: without the import there is no instance of DDP.
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is not None and isinstance(module, parallel.DistributedDataParallel):
+        where = name.rstrip(".") or "the model"
+        return f"{where} is wrapped in DistributedDataParallel, which reduces its gradients already"
+    return None
+
+
+def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
+    if isinstance(param, torch.nn.parameter.UninitializedParameter):
+        return f"`{name}` is a lazy parameter without a shape yet: run one forward first"
+    kind = type(param).__name__
+    if kind == "DTensor" or type(param.data).__name__ == "DTensor":
+        return f"`{name}` is a DTensor: its gradients belong to its own device mesh"
+    if kind == "FlatParameter":
+        return f"`{name}` belongs to FullyShardedDataParallel"
+    if not is_block(param):
+        return f"`{name}` is a {_strides(param)} tensor, whose gradient has no fixed place"
+    if not param.is_leaf:
+        return f"`{name}` is not a leaf of the autograd graph"
+    return None

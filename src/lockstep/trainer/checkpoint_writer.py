@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes checkpoints while training goes on.
+
+A worker copies its state between two steps; the driver fetches the copy and writes it in a thread
+of its own. Training waits for the copy alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import CheckpointError, CheckpointWriteError
+from lockstep.trainer.preemption import PreemptionNotice
+from lockstep.worker import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from lockstep.engine import Engine
+    from lockstep.engine.base import SnapshotFetcher
+
+_log = logging.getLogger("lockstep.checkpoint")
+
+
+class CheckpointWriter:
+    """Takes the workers' snapshots and writes one at a time; a `SnapshotKeeper`.
+
+    A disk that is slower than checkpoints are due must not hold up training, nor memory fill with
+    copies: of the snapshots that wait only the latest is written.
+
+    Args:
+        write: writes a snapshot to the disk.
+        engine: whose workers make the snapshots.
+    """
+
+    def __init__(self, write: Callable[[Snapshot], None], engine: Engine) -> None:
+        self._write = write
+        self._preemption = PreemptionNotice()
+        self._lock = threading.Lock()
+        self._waiting: Snapshot | None = None
+        self._running: Future[None] | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._failure: Exception | None = None
+        self._fetcher: SnapshotFetcher = engine.bring_snapshots(self)
+
+    @contextmanager
+    def during_training(self, state_dict: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """Around a call that trains: SIGTERM has its effect when a checkpoint is written.
+
+        Args:
+            state_dict: takes the state of the run, after the call.
+        """
+        with self._preemption.heeded(self._fetcher.request):
+            yield
+            self._fetcher.finish()
+            if self._preemption.is_pending:
+                state = state_dict()
+                self.keep(Snapshot(state["global_step"], state))
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Write `snapshot` soon; at once where SIGTERM waits for it."""
+        self._submit(snapshot)
+        if self._preemption.is_pending:
+            _log.warning("SIGTERM: ending with the checkpoint of step %d", snapshot.step)
+            self._wait()
+            self._preemption.take_effect()
+
+    def keep_failed(self, error: Exception) -> None:
+        """A checkpoint is not there. Only the next one that is makes up for it."""
+        _log.error("a checkpoint could not be written: %s", error)
+        self._failure = error
+
+    def _submit(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            left_out, self._waiting = self._waiting, snapshot
+        if left_out is not None:
+            _log.info("step %d: no checkpoint, the disk is slower than they come", left_out.step)
+            left_out.give_back()
+            return
+        # The executor's threads are waited for when the program ends, whatever ends it.
+        self._executor = self._executor or ThreadPoolExecutor(1, "lockstep-checkpoint")
+        self._running = self._executor.submit(self._write_latest)
+
+    def _write_latest(self) -> None:
+        with self._lock:
+            snapshot, self._waiting = self._waiting, None
+        if snapshot is None:
+            return
+        try:
+            self._write(snapshot)
+        # Whatever it is, it must not be lost in this thread: `finish` hands it over.
+        except Exception as error:
+            self.keep_failed(error)
+        else:
+            self._failure = None
+        finally:
+            snapshot.give_back()
+
+    def _wait(self) -> Exception | None:
+        """Wait until nothing waits; why the latest checkpoint is not there, once."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+        failure, self._failure = self._failure, None
+        return failure
+
+    def finish(self) -> CheckpointWriteError | None:
+        """Wait until everything is written; why the latest checkpoint is not, if so."""
+        failure = self._wait()
+        return None if failure is None else _as_write_error(failure)
+
+    def result(self, result: Any) -> Any:
+        """`result` of a call, when no checkpoint of the call is pending.
+
+        Raises:
+            CheckpointWriteError: the latest checkpoint could not be written.
+        """
+        error = self.finish()
+        if error is not None:
+            error.result = result
+            error.add_note(
+                "Training is not affected: the trainer can go on, and what this call would have"
+                " returned is in the `result` of this error."
+            )
+            raise error
+        return result
+
+    def close(self, *, raises: bool) -> None:
+        """`finish`, and end the thread; without `raises` a failure is in the log only.
+
+        Raises:
+            CheckpointWriteError: the latest checkpoint could not be written.
+        """
+        error = self.finish()
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+        if error is not None and raises:
+            raise error
+
+
+def _as_write_error(failure: Exception) -> CheckpointWriteError:
+    if isinstance(failure, CheckpointWriteError):
+        return failure
+    details = failure.details if isinstance(failure, CheckpointError) else {}
+    error = CheckpointWriteError(
+        "a checkpoint could not be written",
+        got=getattr(failure, "what", None) or f"{type(failure).__name__}: {failure}",
+        cause=details.get("cause"),
+        fix=details.get("fix"),
+    )
+    error.__cause__ = failure
+    return error

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a trainer's workers live, and how they are started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lockstep.engine import has_gpus_elsewhere, open_remote, stays_here
+from lockstep.engine.inline_engine import InlineEngine
+from lockstep.errors import NotAvailableError
+from lockstep.recovery import Policy
+from lockstep.trainer.arguments import checked_numbers, checked_spares, pick_backend
+from lockstep.trainer.call_errors import why_not_recoverable
+
+if TYPE_CHECKING:
+    from lockstep.engine import Engine, Resources
+    from lockstep.worker import WorkerSpec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a trainer was told of where its workers live.
+
+    Attributes:
+        resources: of each worker, but for its GPUs; `backend` is what the user said.
+        use_gpu: True, False or "auto", as the user said.
+        has_gpu_here: CUDA is available in this process.
+        use_local: rank 0 lives in this process.
+        num_spares: workers that wait for the place of one that is lost.
+        policy: how much may be lost.
+    """
+
+    resources: Resources
+    use_gpu: bool | str
+    has_gpu_here: bool
+    use_local: bool
+    num_spares: int
+    policy: Policy
+
+    def on_gpus(self, spec: WorkerSpec) -> WorkerSpec:
+        """`spec`, with a GPU for each worker where "auto" finds them on other machines.
+
+        A driver often runs on a head node without any.
+
+        Raises:
+            NotAvailableError: spares were asked for, and a lost worker cannot be replaced.
+        """
+        _refuse_spares(spec, self.num_spares)  # before a Ray is started that would tell
+        num_bundles = 0 if self.use_local else spec.num_workers + self.num_spares
+        if self.use_gpu == "auto" and not spec.use_gpu and num_bundles > 1:
+            return replace(spec, use_gpu=has_gpus_elsewhere(num_bundles))
+        return spec
+
+
+def policy_of(
+    num_workers: int, spare_workers: int, min_workers: int, hang_timeout_s: float
+) -> Policy:
+    """How much may be lost, from arguments that can be right."""
+    checked_numbers(hang_timeout_s=hang_timeout_s)
+    checked_spares(num_workers, spare_workers, min_workers)
+    return Policy(min_workers, hang_timeout_s)
+
+
+def start_workers(spec: WorkerSpec, placement: Placement) -> Engine:
+    """Start the workers: one in this process where that can be done, else Ray actors."""
+    resources = replace(
+        placement.resources,
+        num_gpus=int(spec.use_gpu) * spec.options.replicas,
+        backend=pick_backend(placement.resources.backend, spec.use_gpu),
+    )
+    use_local = placement.use_local
+    if stays_here(spec, resources, use_local=use_local, gpu_here=placement.has_gpu_here):
+        return InlineEngine(spec)
+    engine = open_remote(spec, resources, use_local=use_local, num_spares=placement.num_spares)
+    if not spec.can_go_back:
+        return engine
+    # Imported here: it needs Ray.
+    from lockstep.recovery.recovering_engine import RecoveringEngine
+
+    return RecoveringEngine(engine, placement.policy)
+
+
+def _refuse_spares(spec: WorkerSpec, num_spares: int) -> None:
+    """A run that ends with its first worker has no use for spares.
+
+    Raises:
+        NotAvailableError: says why it would.
+    """
+    if not num_spares or spec.is_recoverable:
+        return
+    got, cause = why_not_recoverable(spec)
+    raise NotAvailableError(
+        "a spare worker cannot take over here",
+        got=f"spare_workers={num_spares}, {got}",
+        cause=cause,
+        fix='sync="replicate", or leave spare_workers out and save checkpoints',
+    )

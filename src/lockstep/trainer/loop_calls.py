@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of `train` and `validate` on all workers, and what is told of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import WrongTypeError
+from lockstep.trainer import results
+from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.call_errors import check_loader, no_batch
+from lockstep.trainer.profiler_traces import Profile, traced
+from lockstep.trainer.progress_bar import ProgressBar, wants_bar
+from lockstep.trainer.progress_listeners import ProgressListeners, all_of
+from lockstep.worker import LoopRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lockstep.trainer.callback_list import CallbackList
+    from lockstep.trainer.dataset_training import DatasetTraining
+    from lockstep.trainer.step_metrics import StepMetrics
+    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.worker import RemoteMethod, Report, Worker
+
+
+def loop_request(purpose: str, num_steps: Any, profile: Profile, info: Any) -> LoopRequest:
+    """What workers are asked for, from arguments of `train` or `validate` that can be right."""
+    require(
+        num_steps is None or is_positive_int(num_steps),
+        "num_steps",
+        num_steps,
+        "a positive number of global batches, or None",
+    )
+    if not isinstance(info, dict | None):
+        raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
+    return LoopRequest(purpose, num_steps, bool(profile), dict(info or {}))
+
+
+class LoopCalls:
+    """Has all workers run a loop, and tells callbacks and a progress bar of it meanwhile."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        dataset: DatasetTraining,
+        callbacks: CallbackList,
+        steps: StepMetrics,
+    ) -> None:
+        self._pool = pool
+        self._dataset = dataset
+        self._callbacks = callbacks
+        self._steps = steps
+
+    def run(
+        self,
+        method: RemoteMethod[Worker, [LoopRequest], Report],
+        request: LoopRequest,
+        profile: Profile,
+        retries: int = 3,
+    ) -> list[Report]:
+        """The reports of all workers, those that were lost on the way included.
+
+        Args:
+            method: `Worker.train` or `Worker.validate`.
+            profile: see `TorchTrainer.train`.
+            retries: see `Engine.call`.
+
+        Raises:
+            ConfigurationError: no worker has, or had, a batch.
+        """
+        pool, purpose = self._pool, request.purpose
+        operator_cls = pool.spec.operator_cls
+        if purpose != "train" or not self._dataset.has_dataset:
+            check_loader(pool.started, operator_cls.__name__, purpose)
+        bar = ProgressBar(purpose) if wants_bar(pool.spec.options.use_tqdm) else None
+        with traced(pool, profile, method.contract.name), bar or nullcontext():
+            listeners = ProgressListeners(self._callbacks, purpose, self._steps)
+            on_progress = all_of(
+                None if bar is None else bar.on_progress,
+                listeners.on_progress if listeners.are_there else None,
+            )
+            call = method.with_args(request)
+            reports = pool.call(call, on_progress=on_progress, retries=retries)
+            listeners.finish(reports)
+        if not any(report.steps for report in reports):
+            raise no_batch(operator_cls, purpose, pool.started)
+        return reports
+
+
+def reduced(
+    reports: Sequence[Report], tell: Callable[[dict[str, Any]], None], reduce_results: bool
+) -> Any:
+    """What `train` or `validate` returns.
+
+    Args:
+        tell: tells callbacks of the results, which are reduced for them in either case.
+        reduce_results: False for the results of each living worker, by rank.
+    """
+    results.refuse_unused_metrics(reports)
+    merged = results.merged(reports)
+    tell(merged)
+    if reduce_results:
+        return merged
+    living = [report for report in reports if not report.is_of_a_lost_worker]
+    return [results.merged([report]) for report in living]

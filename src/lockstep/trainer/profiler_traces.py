@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``train(profile="folder")``: a trace of torch's profiler from each worker, on this machine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import TrainerClosedError, WrongTypeError
+from lockstep.worker import Worker, position, start_tracing, stop_tracing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lockstep.trainer.worker_pool import WorkerPool
+
+Profile = bool | str | os.PathLike[str]
+"""Whether to time the phases of a call; as the path of a folder, with a trace in it."""
+
+
+@contextmanager
+def traced(pool: WorkerPool, profile: Profile, name: str) -> Iterator[None]:
+    """Trace what the workers do inside, if `profile` is a folder; it is made.
+
+    Args:
+        name: what the names of files begin with.
+    """
+    if isinstance(profile, bool):
+        yield
+        return
+    if not isinstance(profile, str | os.PathLike):
+        raise WrongTypeError(
+            "profile is neither a bool nor a folder",
+            got=f"{type(profile).__name__}: {profile!r:.60}",
+            fix='profile=True for times, profile="traces" for times and traces',
+        )
+    pool.call(Worker.call.with_args(start_tracing))
+    try:
+        yield
+    except BaseException:
+        with suppress(TrainerClosedError):
+            pool.call(Worker.call.with_args(stop_tracing))
+        raise
+    folder = Path(profile)
+    folder.mkdir(parents=True, exist_ok=True)
+    step = pool.call_rank_0(position.with_args())[2]
+    for rank, trace in enumerate(pool.call(Worker.call.with_args(stop_tracing))):
+        if trace is not None:
+            # TensorBoard's profiler, Perfetto and chrome://tracing open it by this name.
+            file = f"{name}-step{step}-rank{rank}.pt.trace.json.gz"
+            (folder / file).write_bytes(trace)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One progress bar, on the driver, for all workers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.worker import ProgressReport
+
+
+def wants_bar(asked: bool) -> bool:
+    """A bar is drawn where people look: in a terminal or a notebook."""
+    return asked and (sys.stderr.isatty() or _in_notebook())
+
+
+def _in_notebook() -> bool:
+    # Only a kernel's process has imported it; hosted notebooks have shells that derive from it.
+    kernel, ipython = sys.modules.get("ipykernel.zmqshell"), sys.modules.get("IPython")
+    if kernel is None or ipython is None:
+        return False
+    return isinstance(ipython.get_ipython(), kernel.ZMQInteractiveShell)
+
+
+def _bar_class() -> Any:
+    """tqdm's widget in a notebook where widgets can be drawn, its line of text elsewhere.
+
+    tqdm's own choice is the same, but for a warning in notebooks without ipywidgets.
+    """
+    if _in_notebook() and find_spec("ipywidgets") is None:
+        from tqdm.std import tqdm
+    else:
+        from tqdm.auto import tqdm
+    return tqdm
+
+
+class ProgressBar:
+    """Steps done of all steps, latest loss, samples per second over all workers.
+
+    Args:
+        description: what the bar says before its numbers.
+    """
+
+    def __init__(self, description: str) -> None:
+        self._bar = _bar_class()(desc=description, unit="step", leave=False)
+        self._began = time.monotonic()
+
+    def on_progress(self, progress: ProgressReport) -> int:
+        """Show what rank 0 reports; the other ranks are in the same step."""
+        if not progress.steps:
+            return 0
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        shown = {"samples/s": f"{progress.samples / seconds:.0f}"}
+        if progress.loss is not None:
+            shown["loss"] = f"{progress.loss:.4f}"
+        self._bar.total = progress.total_steps
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(progress.steps - self._bar.n)
+        return 0
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

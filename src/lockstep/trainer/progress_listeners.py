@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callbacks hear of a call while it runs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.trainer.callbacks import Callback
+from lockstep.worker import ProgressReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.engine.base import OnProgress
+    from lockstep.trainer.callback_list import CallbackList
+    from lockstep.trainer.step_metrics import StepMetrics
+    from lockstep.worker import Report
+
+_TELL_EVERY_S: Final = 1.0
+
+
+class ProgressListeners:
+    """Tells callbacks of one call's progress, and of its steps.
+
+    Nothing that a callback raises may leave `on_progress`: an error in the driver while workers are
+    in the middle of a step would interrupt them. The first error is kept for the end of the call.
+
+    Args:
+        callbacks: of the trainer.
+        purpose: "train" or "validation".
+        steps: merges metrics of single steps.
+    """
+
+    def __init__(self, callbacks: CallbackList, purpose: str, steps: StepMetrics) -> None:
+        self._callbacks = callbacks
+        self._listeners = [each for each in callbacks if _listens(each)]
+        self._steps = steps
+        self._purpose = purpose
+        self._began = self._told_at = time.monotonic()
+        self._error: Exception | None = None
+        self._tell(ProgressReport())
+
+    @property
+    def are_there(self) -> bool:
+        """A callback wants to know of this call."""
+        return bool(self._listeners) or (self._purpose == "train" and self._steps.every > 0)
+
+    def on_progress(self, progress: ProgressReport) -> int:
+        """See `OnProgress`."""
+        if progress.rows is not None and self._error is None:
+            try:
+                self._steps.live(progress.rows, self._callbacks.step)
+            except Exception as error:
+                self._error = error
+        now = time.monotonic()
+        if progress.steps and now - self._told_at >= _TELL_EVERY_S:
+            self._told_at = now
+            self._tell(progress)
+        return self._steps.written
+
+    def _tell(self, progress: ProgressReport) -> None:
+        if self._error is not None:
+            return
+        told: dict[str, Any] = {
+            "phase": self._purpose,
+            "seconds": time.monotonic() - self._began,
+            "steps": progress.steps,
+            "samples": progress.samples,
+            "loss": progress.loss,
+        }
+        if progress.workers is not None:
+            told |= {"workers": progress.workers, "recoveries": progress.recoveries}
+        try:
+            for callback in self._listeners:
+                self._callbacks.progress(callback, dict(told))
+        except Exception as error:
+            self._error = error
+
+    def finish(self, reports: Sequence[Report]) -> None:
+        """Tell of the steps that are left, and raise what a callback raised meanwhile."""
+        if not self.are_there:
+            return
+        if self._error is None and self._purpose == "train":
+            self._steps.finish(reports, self._callbacks.step)
+        if self._error is not None:
+            raise self._error
+
+
+def _listens(callback: Callback) -> bool:
+    return getattr(callback.on_progress, "__func__", None) is not Callback.on_progress
+
+
+def all_of(*listeners: OnProgress | None) -> OnProgress | None:
+    """One function for those that are there; None if there are none."""
+    there = [each for each in listeners if each is not None]
+
+    def tell_all(progress: ProgressReport) -> int:
+        return max(each(progress) for each in there)
+
+    return tell_all if there else None

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of a run's checkpoints: what a run goes on from, and where it writes the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lockstep import checkpoint
+from lockstep.checkpoint.rotation import Rotation
+from lockstep.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NotAvailableError,
+)
+from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.run_state import refuse_another_run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep.worker import Snapshot, WorkerSpec
+
+_log = logging.getLogger("lockstep.checkpoint")
+
+
+class RunDirectory:
+    """What a trainer was asked to keep on the disk, and what was found there.
+
+    Args:
+        folder: `checkpoint_dir`; None keeps nothing.
+        every: `checkpoint_every`.
+        keep: `keep_checkpoints`.
+        resume: None, "auto", or the path of a checkpoint.
+        sync: as the trainer's; under "fsdp" a checkpoint is a directory.
+
+    Attributes:
+        every: steps between two checkpoints; None for none.
+        found: the state to go on from; None for a fresh start.
+
+    Raises:
+        ConfigurationError: arguments that do not fit together, or the directory holds
+            checkpoints of a run that was not asked to go on.
+        CheckpointError: there are checkpoints, and none can be read.
+        CheckpointWriteError: the directory cannot be written to.
+    """
+
+    def __init__(self, folder: Any, every: Any, keep: Any, resume: Any, sync: str) -> None:
+        _check(folder, every, keep, resume)
+        self.every: int | None = every
+        self.found: dict[str, Any] | None = None
+        self._rotation: Rotation | None = None
+        if folder is not None:
+            write = checkpoint.write_directory if sync == "fsdp" else checkpoint.write
+            self._rotation = Rotation(os.path.abspath(folder), keep, write, checkpoint.read)
+            self._rotation.claim()
+        self._source = self._find(resume)
+
+    @property
+    def is_on(self) -> bool:
+        """There is a directory to write to."""
+        return self._rotation is not None
+
+    def _find(self, resume: Any) -> str | None:
+        if resume is None:
+            self._refuse_to_mix()
+        elif resume != "auto":
+            self.found = checkpoint.read(resume)
+            return str(os.fspath(resume))
+        elif self._rotation is not None and (newest := self._rotation.newest()) is not None:
+            path, self.found = newest
+            return path
+        return None
+
+    def _refuse_to_mix(self) -> None:
+        if self._rotation is None or not (steps := self._rotation.steps()):
+            return
+        raise ConfigurationError(
+            "checkpoint_dir holds the checkpoints of a run",
+            where=self._rotation.folder,
+            got=f"checkpoints up to step {steps[-1]}, and resume=None",
+            cause="a run that begins anew would mix its checkpoints with them",
+            fix='resume="auto" goes on from the newest; a new run takes an empty directory',
+        )
+
+    def adjusted(self, spec: WorkerSpec, explicit: Mapping[str, Any]) -> WorkerSpec:
+        """`spec` with `num_shards` and `seed` of the state that was found.
+
+        Args:
+            explicit: both as far as the user said them; None if not.
+
+        Raises:
+            CheckpointError: the state has fewer shards than there are workers, or the user said
+                another `num_shards` or `seed`.
+            NotAvailableError: no moment is the same for all ranks.
+        """
+        if self.found is not None:
+            refuse_another_run(self.found, explicit)
+        spec = replace(spec, checkpoint_every=self.every)
+        _refuse_uncollectable(spec)
+        if self.found is None:
+            return spec
+        shards = self.found.get("num_shards", spec.num_shards)
+        if shards < spec.num_workers:
+            raise CheckpointError(
+                "the run cuts every global batch into fewer shards than there are workers",
+                where=self._source,
+                expected=f"at most {shards} workers",
+                got=f"num_workers={spec.num_workers}",
+                fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
+                " num_shards of the most workers that it will have",
+            )
+        return replace(spec, num_shards=shards, seed=self.found.get("seed", spec.seed))
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint, and let go of the oldest."""
+        assert self._rotation is not None, "asked for only where `is_on`"
+        path = self._rotation.write(snapshot.step, snapshot.state)
+        _log.info("step %d is safe: %s", snapshot.step, path)
+
+    def announce(self) -> None:
+        """The state that was found has been taken over."""
+        assert self.found is not None
+        _log.info("going on after step %d: %s", self.found["global_step"], self._source)
+        self.found = None  # as large as the model
+
+
+def _check(folder: Any, every: Any, keep: Any, resume: Any) -> None:
+    path_like = (str, os.PathLike)
+    require(
+        folder is None or isinstance(folder, path_like),
+        "checkpoint_dir",
+        folder,
+        "the path of a directory, or None",
+    )
+    require(
+        every is None or is_positive_int(every),
+        "checkpoint_every",
+        every,
+        "a positive number of steps, or None",
+    )
+    require(is_positive_int(keep), "keep_checkpoints", keep, "an int, 1 or more")
+    require(
+        resume is None or isinstance(resume, path_like),
+        "resume",
+        resume,
+        '"auto", the path of a checkpoint, or None',
+    )
+    without = [name for name, asked in _need_folder(every, resume) if asked and folder is None]
+    for name in without:
+        raise ConfigurationError(
+            f"{name} needs a directory",
+            got="checkpoint_dir=None",
+            fix='TorchTrainer(..., checkpoint_dir="checkpoints")',
+        )
+
+
+def _need_folder(every: Any, resume: Any) -> list[tuple[str, bool]]:
+    return [("checkpoint_every", every is not None), ('resume="auto"', resume == "auto")]
+
+
+def _refuse_uncollectable(spec: WorkerSpec) -> None:
+    """Operators' own states are collected when all ranks have counted the same steps.
+
+    Raises:
+        NotAvailableError: each rank counts its own steps.
+    """
+    counts_alone = spec.num_workers > 1 and not spec.options.add_dist_sampler
+    if spec.checkpoint_every is not None and counts_alone:
+        needed = spec.operator_cls._overrides("state_dict")
+        if needed or spec.options.sync == "fsdp":
+            raise NotAvailableError(
+                "checkpoints cannot be taken in the middle of training here",
+                got="add_dist_sampler=False, and a state that no rank knows alone",
+                cause="every rank has steps of its own, so there is none for all to stop at",
+                fix="leave checkpoint_every out, and call save(path) between calls",
+            )

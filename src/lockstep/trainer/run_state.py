@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a run: out of the workers, into them, and to files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lockstep import checkpoint
+from lockstep.errors import CheckpointError
+from lockstep.worker import Worker
+
+if TYPE_CHECKING:
+    from lockstep.trainer.dataset_training import DatasetTraining
+    from lockstep.trainer.step_metrics import StepMetrics
+    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.worker import RemoteCall
+
+
+class RunState:
+    """Gives the state of a run out, and has the workers take one over.
+
+    Args:
+        pool: the workers.
+        explicit: `num_shards` and `seed` as far as the user said them; None if not.
+        dataset: what the workers train on.
+        steps: counts the steps of the run.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        explicit: Mapping[str, Any],
+        dataset: DatasetTraining,
+        steps: StepMetrics,
+    ) -> None:
+        self._pool = pool
+        self._explicit = explicit
+        self._dataset = dataset
+        self._steps = steps
+
+    def take(self) -> dict[str, Any]:
+        """See `TorchTrainer.state_dict`."""
+        return self._take(Worker.state_dict.with_args())
+
+    def _take(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
+        state, spec = self._of_rank_0(call), self._pool.spec
+        if spec.num_workers > 1 and spec.operator_cls._overrides("state_dict"):
+            state["operator_by_rank"] = self._pool.call(Worker.operator_state.with_args())
+        return state
+
+    def _of_rank_0(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
+        spec = self._pool.spec
+        if spec.options.sync != "fsdp" or spec.num_workers == 1:
+            return self._pool.call_rank_0(call)
+        state = self._pool.call(Worker.gathered_state_dict.with_args())[0]
+        assert state is not None, "rank 0 answers"
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See `TorchTrainer.load_state_dict`."""
+        self._pool.open_engine()
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                "this is not the state of a trainer",
+                expected="what trainer.state_dict() returned",
+                got=f"{type(state).__name__}: {state!r:.60}",
+            )
+        refuse_another_run(state, self._explicit)
+        self._dataset.change_to(None, self._pool)
+        self._pool.call(Worker.check_state.with_args(state))
+        try:
+            self._pool.call(Worker.apply_state.with_args(state))
+        except BaseException:
+            if not self._pool.have_ended:
+                self._pool.call(Worker.settle_state.with_args(keep=False))
+            raise
+        self._pool.call(Worker.settle_state.with_args(keep=True))
+        self._pool.set_num_shards(int(state.get("num_shards", self._pool.spec.num_shards)))
+        self._steps.go_to(int(state.get("global_step", 0)))
+        self.give_back()
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """See `TorchTrainer.save`."""
+        in_shards = self._pool.spec.options.sync == "fsdp"
+        write = checkpoint.write_directory if in_shards else checkpoint.write
+        # From an actor the state is a copy in any case.
+        is_here = self._pool.local_operator() is not None
+        state = self._take(Worker.state_to_write.with_args()) if is_here else self.take()
+        return write(os.fspath(path), state)
+
+    def read(self, path: str | os.PathLike[str]) -> None:
+        """See `TorchTrainer.load`."""
+        self._pool.open_engine()
+        self.load(checkpoint.read(os.fspath(path)))
+
+    def give_back(self) -> None:
+        """Objects handed over by `from_model` hold the trained state after every change."""
+        absorb = getattr(self._pool.spec.operator_cls, "_absorb", None)
+        if absorb is not None and self._pool.local_operator() is None:
+            absorb(self._of_rank_0(Worker.state_dict.with_args()))
+
+
+def refuse_another_run(state: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
+    """A state decides `num_shards` and `seed`, unless the user said others.
+
+    Raises:
+        CheckpointError: the user did.
+    """
+    for name, value in explicit.items():
+        if value is not None and state.get(name, value) != value:
+            raise CheckpointError(
+                f"the state was made with another {name}",
+                expected=f"{name}={value}, as the trainer was told",
+                got=f"{name}={state[name]}",
+                fix=f"leave {name} out: it is taken from the state",
+            )

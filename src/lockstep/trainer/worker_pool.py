@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of a trainer, from its construction to its `shutdown`: one call at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lockstep.trainer.call_errors import (
+    has_ended,
+    no_local_operator,
+    two_calls,
+    was_shut_down,
+)
+from lockstep.worker import position
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lockstep.engine import Engine
+    from lockstep.engine.base import OnProgress
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker import RemoteCall, Worker, WorkerSpec
+
+R = TypeVar("R")
+
+
+class WorkerPool:
+    """Calls the workers' remote methods while there are workers, and says why if there are none.
+
+    Attributes:
+        spec: what the workers were told; `num_shards` follows a state that is loaded.
+        is_open: `shutdown` has not begun to end the workers.
+    """
+
+    def __init__(self, spec: WorkerSpec, engine: Engine) -> None:
+        self.spec = spec
+        self.is_open = True
+        self._engine = engine
+        self._calling = threading.Lock()
+
+    def open_engine(self) -> Engine:
+        """The engine, ready for a call; an interrupted one has been undone.
+
+        Raises:
+            TrainerClosedError: there are no workers any more.
+        """
+        if not self.is_open:
+            raise was_shut_down()
+        if self._engine.interrupted_by is not None:
+            with self._one_call_at_a_time("a call"):
+                self._engine.undo_interrupted_call()
+        if self._engine.ended is not None:
+            raise has_ended(self._engine.ended, self.spec) from self._engine.ended
+        return self._engine
+
+    def call(
+        self,
+        call: RemoteCall[Worker, R],
+        *,
+        on_progress: OnProgress | None = None,
+        retries: int = 3,
+    ) -> list[R]:
+        """See `Engine.call`."""
+        engine = self.open_engine()
+        with self._one_call_at_a_time(call.contract.name):
+            return engine.call(call, on_progress=on_progress, retries=retries)
+
+    def call_rank_0(self, call: RemoteCall[Worker, R]) -> R:
+        """See `Engine.call_rank`."""
+        engine = self.open_engine()
+        with self._one_call_at_a_time(call.contract.name):
+            return engine.call_rank(0, call)
+
+    @contextlib.contextmanager
+    def _one_call_at_a_time(self, name: str) -> Iterator[None]:
+        """Two calls at once would take turns with the batches, the model and the metrics."""
+        if not self._calling.acquire(blocking=False):
+            raise two_calls(name)
+        try:
+            yield
+        finally:
+            self._calling.release()
+
+    @property
+    def started(self) -> Sequence[dict[str, Any]]:
+        """What each worker's `start` returned, by rank."""
+        return self.open_engine().started
+
+    def has_loader(self, purpose: str) -> bool:
+        """Whether every worker registered a loader for `purpose`."""
+        return all(purpose in worker["loaders"] for worker in self.started)
+
+    @property
+    def generation(self) -> int:
+        """Formations of the workers' group so far, from 0."""
+        return self.open_engine().status().generation
+
+    def summary(self) -> dict[str, Any]:
+        """See `TorchTrainer.status`."""
+        epoch, finished, step = self.call_rank_0(position.with_args())
+        status = self.open_engine().status()
+        return {
+            "workers": status.workers,
+            "spares": status.spares,
+            "shards": self.spec.num_shards,
+            "generation": status.generation,
+            "epoch": epoch,
+            "epochs_finished": finished,
+            "step": step,
+            "recoveries": list(status.recoveries),
+        }
+
+    def local_operator(self) -> TrainingOperator | None:
+        """The operator of rank 0, if rank 0 lives in this process."""
+        return self.open_engine().local_operator()
+
+    def required_local_operator(self) -> TrainingOperator:
+        """The operator of rank 0 in this process.
+
+        Raises:
+            ConfigurationError: rank 0 lives in another process.
+        """
+        operator = self.local_operator()
+        if operator is None:
+            raise no_local_operator()
+        return operator
+
+    def set_num_shards(self, num_shards: int) -> None:
+        """The workers have loaded a state that cuts global batches into as many shards."""
+        self.spec = replace(self.spec, num_shards=num_shards)
+        self.open_engine().set_num_shards(num_shards)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the workers, or interrupted their latest call."""
+        return self._engine.ended or self._engine.interrupted_by
+
+    @property
+    def have_ended(self) -> bool:
+        """There are no workers any more."""
+        return self._engine.ended is not None
+
+    def refuse_calls(self) -> None:
+        """From now on: the workers are about to end."""
+        self.is_open = False
+
+    def close(self, *, force: bool) -> None:
+        """End the workers; every later call is refused. See `Engine.close`."""
+        self.refuse_calls()
+        self._engine.close(force=force)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver asks of a worker's position in its data; nothing here changes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.worker.worker import Worker
+
+
+@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+def position(worker: Worker) -> tuple[int, int, int]:
+    """Passes over the training data begun and finished, and the steps of the run."""
+    cursor, steps = worker.cursors.get("train"), worker.operator._lockstep.committed
+    if cursor is None:
+        return 0, 0, steps
+    return cursor.epochs_entered, cursor.epochs_finished, steps
+
+
+@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+def items_ahead(worker: Worker, purpose: str, shards: Sequence[int]) -> list[Any]:
+    """What the next step reads for `shards`: indices into the dataset, where there are any."""
+    cursor = worker.cursors[purpose]
+    return cursor.source.items_of(cursor.epoch, cursor.step, list(shards))
+
+
+@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+def samples_of(
+    worker: Worker, purpose: str, segments: Sequence[tuple[range, int, int]]
+) -> int | None:
+    """Samples that shards held in steps of an epoch; None where nobody can tell.
+
+    Args:
+        segments: (shards, first step, number of steps); steps go on into the next epoch.
+    """
+    source = worker.cursors[purpose].source
+    counts = [source.samples_of(*segment) for segment in segments]
+    return None if None in counts else sum(count or 0 for count in counts)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a call of `train` or `validate` has come, read from another thread while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.metrics.metric_values import as_number
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.metrics.step_log import StepRow
+    from lockstep.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """What the driver is told while a call runs.
+
+    Attributes:
+        steps: global batches of this call that are committed.
+        samples: their samples, over all workers.
+        loss: of rank 0's latest batch; None before there is one.
+        total_steps: global batches that the call will commit; None where nobody knows yet.
+        rows: of every worker its steps of the run, and its rows of metrics since a step that the
+            driver named; None where nobody asked for metrics of single steps.
+        workers: how many train; None where workers live in the driver's process alone.
+        recoveries: how many there were in this run; None as for `workers`.
+    """
+
+    steps: int = 0
+    samples: float = 0
+    loss: float | None = None
+    total_steps: int | None = None
+    rows: Sequence[tuple[int, Sequence[StepRow]]] | None = None
+    workers: int | None = None
+    recoveries: int | None = None
+
+
+def progress_of(worker: Worker) -> ProgressReport:
+    """Steps and samples so far, over all workers, in the latest call; its latest loss."""
+    call = worker.loop_run
+    if call is None or not worker.is_built:
+        return ProgressReport()
+    state = worker.operator._lockstep
+    placement = state.context.placement
+    samples = call.tally.samples * placement.num_shards / len(placement.shards)
+    loss = as_number(state.latest.get("train_loss", state.latest.get("val_loss")))
+    # A number: a driver without CUDA could not even receive a tensor that lives there.
+    return ProgressReport(
+        call.tally.steps, samples, None if loss is None else float(loss), call.total_steps
+    )
+
+
+def rows_after(worker: Worker, step: int) -> tuple[int, Sequence[StepRow]]:
+    """Steps of the run so far, and the worker's rows of metrics after step `step`."""
+    state = worker.operator._lockstep if worker.is_built else None
+    if state is None or state.step_log is None:
+        return 0, []
+    committed = state.committed  # first: rows of steps up to it are there
+    return committed, state.step_log.newer_than(step)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How messages call a parameter: as the user does, with a position where two models need it."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.sync.synced_tensors import find_synced_tensors
+from lockstep.sync.tensor_bits import sum_of_bits
+
+
+class Weighing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        ([nn.Linear(2, 1)], ["weight", "bias"]),
+        ([nn.Linear(2, 1), nn.MSELoss()], ["weight", "bias"]),
+        ([nn.Linear(2, 1), Weighing()], ["[0].weight", "[0].bias", "[1].scale"]),
+        ([nn.ReLU(), nn.Linear(2, 1), Weighing()], ["[1].weight", "[1].bias", "[2].scale"]),
+    ],
+    ids=["one_model", "with_a_plain_criterion", "with_a_criterion_that_learns", "positions_stay"],
+)
+def test_a_position_is_said_only_where_several_modules_hold_tensors(modules, names):
+    assert [*find_synced_tensors(modules).parameters] == names
+
+
+def test_buffers_of_a_criterion_count_as_tensors():
+    found = find_synced_tensors([nn.Linear(2, 3), nn.CrossEntropyLoss(weight=torch.ones(3))])
+    assert [*found.parameters] == ["[0].weight", "[0].bias"]
+
+
+def test_the_bits_of_a_view_that_begins_in_the_middle_of_a_word():
+    whole = torch.arange(9, dtype=torch.bfloat16)
+    assert sum_of_bits(whole[1:5]) == sum_of_bits(whole[1:5].clone())
+    assert sum_of_bits(whole[1:5]) != sum_of_bits(whole[2:6])
