@@ -20,7 +20,7 @@ from lockstep.engine import PoolStatus
 from lockstep.engine.pending_call import PendingCall
 from lockstep.metrics import AverageMeterCollection
 from lockstep.serialization import pickled
-from lockstep.worker import LoopRequest, Outcome, Report
+from lockstep.worker import LoopRequest, Outcome, Report, StartReport
 from reporting import report
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Standing:
     def __init__(self, actor: Any, num_workers: int) -> None:
         self.ended: BaseException | None = None
         self.interrupted_by: BaseException | None = None
-        self.started = [{"loaders": {"train": 10}}] * num_workers
+        self.started = [StartReport(0, "cpu", {"train": 10})] * num_workers
         self._actor = actor
 
     def call(

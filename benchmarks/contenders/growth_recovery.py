@@ -20,7 +20,7 @@ from lockstep.engine.ray_engine import RayEngine
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.engine.worker_handle import WorkerHandle, this_node
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.losses import Loss
+from lockstep.recovery.lost_workers import LostWorker
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
 from lockstep.worker import Outcome, SurvivorState, join, stand_down
@@ -77,9 +77,10 @@ def _measure(actor: Any, size: int) -> dict[str, float]:
     for _ in range(REPEATS):
         engine = CrowdEngine(actor, size)
         regrouping = Regrouping(engine, 1, Watchdog(engine.workers, 60))
-        loss = Loss(engine.workers.members[0], 0, range(1), WorkerDiedError("the first one died"))
+        first, died = engine.workers.members[0], WorkerDiedError("the first one died")
+        lost = LostWorker(first, 0, range(1), died)
         started, cpu_before = time.perf_counter(), time.process_time()
-        regrouped = regrouping.run("train", [loss])
+        regrouped = regrouping.run("train", [lost])
         cpu.append(time.process_time() - cpu_before)
         wall.append(time.perf_counter() - started)
         if regrouped.size != size - 1:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class TensorCopies:
-    """Tensors, and copies of the values that they had at the last `take`.
+    """Copies of the values that tensors had at the last `take`.
 
     The memory of the copies is used again by the next `take`, where it fits: memory fresh from the
     operating system is mapped page by page, which takes longer than the copy. No host waits for a
-    device.
+    device. The tensors themselves are not held: one may hang on the graph of a past step.
 
     Attributes:
         values: the copies, in the order of the tensors.
@@ -30,12 +30,9 @@ class TensorCopies:
 
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
-        self._tensors: list[torch.Tensor] = []
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the values that `tensors` have now."""
-        # Not detached: a sparse tensor that is detached would be written to beside the one meant.
-        self._tensors = list(tensors)
         old = self.values if len(self.values) == len(tensors) else []
         memory = {n: old[n] for n in range(len(old)) if fits(tensors[n], old[n])}
         overwrite(list(memory.values()), [tensors[n] for n in memory])
@@ -44,9 +41,12 @@ class TensorCopies:
             for n, tensor in enumerate(tensors)
         ]
 
-    def restore(self) -> None:
-        """Write the copies over the tensors."""
-        overwrite(self._tensors, self.values)
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the copies over the tensors that were given to `take`.
+
+        Not over detached ones: a detached sparse tensor has memory of its own.
+        """
+        overwrite(tensors, self.values)
 
 
 def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

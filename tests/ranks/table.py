@@ -178,7 +178,7 @@ def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
 
 
 @contextmanager
-def owner_for(sync: str, num_workers: int) -> Iterator[Any]:
+def server_for(sync: str, num_workers: int) -> Iterator[Any]:
     """Where a parameter server listens, if one is asked for."""
     if sync != "parameter_server":
         yield None
@@ -192,14 +192,21 @@ def owner_for(sync: str, num_workers: int) -> Iterator[Any]:
 def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
     """What each rank saw and what was refused there; or its exception."""
     spec = spec_of(sync, name, split, num_workers)
-    with owner_for(sync, num_workers) as owner:
+    with server_for(sync, num_workers) as address:
 
         def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
             worker = Worker(spec, rank, rank)
             worker._group = make_group()
-            if owner is not None:
+            if address is not None:
                 worker._rendezvous = Rendezvous(
-                    "", 0, 0, "gloo", one_node=True, timeout_s=20.0, as_default=False, owner=owner
+                    "",
+                    0,
+                    0,
+                    "gloo",
+                    one_node=True,
+                    timeout_s=20.0,
+                    as_default=False,
+                    server_address=address,
                 )
             try:
                 worker._build_operator(torch.device("cpu"))

@@ -14,7 +14,16 @@ from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
 from lockstep.sync import ParameterServer
-from lockstep.worker import Formation, LoopRequest, Rendezvous, Worker, WorkerSpec, join, stand_down
+from lockstep.worker import (
+    Formation,
+    LoopRequest,
+    Rendezvous,
+    StartReport,
+    Worker,
+    WorkerSpec,
+    join,
+    stand_down,
+)
 from ranks.programs import X, Y, mlp, squared
 from ranks.test_replicate_exact import weights
 
@@ -85,8 +94,10 @@ class Generation:
     def __init__(self, number, size, before=None):
         timeout = timedelta(seconds=20)
         store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-        owner = None if before is None else before.server
-        self.server = ParameterServer("127.0.0.1", size, b"%d secret" % number, 20.0, before=owner)
+        earlier = None if before is None else before.server
+        self.server = ParameterServer(
+            "127.0.0.1", size, b"%d secret" % number, 20.0, before=earlier
+        )
         self._serving = threading.Thread(target=self.server.serve)
         self._serving.start()
         self._store = store
@@ -98,7 +109,7 @@ class Generation:
             one_node=True,
             timeout_s=20.0,
             as_default=False,
-            owner=self.server.address,
+            server_address=self.server.address,
         )
 
     def end(self):
@@ -130,7 +141,7 @@ def started(operator_cls, size):
     workers = [Worker(spec, rank, rank) for rank in range(size)]
     generation = Generation(0, size)
     starts = all_at_once(workers, lambda rank, worker: worker.start(generation.rendezvous))
-    assert all(isinstance(each, dict) for each in starts), starts
+    assert all(isinstance(each, StartReport) for each in starts), starts
     return workers, generation
 
 

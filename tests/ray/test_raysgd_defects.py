@@ -63,7 +63,7 @@ ELSEWHERE = {
     "C21 timeout_s ignored for NCCL": "test_cuda.py::test_C21_timeout_reaches_nccl",
     "D22 a failed load goes unnoticed":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
-    "D23 writes in place, reads by unpickling": "unit/checkpoint/test_publish.py",
+    "D23 writes in place, reads by unpickling": "unit/checkpoint/test_atomic_write.py",
     "D24 state of whichever worker answers first":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
     "D25 steps, random numbers, criterion not saved":
@@ -97,9 +97,9 @@ ELSEWHERE = {
     "F37 Tune's num_workers is not the trainer's; one config for all trials":
         "ray/test_tune.py::test_two_workers_live_in_the_room_of_their_trial",
     "F38 from_creators with several optimizers":
-        "unit/operator/test_creators.py::test_several_models_and_optimizers",
+        "unit/operator/test_operator_factories.py::test_several_models_and_optimizers",
     "F38 from_creators with a scheduler and no loss":
-        "unit/operator/test_creators.py::test_a_scheduler_without_a_loss_is_a_scheduler",
+        "unit/operator/test_operator_factories.py::test_a_scheduler_without_a_loss_is_a_scheduler",
     "F39 validation calls training's hooks":
         "unit/integrations/lightning/test_loop_hooks.py::"
         "test_validation_hooks_are_called_in_lightnings_order",

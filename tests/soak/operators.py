@@ -25,7 +25,7 @@ from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec
 from soak import text
 from soak.judging import Trace
 from soak.spec import Spec
-from soak.worlds import World, owner, side_by_side
+from soak.worlds import World, server_for, side_by_side
 
 LOOPS = ("default", "plain", "driven", "epoch", "joint")
 """Who runs backward: the default loop, `train_batch` in two ways, `train_epoch`; a joint loss."""
@@ -227,7 +227,7 @@ def on_ranks(spec: Spec, source: str, names: dict[str, Any], patience_s: float) 
     for _ in range(size):
         torch.manual_seed(spec.seed)
         modules.append(made.made_by())
-    with owner(spec.sync, size) as address:
+    with server_for(spec.sync, size) as address:
 
         def one(rank: int) -> Trace:
             _here.modules = modules[rank]
@@ -237,7 +237,14 @@ def on_ranks(spec: Spec, source: str, names: dict[str, Any], patience_s: float) 
                 worker._group = dist.ProcessGroupGloo(store, rank, size, limit)
             if address is not None:
                 worker._rendezvous = Rendezvous(
-                    "", 0, 0, "gloo", one_node=True, timeout_s=20.0, as_default=False, owner=address
+                    "",
+                    0,
+                    0,
+                    "gloo",
+                    one_node=True,
+                    timeout_s=20.0,
+                    as_default=False,
+                    server_address=address,
                 )
             world = World(0, ((1,),), "equal")
             try:

@@ -25,7 +25,7 @@ from soak.judging import NUDGE, Outcome, Trace, judged, spread_of
 from soak.refusals import is_explained
 from soak.sharded import Shards
 from soak.spec import Spec
-from soak.worlds import RankWorld, World, groups, owner, side_by_side
+from soak.worlds import RankWorld, World, groups, server_for, side_by_side
 
 NAMES = {
     "torch": torch, "nn": nn, "F": F, "copy": copy, "threading": threading,
@@ -116,7 +116,7 @@ class Runner:
             if traces[rank].error is not None:
                 made[rank].close()
 
-        with owner(spec.sync, spec.workers) as address:
+        with server_for(spec.sync, spec.workers) as address:
             watcher = threading.Thread(
                 target=_hang_up, args=(made, traces, 3 * self._patience_s), daemon=True
             )

@@ -71,7 +71,7 @@ if __name__ == "__main__":
     truth = World(SEED, SPLITS, WAY)
     shown("one process", truth, trained(truth))
     made_groups = groups(WORKERS, 8.0)
-    with owner(SYNC, WORKERS) as address:
+    with server_for(SYNC, WORKERS) as address:
         arguments = (SEED, SPLITS, WAY, SYNC, ABSENT)
         ranks = [RankWorld(group, address, *arguments) for group in made_groups]
 

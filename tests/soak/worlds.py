@@ -211,9 +211,9 @@ class Discarded(Exception):
 class RankWorld(World):
     """One of N ranks."""
 
-    def __init__(self, group: Group, owner, *arguments, **options) -> None:
+    def __init__(self, group: Group, address, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
-        self.group, self.rank, self._owner = group, group.rank, owner
+        self.group, self.rank, self._address = group, group.rank, address
 
     def attach(self, modules, optimizers):
         super().attach(modules, optimizers)
@@ -232,7 +232,7 @@ class RankWorld(World):
 
             return FSDPSync(modules, self.group, optimizers, **small)
         if self.kind == "parameter_server":
-            return ParameterServerSync(modules, optimizers, self.group, self._owner, **small)
+            return ParameterServerSync(modules, optimizers, self.group, self._address, **small)
         return GradientSync(modules, self.group, **small)
 
     def average(self, tensor):
@@ -300,7 +300,7 @@ def side_by_side(one, size: int, patience_s: float) -> list[Any]:
 
 
 @contextmanager
-def owner(sync: str, size: int):
+def server_for(sync: str, size: int):
     """A parameter server for `size` ranks, on a thread, if `sync` wants one."""
     if sync != "parameter_server" or size == 1:
         with nullcontext() as nobody:

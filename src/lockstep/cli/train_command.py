@@ -172,12 +172,12 @@ def _try_out(
 
 def _print_plan(trainer: TorchTrainer) -> None:
     started = trainer._pool.started
-    for purpose, steps in started[0]["loaders"].items():
+    for purpose, steps in started[0].steps_per_epoch.items():
         _say(purpose, f"{'unknown' if steps is None else steps} steps an epoch")
     hosts = trainer.apply_all_workers(socket.gethostname)
     shards = trainer.apply_all_operators(_shards)
     for rank, (worker, host, own) in enumerate(zip(started, hosts, shards, strict=True)):
-        _say(f"rank {rank}", f"{host}, process {worker['pid']}, {worker['device']}, {own}")
+        _say(f"rank {rank}", f"{host}, process {worker.pid}, {worker.device}, {own}")
 
 
 def _say(name: str, value: Any) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.engine.base import Engine, PoolStatus, Resources
 from lockstep.errors import NotAvailableError
@@ -22,7 +22,6 @@ __all__ = [
     "Resources",
     "has_gpus_elsewhere",
     "open_remote",
-    "split_dataset",
     "stays_here",
 ]
 
@@ -70,10 +69,3 @@ def _needing_ray() -> Iterator[None]:
             "several workers need Ray, which is not installed",
             fix='pip install "lockstep-train[ray]"',
         ) from error
-
-
-def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
-    """See `lockstep.engine.dataset_streams.split`. A caller with a Ray dataset has Ray."""
-    from lockstep.engine import dataset_streams
-
-    return dataset_streams.split(dataset, num_workers, held_cpus)

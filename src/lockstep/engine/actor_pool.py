@@ -56,7 +56,7 @@ class ActorPool:
         placement_group: where their resources are reserved.
         nodes: the node id of each actor.
         bundles: the bundle of each actor in `placement_group`.
-        request: what was asked for.
+        request: what the pool was started for.
         session: the driver's stay in a cluster that they belong to.
         name: what their actors' names begin with; no other pool has it.
     """
@@ -166,7 +166,7 @@ def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
             for rank, (bundle, _) in zip(request.ranks, places, strict=True)
         ]
     except BaseException:
-        # Ctrl-C most of all: nobody else knows of them yet.
+        # Ctrl-C most of all: no other code has a reference to these actors yet.
         _end(group, actors)
         raise
     bundles, nodes = [bundle for bundle, _ in places], [node for _, node in places]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lockstep.operator import TrainingOperator
-    from lockstep.worker import ProgressReport, RemoteCall, Snapshot, Worker
+    from lockstep.worker import ProgressReport, RemoteCall, Snapshot, StartReport, Worker
 
     OnProgress = Callable[[ProgressReport], int]
     """Called now and then with a running call's progress; returns the step of the run up to which
@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Why there are no workers any more."""
 
     @property
-    def started(self) -> list[dict[str, Any]]:
+    def started(self) -> list[StartReport]:
         """What each worker's `start` returned, by rank."""
 
     def call(

@@ -52,14 +52,14 @@ def connect() -> bool:
         if os.environ.get(_ADDRESS_VARIABLE):
             _join_named()
         elif not _joined_this_machines():
-            with _as_it_was():
+            with _private_token():
                 ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
             _own_address = _address()
     return _address() == _own_address
 
 
 @contextlib.contextmanager
-def _as_it_was() -> Iterator[None]:
+def _private_token() -> Iterator[None]:
     """Give the cluster that starts inside a token which only it, and this process, know.
 
     Where there is none yet, Ray would leave one in the home directory. From then on every other
@@ -115,10 +115,10 @@ def _joined_this_machines() -> bool:
 
 
 def gpus_of_other_machines() -> float:
-    """Those that this process cannot see, and the cluster's nodes say they have.
+    """GPUs that this process cannot see, and that the cluster's nodes say they have.
 
-    None for a program that itself runs in a placement group, as a trial of Tune does: what was
-    reserved with it decides.
+    0 for a program that itself runs in a placement group, as a trial of Tune does: its own
+    reservation decides.
     """
     if ray.util.get_current_placement_group() is not None:
         return 0.0
@@ -133,7 +133,7 @@ def _address() -> str:
 
 
 def session() -> str | None:
-    """This driver's stay in a cluster, which ends with `ray.shutdown` and its actors with it."""
+    """This driver's connection to a cluster, by a name; `ray.shutdown` ends it and its actors."""
     if not ray.is_initialized():
         return None
     driver: str = ray.get_runtime_context().get_worker_id()

@@ -107,7 +107,7 @@ class InlineEngine:
 def report_progress(
     worker: Worker, on_progress: OnProgress | None, every_s: float
 ) -> Callable[[], None] | None:
-    """What a worker in this process is to call after every step; None if nobody listens."""
+    """What a worker in this process is to call after every step; None without a listener."""
     if on_progress is None:
         return None
     latest, rows_known = time.monotonic(), 0

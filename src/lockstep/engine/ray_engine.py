@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lockstep.engine.base import OnProgress, Resources, SnapshotFetcher, SnapshotKeeper
     from lockstep.engine.worker_actor import WorkerActor
     from lockstep.operator import TrainingOperator
-    from lockstep.worker import Outcome, RemoteCall, WorkerSpec
+    from lockstep.worker import Outcome, RemoteCall, StartReport, WorkerSpec
     from ray import ObjectRef
 
     Actor = ActorProxy[WorkerActor]
@@ -75,7 +75,7 @@ class RayEngine:
     ) -> None:
         self.spec = spec
         self.ended: BaseException | None = None
-        self.started: list[dict[str, Any]] = []
+        self.started: list[StartReport] = []
         self._fetcher: RemoteSnapshotFetcher | None = None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
@@ -86,8 +86,8 @@ class RayEngine:
             self.ended = self.ended or error
             self.close(force=True)
             raise
-        for member, introduction in zip(self.workers.members, self.started, strict=True):
-            member.pid = introduction["pid"]
+        for member, report in zip(self.workers.members, self.started, strict=True):
+            member.pid = report.pid
 
     # -------------------------------------------------------------------------------- calling
 

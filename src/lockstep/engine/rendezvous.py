@@ -18,10 +18,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class RendezvousStore:
-    """A TCP store on a port that was bound before anybody was told of it.
+    """A TCP store on a port that was bound before its number was told.
 
     Picking a free port, closing it and binding it later is a race that others win; and a
-    store that listens on every interface is reachable by everybody who reaches the machine.
+    store that listens on every interface can be reached by every host that reaches the machine.
     So the socket is bound here, to one address, and handed over open.
     """
 

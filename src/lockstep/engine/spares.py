@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -16,7 +16,7 @@ from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.worker import Outcome
+    from lockstep.worker import Outcome, StartReport
     from ray import ObjectRef
 
 _NODE_S: Final = 5.0
@@ -64,7 +64,7 @@ class Spare:
             self.error.__cause__ = failure
         return Readiness.READY if self.error is None else Readiness.FAILED
 
-    def _learn(self, introduction: dict[str, Any]) -> None:
+    def _learn(self, report: StartReport) -> None:
         assert self.handle.actor is not None, "spares live in actors"
         self.handle.node = ray.get(self.handle.actor.node.remote(), timeout=_NODE_S)
-        self.handle.pid = introduction["pid"]
+        self.handle.pid = report.pid

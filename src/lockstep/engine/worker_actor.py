@@ -132,7 +132,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def snapshot(self, is_requested: bool) -> tuple[int, bytes, list[Any]] | None:
-        """The latest copy of the run's state that nobody has fetched yet, in pieces.
+        """The latest copy of the run's state that was not fetched yet, in pieces.
 
         Args:
             is_requested: have one made before the next batch.

@@ -142,7 +142,7 @@ class WorkerGroup:
         host = LOOPBACK if is_one_node else ray.util.get_node_ip_address()
         self.close_rendezvous()
         server = self.server
-        owner = None if server is None else server.listen(len(self.members), only_node)
+        server_address = None if server is None else server.listen(len(self.members), only_node)
         self._store = RendezvousStore(host, resources.timeout_s)
         return Rendezvous(
             self._store.host,
@@ -152,7 +152,7 @@ class WorkerGroup:
             one_node=is_one_node,
             timeout_s=resources.timeout_s,
             as_default=not (self._use_local and dist.is_initialized()),
-            owner=owner,
+            server_address=server_address,
         )
 
     def have_come(self, ranks: Iterable[int]) -> bool:
@@ -167,7 +167,7 @@ class WorkerGroup:
             store.close()
 
     def break_group(self, ranks: Iterable[int]) -> None:
-        """Free those of `ranks` that wait for a peer who will never come, nor close its sockets.
+        """Free those of `ranks` that wait for a peer that will never come, nor close its sockets.
 
         The group of all is of no use afterwards. A call that arrives when the next one has formed
         does nothing.
@@ -220,7 +220,7 @@ class WorkerGroup:
                 if member.worker is not None:
                     member.worker.stop()
         finally:
-            # Also where Ctrl-C came while a worker was waited for: nobody closes it again.
+            # Also where Ctrl-C came while a worker was waited for: no second call closes it.
             self._release(actors, pids, keep=have_stopped)
 
     def _release(self, actors: list[Actor], pids: list[int], *, keep: bool) -> None:

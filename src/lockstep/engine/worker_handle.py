@@ -132,7 +132,7 @@ def is_reached(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=_CONNECT_S).close()
     except ConnectionRefusedError:
-        return True  # the machine says that nobody listens: Ray will tell of it
+        return True  # the machine answers that no process listens: Ray will tell of it
     except OSError as error:
         return error.errno in _OF_THIS_PROCESS
     return True

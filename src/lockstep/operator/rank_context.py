@@ -62,7 +62,7 @@ class RankContext:
         placement: the shards of every global batch that this worker carries.
         is_trial: the operator is a copy beside the run's own, thrown away after a few steps.
         is_spare: the worker waits for the place of another one, and has no peers yet.
-        owner: where the parameter server listens; None without one, or with one here.
+        server_address: where the parameter server listens; None without one, or with one here.
     """
 
     world_rank: int = 0
@@ -74,7 +74,7 @@ class RankContext:
     options: Options = field(default_factory=Options)
     is_trial: bool = False
     is_spare: bool = False
-    owner: ServerAddress | None = None
+    server_address: ServerAddress | None = None
 
 
 def shard_order(context: RankContext) -> ShardOrder | None:

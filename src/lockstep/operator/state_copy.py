@@ -23,14 +23,15 @@ class StateCopy:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], steppers: Iterable[Any]) -> None:
+        self._tensors = list(tensors)
         self._copies = TensorCopies()
-        self._copies.take(list(tensors))
+        self._copies.take(self._tensors)
         self._steppers = list(steppers)
         self._states = [copy.deepcopy(each.state_dict()) for each in self._steppers]
 
     def restore(self) -> None:
         """Write the copies over the tensors, and load the states."""
-        self._copies.restore()
+        self._copies.restore(self._tensors)
         for stepper, state in zip(self._steppers, self._states, strict=True):
             load_state(stepper, state)
 

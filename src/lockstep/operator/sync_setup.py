@@ -137,7 +137,7 @@ def _parameter_server(registered: TrainingParts, context: RankContext) -> Synchr
         registered.modules(),
         registered.optimizers,
         context.group,
-        context.owner,
+        context.server_address,
         goes_on_at=registered.sync_options.goes_on_at,
         bucket_cap_mb=context.options.bucket_cap_mb,
         broadcast=registered.sync_options.goes_on_at is None,

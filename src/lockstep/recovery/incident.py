@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Incident:
-    """What happened and what became of it.
+    """A failure of the group, and what became of it.
 
     Attributes:
         at: seconds since 1970.

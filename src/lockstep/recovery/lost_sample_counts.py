@@ -11,7 +11,7 @@ from lockstep.worker import lost_report, samples_of
 if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.recovery.losses import Loss
+    from lockstep.recovery.lost_workers import LostWorker
     from lockstep.recovery.regrouping import Regrouped
     from lockstep.worker import LoopProgress, Report
 
@@ -46,13 +46,13 @@ class LostSampleCounts:
             self.reports.clear()
             self._generations = [(0, self._members())]
             return
-        for loss in regrouped.losses:
-            self.reports.append(self._report(loss, progress))
+        for each in regrouped.lost_workers:
+            self.reports.append(self._report(each, progress))
         self._generations.append((progress.steps, self._members()))
 
-    def _report(self, loss: Loss, progress: LoopProgress) -> Report:
-        counted = None if loss.last_seen is None else loss.last_seen.counted
-        segments = self._segments(loss.worker, progress)
+    def _report(self, lost: LostWorker, progress: LoopProgress) -> Report:
+        counted = None if lost.last_seen is None else lost.last_seen.counted
+        segments = self._segments(lost.worker, progress)
         samples: int | None = 0
         if segments:
             samples = self._engine.call_rank(0, samples_of.with_args("train", segments))

@@ -35,8 +35,8 @@ from lockstep.engine.interrupted_calls import (
 )
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
-from lockstep.recovery.losses import Loss
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
+from lockstep.recovery.lost_workers import LostWorker
 from lockstep.recovery.poisoned_batch import DeathsByShard
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.policy import Policy
     from lockstep.recovery.regrouping import Regrouped
-    from lockstep.worker import CallContract, ProgressReport, RemoteCall, Worker
+    from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport, Worker
 
 R = TypeVar("R")
 
@@ -79,7 +79,7 @@ class RecoveringEngine:
         self._deaths = DeathsByShard()
         self._incidents: list[Incident] = []
         self._has_dismissed = False
-        self._to_replace: list[Loss] = []
+        self._to_replace: list[LostWorker] = []
         self._interrupted: RemoteCall[Worker, object] | None = None
         # Once other bits, always other bits: what was computed by fewer workers stays.
         self._has_same_bits = True
@@ -89,7 +89,7 @@ class RecoveringEngine:
         return self._engine.ended
 
     @property
-    def started(self) -> list[dict[str, Any]]:
+    def started(self) -> list[StartReport]:
         return self._engine.started
 
     def local_operator(self) -> TrainingOperator | None:
@@ -138,7 +138,9 @@ class RecoveringEngine:
     ) -> list[R]:
         self._deaths = DeathsByShard()
         self._prepare(call.contract)
-        lost = LostSampleCounts(self._engine, None if call.loop is None else call.loop.purpose)
+        lost_counts = LostSampleCounts(
+            self._engine, None if call.loop is None else call.loop.purpose
+        )
         attempt, left = call, retries
         while True:
             ranks = range(len(self.workers.members)) if rank is None else [rank]
@@ -146,7 +148,7 @@ class RecoveringEngine:
             self._replace_lost()
             if not pending_call.has_failed:
                 # Only loops have lost reports, and R is Report then.
-                return [*self._engine.results(pending_call), *cast("list[R]", lost.reports)]
+                return [*self._engine.results(pending_call), *cast("list[R]", lost_counts.reports)]
             # Members that were asked to leave for a newcomer have not failed.
             left -= 0 if self._has_dismissed and not pending_call.deaths else 1
             if not pending_call.is_recoverable or left < 0:
@@ -155,7 +157,7 @@ class RecoveringEngine:
                 self._interrupt_if_all_live(call, pending_call)
                 return self._engine.results(pending_call)
             regrouped = self._recover(call, pending_call)
-            lost.note(regrouped)
+            lost_counts.note(regrouped)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
                 raise _happened_in_part(pending_call)
@@ -261,7 +263,7 @@ class RecoveringEngine:
             # A worker that died since the call was interrupted is an incident like any other.
             seconds = time.monotonic() - began
             self._note(call.contract.name, regrouped, seconds, has_failed=False)
-            self._to_replace += regrouped.losses
+            self._to_replace += regrouped.lost_workers
             if regrouped.is_cut_short:
                 warn_of_cut_short_step(regrouped.point[0], cause)
         self.interrupted_by = None
@@ -276,7 +278,7 @@ class RecoveringEngine:
         loop = None if call is None else call.loop
         try:
             regrouped = self._regrouping.run(
-                None if loop is None else loop.purpose, self._losses(pending_call)
+                None if loop is None else loop.purpose, self._lost_workers(pending_call)
             )
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
@@ -288,18 +290,18 @@ class RecoveringEngine:
         self._note(name, regrouped, seconds, has_failed=pending_call.has_failed)
         if loop is not None:
             self._refuse_poisoned_batch(loop.purpose, regrouped)
-        self._to_replace += regrouped.losses
+        self._to_replace += regrouped.lost_workers
         return regrouped
 
     def _replace_lost(self) -> None:
         """Not at once: a process that starts takes time from the step that all wait for."""
-        losses, self._to_replace = self._to_replace, []
-        self._regrouping.spares.start_for(losses)
+        lost_workers, self._to_replace = self._to_replace, []
+        self._regrouping.spares.start_for(lost_workers)
 
-    def _losses(self, pending_call: PendingCall[Any]) -> list[Loss]:
+    def _lost_workers(self, pending_call: PendingCall[Any]) -> list[LostWorker]:
         members, num_shards = list(self.workers.members), self._engine.spec.num_shards
         return [
-            Loss(
+            LostWorker(
                 members[rank],
                 rank,
                 shards_of(rank, len(members), num_shards),
@@ -311,17 +313,17 @@ class RecoveringEngine:
 
     def _note(self, name: str, regrouped: Regrouped, seconds: float, *, has_failed: bool) -> None:
         """Tell of a recovery in the call of the method `name`."""
-        losses, spec = regrouped.losses, self._engine.spec
+        lost_workers, spec = regrouped.lost_workers, self._engine.spec
         is_whole = regrouped.size == spec.num_workers
         self._has_same_bits &= spec.options.reproducible or is_whole
-        if not losses and (self._has_dismissed or not has_failed):
+        if not lost_workers and (self._has_dismissed or not has_failed):
             _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
             return
         incident = Incident(
             at=time.time(),
-            lost=tuple(f"{loss.worker}, rank {loss.rank}" for loss in losses),
-            why="; ".join(self._why(loss) for loss in losses) or "the connections broke",
-            during=_during(name, losses),
+            lost=tuple(f"{each.worker}, rank {each.rank}" for each in lost_workers),
+            why="; ".join(self._why(each) for each in lost_workers) or "the connections broke",
+            during=_during(name, lost_workers),
             step=regrouped.point[0],
             replayed=regrouped.replayed,
             seconds=seconds,
@@ -332,33 +334,33 @@ class RecoveringEngine:
         self._incidents.append(incident)
         _log.warning("%s", incident)
 
-    def _why(self, loss: Loss) -> str:
-        return self._watchdog.verdicts.get(loss.worker) or loss.died.details["cause"] or "died"
+    def _why(self, lost: LostWorker) -> str:
+        return self._watchdog.verdicts.get(lost.worker) or lost.died.details["cause"] or "died"
 
     def _refuse_poisoned_batch(self, purpose: str, regrouped: Regrouped) -> None:
-        for loss in regrouped.losses:
-            fatal = self._deaths.note((purpose, *regrouped.point), loss.shards)
+        for each in regrouped.lost_workers:
+            fatal = self._deaths.note((purpose, *regrouped.point), each.shards)
             if fatal:
-                error = self._poisoned(purpose, fatal, regrouped, loss)
+                error = self._poisoned(purpose, fatal, regrouped, each)
                 self._engine.end(error)
                 raise error
 
     def _poisoned(
-        self, purpose: str, shards: Sequence[int], regrouped: Regrouped, loss: Loss
+        self, purpose: str, shards: Sequence[int], regrouped: Regrouped, lost: LostWorker
     ) -> PoisonedStepError:
         items = self._engine.call_rank(0, items_ahead.with_args(purpose, shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
             where=f"step {regrouped.point[0]}, shard {', '.join(map(str, shards))}",
             got=f"samples {items}" if items else None,
-            cause=self._why(loss),
+            cause=self._why(lost),
             fix="look at these samples (too large for the memory? a crash in native code?), leave"
             " them out, and go on from the last checkpoint",
         )
 
 
-def _during(name: str, losses: Sequence[Loss]) -> str:
-    phases = [seen.phase.value for loss in losses if (seen := loss.last_seen) is not None]
+def _during(name: str, lost_workers: Sequence[LostWorker]) -> str:
+    phases = [seen.phase.value for each in lost_workers if (seen := each.last_seen) is not None]
     return f"{name} ({', '.join(phases)})" if phases else name
 
 

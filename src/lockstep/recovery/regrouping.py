@@ -16,7 +16,8 @@ the next generation is three rounds of calls:
 
 A member that dies in the third round is lost like any other, and another attempt begins with the
 first round; after `_ATTEMPTS` of them the run ends. Invariants: an attempt changes no committed
-state, so that it can be repeated; and a worker is in `RankTable` or in its `losses`, never in both.
+state, so that it can be repeated; and a worker has a rank in `RankTable` or is one of its
+`lost_workers`, never both.
 
 Rejected: votes of the ranks on what to do next. They would need a group that works, and the
 driver, which outlives them all, knows of every death.
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.engine.interrupted_calls import no_way_back
 from lockstep.engine.placement_group import local_ranks
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.losses import Loss, RankTable
+from lockstep.recovery.lost_workers import LostWorker, RankTable
 from lockstep.recovery.spare_pool import SparePool
 from lockstep.worker import Formation, LoopProgress, join, stand_down
 
@@ -58,7 +59,7 @@ class Regrouped:
         replayed: steps that have to be computed again.
         progress: of the call that was interrupted.
         is_cut_short: see `SurvivorState`.
-        losses: the workers that are gone, those that went last at the end.
+        lost_workers: the workers that are gone, those that went last at the end.
     """
 
     generation: int
@@ -67,7 +68,7 @@ class Regrouped:
     replayed: int
     progress: LoopProgress | None
     is_cut_short: bool
-    losses: Sequence[Loss]
+    lost_workers: Sequence[LostWorker]
 
 
 class Regrouping:
@@ -98,13 +99,16 @@ class Regrouping:
             member.dismiss()
 
     def run(
-        self, purpose: str | None, losses: Sequence[Loss], given_up_for: BaseException | None = None
+        self,
+        purpose: str | None,
+        lost_workers: Sequence[LostWorker],
+        given_up_for: BaseException | None = None,
     ) -> Regrouped:
         """Form the next generation from the workers that are left.
 
         Args:
             purpose: of the loop that was interrupted; None if it was another call.
-            losses: the workers that are not left.
+            lost_workers: the workers that are not left.
             given_up_for: why the interrupted call does not go on; None if it does.
 
         Raises:
@@ -113,19 +117,19 @@ class Regrouping:
             NotEnoughResourcesError: fewer than `min_workers`, and no others came.
         """
         table = RankTable(self._workers.members)
-        for loss in losses:
-            table.lose(loss)
-            self._workers.forget(loss.worker)
+        for each in lost_workers:
+            table.lose(each)
+            self._workers.forget(each.worker)
         for _ in range(_ATTEMPTS):
             survivors = self._stand_down(purpose, given_up_for is not None, table)
             furthest = _furthest(survivors)
-            if furthest is None and not table.losses and given_up_for is not None:
+            if furthest is None and not table.lost_workers and given_up_for is not None:
                 raise no_way_back(given_up_for)
             if furthest is None:
-                raise _nobody_left(table.losses, list(survivors))
+                raise _nobody_left(table.lost_workers, list(survivors))
             self._workers.set_members(self._members(table))
             if self._join(self._formation(survivors, furthest), table):
-                return self._regrouped(furthest, table.losses)
+                return self._regrouped(furthest, table.lost_workers)
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
             cause="workers died, or could not reach each other, while it was being formed",
@@ -162,13 +166,13 @@ class Regrouping:
             died = WorkerDiedError(
                 f"rank {rank} could not go on after a failure", cause=str(pending_call.cause())
             )
-        table.lose(Loss(worker, rank, range(0), died))
+        table.lose(LostWorker(worker, rank, range(0), died))
 
     def _members(self, table: RankTable) -> list[WorkerHandle]:
         """The members of the next generation, by rank: spares take free ranks."""
         spares, missing = self.spares.reachable(), self._min_workers - table.num_living
         if len(spares) < missing:
-            self.spares.start_for(table.losses)
+            self.spares.start_for(table.lost_workers)
             spares = self.spares.wait_for(
                 missing, have=table.num_living, min_workers=self._min_workers
             )
@@ -215,7 +219,7 @@ class Regrouping:
             self._lose(members[rank], rank, pending_call, table)
         return not pending_call.has_failed
 
-    def _regrouped(self, furthest: SurvivorState, losses: Sequence[Loss]) -> Regrouped:
+    def _regrouped(self, furthest: SurvivorState, lost_workers: Sequence[LostWorker]) -> Regrouped:
         assert furthest.point is not None
         progress = furthest.progress
         return Regrouped(
@@ -225,7 +229,7 @@ class Regrouping:
             replayed=1 if progress is not None and not progress.is_over else 0,
             progress=progress,
             is_cut_short=furthest.is_cut_short,
-            losses=losses,
+            lost_workers=lost_workers,
         )
 
 
@@ -245,12 +249,14 @@ def _is_same(state: SurvivorState | None, other: SurvivorState) -> bool:
     )
 
 
-def _nobody_left(losses: Sequence[Loss], alive: Sequence[WorkerHandle]) -> WorkerDiedError:
-    lost = ", ".join(f"{loss.worker}, rank {loss.rank}" for loss in losses)
+def _nobody_left(
+    lost_workers: Sequence[LostWorker], alive: Sequence[WorkerHandle]
+) -> WorkerDiedError:
+    lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)
     died = WorkerDiedError(
         "no worker is left that has the state of the run",
         got=f"lost {lost}",
-        cause=next((loss.died.details["cause"] for loss in losses), None),
+        cause=next((each.died.details["cause"] for each in lost_workers), None),
         fix="build a new trainer and load the last checkpoint",
     )
     if alive:
@@ -260,6 +266,6 @@ def _nobody_left(losses: Sequence[Loss], alive: Sequence[WorkerHandle]) -> Worke
             "ended, an optimizer had stepped in a batch that cannot be computed again, or a forward"
             " wrote to weights that had not been written in the first steps"
         )
-    if losses:
-        died.__cause__ = losses[0].died
+    if lost_workers:
+        died.__cause__ = lost_workers[0].died
     return died

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lockstep.engine.worker_group import WorkerGroup
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.recovery.losses import Loss
+    from lockstep.recovery.lost_workers import LostWorker
     from lockstep.recovery.watchdog import Watchdog
 
 _log = logging.getLogger("lockstep.recovery")
@@ -68,9 +68,9 @@ class SparePool:
             if self._starts[worker.bundle] <= _STARTS:
                 self._workers.start_spare(worker.bundle, worker.local_rank)
 
-    def start_for(self, losses: Sequence[Loss]) -> None:
+    def start_for(self, lost_workers: Sequence[LostWorker]) -> None:
         """Start a worker for each that is lost; it will be a spare, or take a free rank."""
-        for lost in (loss.worker for loss in losses):
+        for lost in (each.worker for each in lost_workers):
             taken = {worker.bundle for worker in self._workers.everyone}
             if lost.bundle is not None and lost.bundle not in taken:
                 self._workers.start_spare(lost.bundle, lost.local_rank)

@@ -30,7 +30,7 @@ _FIRST_STEP_FACTOR: Final = 10.0
 _ASK_HOST_EVERY_S: Final = 1.0
 # A rank in a collective of a broken group is freed by its peers' closing sockets in milliseconds.
 _CASCADE_S: Final = 0.1
-# Its own sockets were shut down, too: it waits for something that is not of the group.
+# The rank's own sockets were shut down, too: it waits for something outside of the group.
 _STUCK_IN_BROKEN_GROUP_S: Final = 5.0
 
 

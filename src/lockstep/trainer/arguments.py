@@ -46,6 +46,7 @@ _GONE: Final = {
 
 
 def require(holds: bool, name: str, got: Any, expected: str, fix: str | None = None) -> None:
+    """Refuse `got` as the value of the argument `name`, unless `holds`."""
     if not holds:
         raise ConfigurationError(
             f"{name} cannot be {got!r}", expected=expected, got=f"{name}={got!r}", fix=fix
@@ -53,7 +54,7 @@ def require(holds: bool, name: str, got: Any, expected: str, fix: str | None = N
 
 
 def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
-    """An argument of RaySGD that is gone, or of nobody."""
+    """Refuse arguments that no trainer has, or that only RaySGD had."""
     for name, value in arguments.items():
         if name in _GONE:
             raise ConfigurationError(
@@ -68,6 +69,7 @@ def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def checked_operator(given: Any) -> type[TrainingOperator]:
+    """`given`, if it is an operator class without methods that would never be called."""
     if inspect.isclass(given) and issubclass(given, TrainingOperator):
         refuse_unused(given)
         return given
@@ -91,6 +93,7 @@ def checked_operator(given: Any) -> type[TrainingOperator]:
 
 
 def checked_config(config: Any) -> dict[str, Any]:
+    """`config`, if it is a dict whose batch size can be right; an empty one for None."""
     if config is None:
         return {}
     if not isinstance(config, dict):
@@ -111,6 +114,7 @@ def checked_config(config: Any) -> dict[str, Any]:
 
 
 def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any, further: Any) -> None:
+    """Refuse numbers of workers, of shards and of a worker's resources that cannot be right."""
     require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
     checked_numbers(num_cpus_per_worker=num_cpus)
     checked_resources(further)
@@ -141,19 +145,20 @@ def is_positive_int(value: Any) -> bool:
 
 
 def identity(num_shards: Any, seed: Any) -> dict[str, Any]:
-    """What decides data order and random numbers, as far as the user said it; None if not."""
+    """`num_shards` and `seed`, which decide data order and random numbers; None if not given."""
     require(is_int(seed), "seed", seed, "an int")
     return {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
 
 
 def checked_numbers(**arguments: Any) -> None:
+    """Refuse arguments that are no numbers above zero."""
     for name, value in arguments.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         require(number and value > 0, name, value, "a number above zero")
 
 
 def checked_spares(num_workers: int, spare_workers: int, min_workers: int) -> None:
-    """How many workers may be lost, and how many wait for their places."""
+    """Refuse numbers of spares and of workers that must be left that cannot be right."""
     require(
         is_int(spare_workers) and spare_workers >= 0, "spare_workers", spare_workers, "an int >= 0"
     )
@@ -190,6 +195,7 @@ def checked_scheduling(step_freq: Any) -> None:
 
 
 def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
+    """The callbacks, if each is one, and if `hook` can be called."""
     if hook is not None and not callable(hook):
         raise WrongTypeError(
             "initialization_hook cannot be called",
@@ -291,7 +297,7 @@ def check_options(
 
 
 def _check_sync(options: Options, use_local: bool) -> None:
-    """What only the default way to synchronise can do, and what only FSDP cannot."""
+    """Refuse options that only ``sync="replicate"`` has, or that ``sync="fsdp"`` lacks."""
     if options.sync == "replicate":
         return
     fix = f"leave sync={options.sync!r} out"
@@ -312,9 +318,9 @@ def _check_sync(options: Options, use_local: bool) -> None:
 
 
 def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]) -> None:
-    """What belongs to the default loop cannot act on a loop that plainly is the user's own.
+    """Refuse options of the default loop where the operator plainly has a loop of its own.
 
-    One that may call the default loop's methods is looked at when an optimizer steps: see
+    A loop that may call the default loop's methods is looked at when an optimizer steps: see
     `lockstep.operator.default_loop_options`. Shards come one by one only to a loop without any
     override.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers' watches saw, side by side: an error is raised, a warning is logged once."""
+"""Compares what the audit saw in each worker: raises its errors, logs its warnings once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 
 _NOT_OURS: Final = ("LS115", "LS402", "LS404", "LS405", "LS406", "LS6")
-"""What a trainer knows better: which gradients are taken, which parameters train, that
+"""Rules on what a trainer knows better: which gradients are taken, which parameters train, that
 workers meet, that they live."""
 
 _TOLD: Final = ("LS116",)
@@ -33,10 +33,10 @@ _OWN_WRAPPER: Final = (
 
 
 class AuditComparison:
-    """Of one trainer's workers, call after call.
+    """Compares the workers of one trainer, call after call.
 
     Args:
-        spec: with what they were told.
+        spec: what the workers were told.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -46,7 +46,7 @@ class AuditComparison:
             _log.warning(_OWN_WRAPPER)
 
     def judge(self, reports: Sequence[Report]) -> None:
-        """Compare what was seen during one call of `train`.
+        """Compare what the workers' audits saw during one call of `train`.
 
         Raises:
             AuditError: ranks are not replicas of one another, or a gradient is not what it should
@@ -78,7 +78,7 @@ class AuditComparison:
 
 
 def _is_news(ledger: Ledger | None) -> bool:
-    """Was a step looked at in this call? Most short calls have none."""
+    """Whether the audit looked at a step in this call; in most short calls it does not."""
     return ledger is not None and bool(ledger.facts.get("looked"))
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.errors import (
     ConfigurationError,
@@ -16,32 +16,34 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.operator import TrainingOperator
-    from lockstep.worker import WorkerSpec
+    from lockstep.worker import StartReport, WorkerSpec
 
 
-def check_loader(started: Sequence[dict[str, Any]], operator: str, purpose: str) -> None:
+def check_loader(started: Sequence[StartReport], operator: str, purpose: str) -> None:
     """Raise if a worker has no loader for `purpose`, or if all of them are empty.
 
     Asked here and not of the workers: a failed step ends them, a forgotten loader should not.
     """
     for rank, worker in enumerate(started):
-        if purpose not in worker["loaders"]:
+        if purpose not in worker.steps_per_epoch:
             raise ConfigurationError(
                 f"{operator} registered no {purpose} loader",
                 where=f"rank {rank}",
                 fix=f"call self.register_data({purpose}_loader=...) inside setup",
             )
-    if all(worker["loaders"][purpose] == 0 for worker in started):
+    if all(worker.steps_per_epoch[purpose] == 0 for worker in started):
         raise _empty(operator, purpose)
 
 
 def no_batch(
-    operator_cls: type[TrainingOperator], purpose: str, started: Sequence[dict[str, Any]]
+    operator_cls: type[TrainingOperator], purpose: str, started: Sequence[StartReport]
 ) -> ConfigurationError:
     """Why a call came to its end without a step."""
     operator = operator_cls.__name__
     loop = "train_epoch" if purpose == "train" else "validate"
-    if not operator_cls._overrides(loop) or not any(w["loaders"][purpose] for w in started):
+    if not operator_cls._overrides(loop) or not any(
+        worker.steps_per_epoch[purpose] for worker in started
+    ):
         return _empty(operator, purpose)
     return ConfigurationError(
         f"{operator}.{loop} ended without having read a batch",

@@ -81,7 +81,7 @@ class CallbackList:
 def _tell(
     callback: Callback, method: Callable[..., object], event: Callable[..., object], *args: object
 ) -> None:
-    """Call `method`, which is `event` of `callback`; refuse what it returns: nobody reads that."""
+    """Call `method`, which is `event` of `callback`, and refuse a result: no caller reads it."""
     returned = method(*args)
     if returned is None:
         return

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayBatches
-from lockstep.engine import split_dataset
+from lockstep.engine.dataset_streams import split
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE
 from lockstep.worker import Worker
@@ -22,7 +22,7 @@ class DatasetTraining:
 
     def __init__(self) -> None:
         self._current: RayBatches | None = None
-        # They travel in pickles that Ray does not look into: while nobody here holds them, it
+        # Streams travel in pickles that Ray does not look into: without a reference here, Ray
         # takes the actor behind them for unused, and ends it.
         self._streams: list[Any] = []
         self._generation = 0
@@ -44,8 +44,8 @@ class DatasetTraining:
             pool: the workers.
 
         Raises:
-            WrongTypeError: `dataset` is something else.
-            ConfigurationError: nobody said how large a batch is, or reproducible=True.
+            WrongTypeError: `dataset` is of another type.
+            ConfigurationError: the batch size is not known, or reproducible=True.
             NotEnoughResourcesError: no CPU is left that could read it.
         """
         if dataset is None:
@@ -59,7 +59,7 @@ class DatasetTraining:
         if is_new or self._current is None or not _same(wanted, self._current):
             # One worker lives in this process, and holds no CPU of the cluster.
             held = spec.num_workers * (spec.threads or 1) if spec.num_workers > 1 else 0
-            self._streams = split_dataset(wanted.dataset, spec.num_workers, held)
+            self._streams = split(wanted.dataset, spec.num_workers, held)
             # Without the dataset: each worker gets the streams, and has no use for the plan.
             plan = replace(wanted, dataset=None)
             pool.call(Worker.feed.with_args(self._streams, plan))

@@ -63,7 +63,7 @@ class TorchTrainer:
         resources_per_worker: further Ray resources for each worker, by name.
         backend: "nccl", "gloo", or "auto": nccl on GPUs.
         sync: how N gradients become one; "replicate" (hooks on the parameters), "ddp", "fsdp",
-            "parameter_server" (one owner), "data_parallel" (`num_workers` devices, one process).
+            "parameter_server" (one server), "data_parallel" (`num_workers` devices, one process).
         wrap_ddp: False leaves gradient synchronisation to a wrapper of your own.
         timeout_s: bound of every collective, in seconds.
         use_fp16: the same as ``precision="fp16"``.
@@ -369,7 +369,7 @@ class TorchTrainer:
         """Go on from `state` in every worker.
 
         Blocks until every worker has taken it over (`blocking` is RaySGD's name; False is
-        refused, because a failure would be noticed by nobody). On an error nothing changes.
+        refused, because no call would raise a failure). On an error nothing changes.
 
         Raises:
             CheckpointError: it is of another model, or of another `num_shards` or `seed`

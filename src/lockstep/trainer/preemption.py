@@ -16,7 +16,7 @@ _EXIT_STATUS: Final = 128 + signal.SIGTERM
 
 
 class PreemptionNotice:
-    """Puts off what SIGTERM does until a checkpoint is written.
+    """Delays the effect of SIGTERM until a checkpoint is written.
 
     Attributes:
         is_pending: the signal has come, and has not had its effect yet.
@@ -28,7 +28,7 @@ class PreemptionNotice:
 
     @contextmanager
     def heeded(self, request: Callable[[], None]) -> Iterator[None]:
-        """Inside, SIGTERM calls `request`; who has saved then calls `take_effect`.
+        """Inside, SIGTERM calls `request`; the code that writes the checkpoint calls `take_effect`.
 
         In another thread than the main one nothing changes, for Python delivers signals there;
         nor where the program ignores the signal.
@@ -41,7 +41,7 @@ class PreemptionNotice:
 
         def received(number: int, frame: Any) -> None:
             if self.is_pending:
-                raise SystemExit(_EXIT_STATUS)  # twice: somebody does not want to wait
+                raise SystemExit(_EXIT_STATUS)  # the second signal does not wait
             self.is_pending = True
             request()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what N workers report to what the user reads."""
+"""Merges the reports of all workers into the result that the user reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def merged(reports: Sequence[Report]) -> dict[str, Any]:
-    """One dict for all workers: every sample counts once, whoever saw it."""
+    """One dict for all workers: every sample counts once, whichever worker computed it."""
     _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
     kept = {key for report in reports for key in _kept(report)}
@@ -39,7 +39,7 @@ def merged(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def refuse_unused_metrics(reports: Sequence[Report]) -> None:
-    """A registered metric that nobody updated would be missing from the result, silently."""
+    """Refuse a registered metric that was never updated: the result would silently lack it."""
     for name in dict.fromkeys(name for report in reports for name in report.measured):
         if not any(was_updated(report.measured[name]) for report in reports):
             raise ConfigurationError(
@@ -73,7 +73,7 @@ def _kept(report: Report) -> set[str]:
 
 
 def _own_results(report: Report) -> dict[str, Any]:
-    """What the user's own loop returned, or added to what lockstep's loop did."""
+    """Results that the user's own loop returned, or added to those of lockstep's loop."""
     passes = [
         {
             key: value
@@ -86,7 +86,7 @@ def _own_results(report: Report) -> dict[str, Any]:
 
 
 def _merged_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int]) -> dict[str, Any]:
-    """As `merge_user_results`, but ``num_samples`` only if somebody said it."""
+    """As `merge_user_results`, but ``num_samples`` only if a user's loop returned it."""
     if not any(results):
         return {}
     merged = merge_user_results(results, samples)

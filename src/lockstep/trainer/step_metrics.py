@@ -22,17 +22,17 @@ _log = logging.getLogger("lockstep")
 
 
 class StepMetrics:
-    """Merges rows of all workers, and tells each callback of every step that it asks for, once.
+    """Merges rows of all workers, and gives each callback every step that it asks for, once.
 
-    A step that is computed again after a failure is not told of again.
+    A step that is computed again after a failure is not given again.
 
     Args:
-        callbacks: those with an `every` are told.
+        callbacks: those with an `every` get the metrics of steps.
 
     Attributes:
         callbacks: all of them.
         every: steps to a row, for the workers; 0 if no callback asks.
-        written: the latest step of the run that callbacks have been told of.
+        written: the latest step of the run that callbacks have got.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -58,7 +58,7 @@ class StepMetrics:
         rows: Sequence[tuple[int, Sequence[StepRow]]],
         tell: Callable[[Callback, int, dict[str, Any]], None],
     ) -> None:
-        """While a call runs: what all workers have counted, up to where the last one is.
+        """Take rows while a call runs, up to the step that all workers have committed.
 
         Args:
             rows: steps of the run so far, and the rows since `written`, of each worker.
@@ -69,7 +69,7 @@ class StepMetrics:
     def finish(
         self, reports: Sequence[Report], tell: Callable[[Callback, int, dict[str, Any]], None]
     ) -> None:
-        """At the end of a call: all that is left."""
+        """Take the rows that are left at the end of a call."""
         self._take([row for report in reports for row in report.rows], tell)
         has_none = all(report.sums[BATCH_COUNT] == 0 for report in reports)
         if self._listeners and has_none:
@@ -101,7 +101,7 @@ def _listens(callback: Callback) -> bool:
 
 
 def _require_every(callback: Callback) -> None:
-    """Refuse an `on_step` that would never be called; ``every = None`` turns it off by name."""
+    """Refuse an `on_step` that would never be called, unless ``every = None`` says so."""
     classes = type(callback).__mro__
     own = [vars(callback), *(vars(each) for each in classes[: classes.index(Callback)])]
     require(

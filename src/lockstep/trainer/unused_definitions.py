@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator or callback defines and nobody would ever use: found before anything starts."""
+"""Methods of an operator or callback that would never be called: found before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _METHODS: Final = (
     "load_state_dict",
 )
 _SETTINGS: Final = ("joint_loss", "loss_reduction")
-"""What an operator may define, as a method and as a plain attribute."""
+"""Methods and plain attributes that an operator may define."""
 
 _OTHERS: Final = {
     "training_step": "compute_loss, or train_batch for a step of your own",
@@ -46,7 +46,7 @@ _OTHERS: Final = {
     "on_epoch_end": "train_epoch; or write a lockstep.Callback",
     "on_train_epoch_end": "train_epoch; or write a lockstep.Callback",
 }
-"""What other trainers call the methods of an operator."""
+"""Names that other trainers have for the methods of an operator."""
 
 _ARGUMENTS: Final = ("use_gpu", "use_fp16", "use_tqdm", "scheduler_step_freq", "config")
 """Properties that are the trainer's arguments."""
@@ -55,16 +55,16 @@ _NOT_FOR_THE_LOOP: Final = {
     "backward": "override train_batch, and call it there; or leave it out",
     "no_sync": "override train_batch, and enter it there; or leave it out",
 }
-"""What the default loop does by other means than the method that a step of one's own calls."""
+"""Methods that only a step of the user's own calls: the default loop does their work otherwise."""
 
 _HOOKS: Final = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def refuse_unused(cls: type[Any]) -> None:
-    """Raise if an operator or callback class has something that nobody would use.
+    """Raise if an operator or callback class defines a method that would never be called.
 
     Raises:
-        ConfigurationError: names it, and what was meant.
+        ConfigurationError: names the method, and the one that was meant.
     """
     if issubclass(cls, TrainingOperator):
         _refuse_shadows(cls)
@@ -72,7 +72,7 @@ def refuse_unused(cls: type[Any]) -> None:
 
 
 def _refuse_shadows(cls: type[TrainingOperator]) -> None:
-    """What the trainer says, said by the class; and methods that are there to be called."""
+    """Refuse overrides of what a trainer's arguments decide, and of methods that users call."""
     said = [name for name, value in vars(TrainingOperator).items() if isinstance(value, property)]
     for name in filter(cls._overrides, said):
         raise ConfigurationError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.engine import Engine
     from lockstep.engine.base import OnProgress
     from lockstep.operator import TrainingOperator
-    from lockstep.worker import RemoteCall, Worker, WorkerSpec
+    from lockstep.worker import RemoteCall, StartReport, Worker, WorkerSpec
 
 R = TypeVar("R")
 
@@ -85,13 +85,13 @@ class WorkerPool:
             self._calling.release()
 
     @property
-    def started(self) -> Sequence[dict[str, Any]]:
+    def started(self) -> Sequence[StartReport]:
         """What each worker's `start` returned, by rank."""
         return self.open_engine().started
 
     def has_loader(self, purpose: str) -> bool:
         """Whether every worker registered a loader for `purpose`."""
-        return all(purpose in worker["loaders"] for worker in self.started)
+        return all(purpose in worker.steps_per_epoch for worker in self.started)
 
     @property
     def generation(self) -> int:

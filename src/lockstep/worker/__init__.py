@@ -22,7 +22,7 @@ from lockstep.worker.remote_method import (
     RemoteCall,
     RemoteMethod,
 )
-from lockstep.worker.report import Counted, Report, lost_report
+from lockstep.worker.report import Counted, Report, StartReport, lost_report
 from lockstep.worker.snapshot import Snapshot
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.torch_profiler import start_tracing, stop_tracing
@@ -45,6 +45,7 @@ __all__ = [
     "Rendezvous",
     "Report",
     "Snapshot",
+    "StartReport",
     "SurvivorState",
     "Trial",
     "Worker",

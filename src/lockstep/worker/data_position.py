@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.worker.worker import Worker
 
 
-@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+@remote_method(Communication.NONE, OnFailure.REPEAT)
 def position(worker: Worker) -> tuple[int, int, int]:
     """Passes over the training data begun and finished, and the steps of the run."""
     cursor, steps = worker.cursors.get("train"), worker.operator._lockstep.committed
@@ -22,18 +22,18 @@ def position(worker: Worker) -> tuple[int, int, int]:
     return cursor.epochs_entered, cursor.epochs_finished, steps
 
 
-@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+@remote_method(Communication.NONE, OnFailure.REPEAT)
 def items_ahead(worker: Worker, purpose: str, shards: Sequence[int]) -> list[Any]:
     """What the next step reads for `shards`: indices into the dataset, where there are any."""
     cursor = worker.cursors[purpose]
     return cursor.source.items_of(cursor.epoch, cursor.step, list(shards))
 
 
-@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+@remote_method(Communication.NONE, OnFailure.REPEAT)
 def samples_of(
     worker: Worker, purpose: str, segments: Sequence[tuple[range, int, int]]
 ) -> int | None:
-    """Samples that shards held in steps of an epoch; None where nobody can tell.
+    """Samples that shards held in steps of an epoch; None where the loader cannot tell.
 
     Args:
         segments: (shards, first step, number of steps); steps go on into the next epoch.

@@ -70,7 +70,7 @@ class Formation:
     local_ranks: tuple[int, ...] = ()
 
 
-@remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE, is_timed=True)
+@remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
 def stand_down(
     worker: Worker, interrupted: str | None, *, is_given_up: bool = False
 ) -> SurvivorState:
@@ -151,7 +151,7 @@ def _point(worker: Worker) -> Point:
     return worker.operator._lockstep.committed, epoch
 
 
-@remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.RAISE, is_timed=True)
+@remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
 def join(worker: Worker, rank: int, formation: Formation) -> None:
     """Become rank `rank` of the next generation.
 
@@ -192,7 +192,7 @@ def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
         group=group,
         placement=placement,
         is_spare=False,
-        owner=formation.rendezvous.owner,
+        server_address=formation.rendezvous.server_address,
     )
     if placement != before.placement:
         _reopen(worker, operator)

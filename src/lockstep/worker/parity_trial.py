@@ -63,7 +63,7 @@ class Trial:
     notes: list[str]
 
 
-@remote_method(communication=Communication.OWN_GROUP, on_failure=OnFailure.REPEAT)
+@remote_method(Communication.OWN_GROUP, OnFailure.REPEAT)
 def verify(worker: Worker, num_steps: int) -> Trial:
     """Run `num_steps` optimizer steps on copies of `worker`.
 

@@ -49,7 +49,7 @@ class Predicted:
     output: Any
 
 
-@remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+@remote_method(Communication.NONE, OnFailure.REPEAT)
 def predict(worker: Worker, loader: Any) -> list[Predicted]:
     """Run the operator's `predict_batch` on this worker's shards of `loader`.
 

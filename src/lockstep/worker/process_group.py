@@ -41,7 +41,7 @@ class Rendezvous:
         timeout_s: bound of every collective, in seconds.
         as_default: the group becomes torch's default group. The same on every rank: a group
             of its own meets under other keys than a default group, and would wait for ever.
-        owner: where the parameter server listens, if there is one.
+        server_address: where the parameter server listens, if there is one.
     """
 
     host: str
@@ -51,7 +51,7 @@ class Rendezvous:
     one_node: bool
     timeout_s: float
     as_default: bool = True
-    owner: ServerAddress | None = None
+    server_address: ServerAddress | None = None
 
 
 @in_phase(Phase.FORMING_GROUP)

@@ -23,9 +23,9 @@ class ProgressReport:
         steps: global batches of this call that are committed.
         samples: their samples, over all workers.
         loss: of rank 0's latest batch; None before there is one.
-        total_steps: global batches that the call will commit; None where nobody knows yet.
+        total_steps: global batches that the call will commit; None where it is not known.
         rows: of every worker its steps of the run, and its rows of metrics since a step that the
-            driver named; None where nobody asked for metrics of single steps.
+            driver named; None without metrics of single steps.
         workers: how many train; None where workers live in the driver's process alone.
         recoveries: how many there were in this run; None as for `workers`.
     """

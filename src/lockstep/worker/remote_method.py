@@ -185,7 +185,7 @@ class RemoteMethod(Generic[W, P, R]):
 
 
 def remote_method(
-    *, communication: Communication, on_failure: OnFailure, is_timed: bool = False
+    communication: Communication, on_failure: OnFailure, *, is_timed: bool = False
 ) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R]]:
     """Make a method of `Worker`, or a function of a worker, one that the driver may call.
 

@@ -10,8 +10,26 @@ from lockstep.keys import NUM_SAMPLES
 from lockstep.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lockstep.audit.ledger import Ledger
     from lockstep.metrics.step_log import StepRow
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """What one worker brings back from `start` or `stand_by`.
+
+    Attributes:
+        pid: of its process.
+        device: where it computes.
+        steps_per_epoch: of each loader that the operator registered, by purpose; None for data
+            without a length.
+    """
+
+    pid: int
+    device: str
+    steps_per_epoch: Mapping[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -29,9 +47,9 @@ class Report:
         timers: seconds by phase; None unless asked for (`profile`).
         weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
         measured: the registered torchmetrics objects, by the key of their result.
-        seen: by the watch (see `lockstep.worker.run_audit`); None if nothing watches.
-        rows: metrics of single steps that nobody has heard of yet.
-        is_of_a_lost_worker: it is what was known of a worker that did not live to report.
+        seen: what the audit saw (see `lockstep.worker.run_audit`); None without an audit.
+        rows: metrics of single steps that the driver has not got yet.
+        is_of_a_lost_worker: the driver made it, of what it knew of a worker that is lost.
     """
 
     metrics: list[dict[str, Any]]
@@ -63,10 +81,10 @@ class Counted:
 
 
 def lost_report(samples: int, counted: Counted | None) -> Report:
-    """What is known of a worker that is gone: its samples, and the metrics that were heard of.
+    """The report of a worker that is lost: its samples, and the metrics that the driver has got.
 
-    The steps that it had counted are in everybody's weights; only what it would have said of
-    the latest ones is missing from the means.
+    The steps that it had committed are in the weights of all ranks; only its metrics of the
+    latest ones are missing from the means.
     """
     sums = AverageMeterCollection().state() if counted is None else counted.sums
     return Report(

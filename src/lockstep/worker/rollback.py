@@ -407,7 +407,7 @@ class Rollback:
             return
         for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
             buffers_of(owner)[key] = buffer
-        self._buffers.restore()
+        self._buffers.restore(self._open.buffers)
 
     @property
     def written(self) -> list[int]:

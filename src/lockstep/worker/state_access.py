@@ -70,12 +70,12 @@ class StateAccess:
             cursor.close()
         self.cursors.clear()
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
     def state_to_write(self) -> dict[str, Any]:
         """`state_dict` for a caller that is done with it before training goes on: copies less."""
         return self.state_dict(states.moved)
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
     def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:
         """Everything that this rank knows of the run; the same on every rank but "operator".
 
@@ -103,17 +103,17 @@ class StateAccess:
             if before is not None and cursor.has_open_window:
                 before.put_into([*state["models"], state["criterion"]])
 
-    @remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.REPEAT)
+    @remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
     def gathered_state_dict(self) -> dict[str, Any] | None:
         """`state_dict` of optimizers' states in shards: all ranks take part, rank 0 answers."""
         state = self.state_dict()
         return state if self.rank == 0 else None
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
     def operator_state(self) -> Any:
         return states.copied(self.operator.state_dict())
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
         states.check(self.run, state)
         shards = state.get("num_shards", self.spec.num_shards)
@@ -126,9 +126,7 @@ class StateAccess:
                 " num_shards of the most workers that it will have",
             )
 
-    @remote_method(
-        communication=Communication.SHARDED_OPTIMIZERS, on_failure=OnFailure.REPEAT_WRITE
-    )
+    @remote_method(Communication.SHARDED_OPTIMIZERS, OnFailure.REPEAT_WRITE)
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Take the state over; on an error, and until `settle_state`, it can be taken back."""
         before = self.state_dict()
@@ -139,7 +137,7 @@ class StateAccess:
             self.operator._lockstep.step_log.back_to(0)
         self.go_to(state)
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.NONE, OnFailure.RAISE)
     def settle_state(self, keep: bool) -> None:
         held, self._before_load = self._before_load, None
         if not keep and held is not None:
@@ -181,10 +179,10 @@ class StateAccess:
             return state
         return {**state, "operator": by_rank[self.rank]}
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
     def models(self) -> nn.Module | list[nn.Module]:
         return states.model_copies(self.run, self.run.plain_models())
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.REPEAT)
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
     def averaged_models(self) -> nn.Module | list[nn.Module]:
         return states.model_copies(self.run, states.averages(self.run))

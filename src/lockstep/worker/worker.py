@@ -35,6 +35,7 @@ from lockstep.worker.process_group import (
     taken_for_world,
 )
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+from lockstep.worker.report import StartReport
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.run_audit import RunAudit
 from lockstep.worker.snapshot import SnapshotTaker
@@ -110,13 +111,9 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------------- life and death
 
-    @remote_method(communication=Communication.RUN_GROUP, on_failure=OnFailure.RAISE)
-    def start(self, rendezvous: Rendezvous | None) -> dict[str, Any]:
-        """Meet the peers, build the operator, run its `setup`.
-
-        Returns:
-            ``pid``, ``device``, and ``loaders``: steps in an epoch by purpose, None if unknown.
-        """
+    @remote_method(Communication.RUN_GROUP, OnFailure.RAISE)
+    def start(self, rendezvous: Rendezvous | None) -> StartReport:
+        """Meet the peers, build the operator, run its `setup`."""
         device = self._begin_process()
         if rendezvous is not None:
             if self.before_meeting is not None:
@@ -126,18 +123,14 @@ class Worker(StateAccess):
         with self._watch.during_setup():
             self._build_operator(device)
         self.has_state = True
-        return self._introduction(device)
+        return self._start_report(device)
 
-    @remote_method(communication=Communication.NONE, on_failure=OnFailure.RAISE)
-    def stand_by(self) -> dict[str, Any]:
-        """Build the operator of a spare: `setup` runs, and nothing is attached to anybody yet.
-
-        Returns:
-            As `start`.
-        """
+    @remote_method(Communication.NONE, OnFailure.RAISE)
+    def stand_by(self) -> StartReport:
+        """Build the operator of a spare: `setup` runs, and no group is there to attach to yet."""
         device = self._begin_process()
         self._build_operator(device, is_spare=True)
-        return self._introduction(device)
+        return self._start_report(device)
 
     @property
     def is_built(self) -> bool:
@@ -154,9 +147,9 @@ class Worker(StateAccess):
             spec.initialization_hook()
         return device
 
-    def _introduction(self, device: torch.device) -> dict[str, Any]:
-        loaders = {name: cursor.source.steps_per_epoch for name, cursor in self.cursors.items()}
-        return {"pid": os.getpid(), "device": str(device), "loaders": loaders}
+    def _start_report(self, device: torch.device) -> StartReport:
+        steps = {purpose: cursor.source.steps_per_epoch for purpose, cursor in self.cursors.items()}
+        return StartReport(os.getpid(), str(device), steps)
 
     def _build_operator(
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
@@ -175,7 +168,9 @@ class Worker(StateAccess):
             options=spec.options,
             is_trial=is_trial,
             is_spare=is_spare,
-            owner=self._rendezvous.owner if self._rendezvous is not None else None,
+            server_address=self._rendezvous.server_address
+            if self._rendezvous is not None
+            else None,
         )
         config = config_for(spec.config, spec.num_shards, context.placement.shards[0])
         operator = spec.operator_cls(config, context)
@@ -231,7 +226,7 @@ class Worker(StateAccess):
             self._connections.forget()
             self._closing = leave_group(held)
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def stop(self) -> None:
         """End: also the loaders' worker processes and iterators."""
         self._close_loaders()
@@ -390,7 +385,7 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------- training, validation
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
         """Train on this rank's of `streams`; without any, on the operator's own loader."""
         if streams is None or batches is None:
@@ -398,9 +393,7 @@ class Worker(StateAccess):
         else:
             self._feed.begin(self.operator, self.cursors, streams[self.rank], batches)
 
-    @remote_method(
-        communication=Communication.RUN_GROUP, on_failure=OnFailure.RESUME, is_timed=True
-    )
+    @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def train(self, request: LoopRequest) -> Report:
         """Train; after an interruption the call goes on with the step that was not committed."""
         if self.run.attached:
@@ -409,9 +402,7 @@ class Worker(StateAccess):
             report = self._run(request)
         return replace(report, seen=self._watch.seen())
 
-    @remote_method(
-        communication=Communication.RUN_GROUP, on_failure=OnFailure.RESUME, is_timed=True
-    )
+    @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def validate(self, request: LoopRequest) -> Report:
         """Validate; after an interruption from where the call began, so that all is counted."""
         return self._run(request)
@@ -458,7 +449,7 @@ class Worker(StateAccess):
     def arithmetic(self) -> AbstractContextManager[None]:
         return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def update_scheduler(self, metric: float) -> None:
         """Step every scheduler, with `metric` where one takes it."""
         if not self.run.schedulers:
@@ -470,12 +461,12 @@ class Worker(StateAccess):
 
     # ------------------------------------------------------------------------ users' functions
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call(self, function: Callable[[], Any]) -> Any:
         """`function` in this process."""
         return function()
 
-    @remote_method(communication=Communication.UNKNOWN, on_failure=OnFailure.RAISE)
+    @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
         """`function` with this worker's operator."""
         return function(self.operator)

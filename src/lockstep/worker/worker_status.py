@@ -2,7 +2,7 @@
 """What a worker is doing, seen from another thread of its process.
 
 The phase is the one that the training thread has entered (`lockstep.phases`). The stack of that
-thread is read only when somebody asks, so that training pays nothing for it.
+thread is read only when the driver asks, so that training pays nothing for it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 from lockstep.engine import placement_group
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.losses import Loss, RankTable
+from lockstep.recovery.lost_workers import LostWorker, RankTable
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_spare_takes_a_place_among_the_ranks_of_its_host(driver_on, lost, spar
     driver_on("near")
     everyone = members("near", "near", "far", "far")
     table = RankTable(everyone)
-    table.lose(Loss(everyone[lost], lost, range(0), WorkerDiedError("it died")))
+    table.lose(LostWorker(everyone[lost], lost, range(0), WorkerDiedError("it died")))
     ready = [] if spare is None else members(spare, first=10)
     roster = table.fill(ready, num_workers=4)
     assert [member.number for member in roster] == expected

@@ -54,7 +54,7 @@ def test_what_was_kept_comes_back_in_the_object_that_was_there(make):
     memory = kept.values[1].data_ptr()
     write_into(held, make(4.0))
     plain.add_(1)
-    kept.restore()
+    kept.restore([held, plain, torch.zeros(2)])
     assert same_bits(held, make(2.0))
     assert plain.tolist() == [0, 0, 0]
     kept.take([held, plain, torch.ones(2)])

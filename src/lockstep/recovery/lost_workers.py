@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostWorker:
     """A worker that is gone.
 
     Attributes:
@@ -39,23 +39,23 @@ class RankTable:
     """Which worker has which rank in the next generation of the group.
 
     Attributes:
-        losses: the workers that are gone, those that went last at the end.
+        lost_workers: the workers that are gone, those that went last at the end.
     """
 
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._by_rank: list[WorkerHandle | None] = list(members)
-        self.losses: list[Loss] = []
+        self.lost_workers: list[LostWorker] = []
 
     @property
     def num_living(self) -> int:
         """Workers that still have a rank."""
         return sum(worker is not None for worker in self._by_rank)
 
-    def lose(self, loss: Loss) -> None:
+    def lose(self, lost: LostWorker) -> None:
         """A worker is gone; its rank is free, if it had one."""
-        self.losses.append(loss)
-        if loss.worker in self._by_rank:
-            self._by_rank[self._by_rank.index(loss.worker)] = None
+        self.lost_workers.append(lost)
+        if lost.worker in self._by_rank:
+            self._by_rank[self._by_rank.index(lost.worker)] = None
 
     def fill(self, spares: Sequence[WorkerHandle], num_workers: int) -> list[WorkerHandle]:
         """Give free ranks, `num_workers` in all, to spares; the members afterwards, by rank."""
