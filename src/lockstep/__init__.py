@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.import_without_gc import gc_paused
+from lockstep.import_without_gc import pause_gc
 
 if TYPE_CHECKING:
     from lockstep.collectives import gather, global_mean, info_nce, nt_xent, rank_slice
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
             if error.name != f"{__name__}.{name}":
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    with gc_paused():
+    with pause_gc():
         value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

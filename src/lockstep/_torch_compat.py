@@ -71,11 +71,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many tensors, and other objects, lie in the memory of `tensor`. Torch 2.6 to 2.13."""
+    """How many tensors and other objects refer to the storage of `tensor`. Torch 2.6 to 2.13."""
     return int(torch._C._storage_Use_Count(storage_key(tensor)))
 
 
-def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sparse_indices_and_values(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values, which ``indices()`` has of coalesced tensors only. Torch 2.6 to 2.13."""
     return tensor._indices(), tensor._values()
 
@@ -116,7 +116,7 @@ def call_at_end_of_task(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def will_run(node: Node) -> bool:
+def will_execute_node(node: Node) -> bool:
     """Inside a backward: whether it will execute `node`.
 
     Torch 2.6 to 2.13. It answers for a leaf whose gradient is only returned
@@ -125,7 +125,7 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def hooks_before(tensor: torch.Tensor) -> dict[int, Any] | None:
+def tensor_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
     """The table of hooks that ``tensor.register_hook`` fills; None before the first one.
 
     Torch 2.6 to 2.13. No public interface reads, replaces or orders the hooks of a tensor.
@@ -134,22 +134,22 @@ def hooks_before(tensor: torch.Tensor) -> dict[int, Any] | None:
     return found
 
 
-def set_hooks_before(tensor: torch.Tensor, table: dict[int, Any]) -> None:
-    """Let `table` be what `hooks_before` returns. The assignment makes autograd look into it."""
+def set_tensor_hooks(tensor: torch.Tensor, table: dict[int, Any]) -> None:
+    """Let `table` be what `tensor_hooks` returns. Autograd reads the table from now on."""
     tensor._backward_hooks = table
 
 
-def hooks_after(tensor: torch.Tensor) -> dict[int, Any] | None:
+def post_accumulate_grad_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
     """The table of hooks that ``register_post_accumulate_grad_hook`` fills; None before the first.
 
-    Torch 2.6 to 2.13, as for `hooks_before`.
+    Torch 2.6 to 2.13, as for `tensor_hooks`.
     """
     found: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
     return found
 
 
-def set_hooks_after(tensor: torch.Tensor, table: dict[int, Any]) -> None:
-    """Let `table` be what `hooks_after` returns. The assignment makes autograd look into it."""
+def set_post_accumulate_grad_hooks(tensor: torch.Tensor, table: dict[int, Any]) -> None:
+    """Let `table` be what `post_accumulate_grad_hooks` returns; see `set_tensor_hooks`."""
     tensor._post_accumulate_grad_hooks = table
 
 
@@ -164,19 +164,19 @@ def arguments_of(operator: Any) -> list[str]:
 # ------------------------------------------------------------------------------------- modules
 
 BatchNorm: Final = _BatchNorm
-"""What the batch normalisations of all dimensions are, `torch.nn.SyncBatchNorm` included.
+"""The base class of batch normalisation in all dimensions, `torch.nn.SyncBatchNorm` included.
 
 Torch 2.6 to 2.13. Publicly: the five classes one by one, without the lazy ones.
 """
 
 Norm: Final = _NormBase
-"""`BatchNorm`, and the instance normalisations. Torch 2.6 to 2.13; publicly as for `BatchNorm`."""
+"""The base class of `BatchNorm` and of the instance normalisations. Torch 2.6 to 2.13."""
 
 Dropout: Final = _DropoutNd
-"""What torch's layers of dropout are. Torch 2.6 to 2.13; publicly: the six classes one by one."""
+"""The base class of torch's dropout layers. Torch 2.6 to 2.13; publicly: the six classes."""
 
 Loss: Final = _Loss
-"""What torch's loss modules are. Torch 2.6 to 2.13; publicly: each of the classes."""
+"""The base class of torch's loss modules. Torch 2.6 to 2.13; publicly: each of the classes."""
 
 MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 """The attributes in which a module keeps what is registered with it. Torch 2.6 to 2.13."""
@@ -210,7 +210,7 @@ def compiled_from(module: nn.Module) -> nn.Module:
 
 
 def layout_versions(state_dict: Mapping[str, Any]) -> Any | None:
-    """What ``Module.state_dict()`` notes of the versions of its layouts; None: it is none.
+    """The layout versions that ``Module.state_dict()`` adds to its result; None for other mappings.
 
     Torch 2.6 to 2.13. ``load_state_dict`` recognises old layouts by it.
     """
@@ -224,13 +224,13 @@ def set_layout_versions(state_dict: Any, versions: Any) -> None:
 
 # ------------------------------------------------------------------- optimizers and schedulers
 
-STEPS_ARE_SCALED: Final = "_step_supports_amp_scaling"
+AMP_SCALING_ATTR: Final = "_step_supports_amp_scaling"
 """The attribute with which a fused optimizer asks ``torch.amp.GradScaler`` not to unscale.
 
 Torch 2.6 to 2.13.
 """
 
-WAS_STEPPED: Final = "_opt_called"
+WAS_STEPPED_ATTR: Final = "_opt_called"
 """The attribute by which schedulers see whether their optimizer has stepped.
 
 Torch 2.6 to 2.13. Torch sets it in the ``step`` that a scheduler has wrapped.
@@ -259,12 +259,12 @@ def is_step_wrapper(step: Any) -> bool:
 
 
 def schedulers_within(scheduler: Any) -> Sequence[Any]:
-    """What a ``ChainedScheduler`` or ``SequentialLR`` steps; else nothing. Torch 2.6 to 2.13."""
+    """The schedulers that a ``ChainedScheduler`` or ``SequentialLR`` steps. Torch 2.6 to 2.13."""
     found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
     return found
 
 
-def set_last_rates(scheduler: Any, rates: list[Any]) -> None:
+def set_last_lr(scheduler: Any, rates: list[Any]) -> None:
     """Let ``scheduler.get_last_lr()`` return `rates`. Torch 2.6 to 2.13."""
     scheduler._last_lr = rates
 
@@ -272,7 +272,7 @@ def set_last_rates(scheduler: Any, rates: list[Any]) -> None:
 # ---------------------------------------------------------------------------------------- data
 
 
-def loader_like(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+def copy_loader(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     """A loader of the same class, with the fields of `loader` but those that are given.
 
     It reads a map-style dataset in order, and starts worker processes of its own.
@@ -285,7 +285,7 @@ def loader_like(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     fields.update(vars(loader))
     fields.update(changed)
     fields["_dataset_kind"] = _DatasetKind.Map
-    fields["_iterator"] = None  # persistent worker processes belong to who started them
+    fields["_iterator"] = None  # persistent worker processes belong to the loader that started them
     if "in_order" in fields:
         fields["in_order"] = True
     return copied
@@ -308,8 +308,8 @@ def shut_down(iterator: Any) -> None:
         end()
 
 
-def collates_as_built_in() -> bool:
-    """Whether ``default_collate`` stacks tensors; programs may teach it another way.
+def has_default_tensor_collate() -> bool:
+    """Whether ``default_collate`` stacks tensors, which a program may change.
 
     Torch 2.6 to 2.13. The table is documented, its home and the function in it are private.
     """
@@ -335,7 +335,7 @@ REDUCE_SCATTER_ONE: Final = "_reduce_scatter_base"
 
 
 def devices_of(process_group: Any) -> list[torch.device] | None:
-    """Whose tensors a registered process group carries; None: it is a raw backend.
+    """The device types a `dist.ProcessGroup` has backends for; None for a bare backend.
 
     Torch 2.6 to 2.13.
     """
@@ -344,7 +344,7 @@ def devices_of(process_group: Any) -> list[torch.device] | None:
 
 
 def backend_of(process_group: Any, device: str) -> Any:
-    """The backend that carries a group's tensors on `device`; a raw backend is its own.
+    """The backend of a process group for tensors on `device`; a bare backend is returned itself.
 
     Torch 2.6 to 2.13.
     """
@@ -354,7 +354,7 @@ def backend_of(process_group: Any, device: str) -> Any:
 
 
 def backend_timeout_s(backend: Any) -> float:
-    """How long a collective of a backend may take, in seconds; infinite: it does not say.
+    """The timeout of a backend's collectives, in seconds; infinite if the backend has no options.
 
     Torch 2.6 to 2.13.
     """
@@ -363,7 +363,7 @@ def backend_timeout_s(backend: Any) -> float:
 
 
 def set_backend_timeout(options: Any, timeout: timedelta) -> None:
-    """Let a backend that is made with `options` give collectives that time. Torch 2.6 to 2.13."""
+    """Set the timeout of collectives in the `options` of a new backend. Torch 2.6 to 2.13."""
     options._timeout = timeout
 
 
@@ -392,8 +392,8 @@ def forget_groups(mesh: DeviceMesh) -> None:
 # ----------------------------------------------------------------------------- torch's own DDP
 
 
-def in_order_of_backward(ddp_class: DDPClass) -> DDPClass:
-    """A decorator of subclasses of DDP: the reducer's parameters begin with the model's last one.
+def with_parameters_reversed(ddp_class: DDPClass) -> DDPClass:
+    """A decorator of subclasses of DDP: the reducer gets the model's parameters in reverse order.
 
     Torch 2.6 to 2.13. DDP orders its buckets by the first backward; no public interface tells it
     an order.
@@ -408,10 +408,10 @@ def in_order_of_backward(ddp_class: DDPClass) -> DDPClass:
     return ddp_class
 
 
-def leave_out_of_ddp(
+def ignore_in_ddp(
     ddp_class: type[DistributedDataParallel], module: nn.Module, names: Iterable[str]
 ) -> None:
-    """Let DDP around `module` not know the parameters and buffers that are called `names`.
+    """Make DDP around `module` ignore the parameters and buffers that are called `names`.
 
     Torch 2.6 to 2.13. Torch looks for a name at the root with and without
     the dot before it.
@@ -420,7 +420,7 @@ def leave_out_of_ddp(
     ddp_class._set_params_and_buffers_to_ignore_for_model(module, both)
 
 
-def sends_nothing(ddp_class: type[DistributedDataParallel]) -> dict[str, Any]:
+def ddp_kwargs_without_sync(ddp_class: type[DistributedDataParallel]) -> dict[str, Any]:
     """The arguments of DDP's constructor with which it sends no parameters and no buffers.
 
     Torch 2.6 to 2.13: ``init_sync`` came in 2.7 and ``forward_sync_buffers`` after 2.9. Until then
@@ -447,7 +447,7 @@ def forget_comm_hooks(ddp: DistributedDataParallel) -> None:
     ddp._comm_hooks = []
 
 
-def fix_buckets(ddp: DistributedDataParallel) -> None:
+def freeze_ddp_buckets(ddp: DistributedDataParallel) -> None:
     """Let a new reducer's buckets follow the order of its parameters, and stay as they are.
 
     Torch 2.6 to 2.13. DDP would rebuild them in the order of the first backward.
@@ -468,29 +468,35 @@ def zero_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
 # ------------------------------------------------- torch's compiler: torch 2.6 to 2.13, all of it
 
 COMPILER: Final = "torch._dynamo"
-"""The package that compiles; the public ``torch.compiler`` is there before it is imported."""
+"""The package that compiles; the public ``torch.compiler`` exists without importing it."""
 
 COMPILERS_SETTINGS: Final = "torch._inductor.config"
-"""What the public ``torch.use_deterministic_algorithms`` imports, to set it."""
+"""The module that the public ``torch.use_deterministic_algorithms`` imports, to set it."""
 
-KEEPS_OUT: Final = "_disable_dynamo.<locals>.inner"
-"""Of torch/_compile.py: imports the compiler to ask for a function that it does not look into."""
+DISABLE_DYNAMO_WRAPPER: Final = "_disable_dynamo.<locals>.inner"
+"""The qualified name of the wrapper that `torch._compile._disable_dynamo` puts around a function.
 
-HAS_ASKED: Final = "__dynamo_disable"
-"""The attribute in which the function inside `KEEPS_OUT` keeps what the compiler made of it."""
+A call of the wrapper imports the compiler.
+"""
 
-BREAKS_GRAPH: Final = "_use_grad_for_differentiable.<locals>._use_grad"
-"""Of torch/optim/optimizer.py: around the steps of torch's own optimizers."""
+DYNAMO_DISABLE_CACHE_ATTR: Final = "__dynamo_disable"
+"""The attribute in which `torch._compile._disable_dynamo` caches `torch._dynamo.disable(fn)`."""
 
-NAMES_IN_BREAKS_GRAPH: Final = frozenset(
+USE_GRAD_WRAPPER: Final = "_use_grad_for_differentiable.<locals>._use_grad"
+"""The qualified name of the wrapper around ``step`` in torch/optim/optimizer.py."""
+
+NAMES_IN_USE_GRAD_WRAPPER: Final = frozenset(
     {"torch", COMPILER, "_dynamo", "graph_break", "cast", "Optimizer"}
     | {"is_grad_enabled", "set_grad_enabled", "defaults"}
 )
-"""All that its code speaks of: a function that does more is left as it is."""
+"""The `co_names` of that wrapper in torch 2.6 to 2.13.
+
+`import_compiler_lazily` does not replace a wrapper that uses any other name.
+"""
 
 
-def keep_out_of_graphs(function: Callable[..., Any]) -> Any:
-    """`function`, which the compiler does not look into; the compiler is asked at the first call.
+def disable_dynamo_at_first_call(function: Callable[..., Any]) -> Any:
+    """`function` with dynamo disabled; the wrapper imports the compiler at the first call.
 
     Publicly: ``torch.compiler.disable``, which imports the compiler at once.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that lockstep raises.
+"""The exceptions that lockstep raises.
 
 ::
 
@@ -215,11 +215,11 @@ class NonFiniteError(LockstepError, FloatingPointError):
     Running statistics keep the changes that the forwards of this step made.
 
     Attributes:
-        is_alike: every rank finds it, because its gradient is the same everywhere.
+        found_on_all_ranks: every rank raises this error, because its reduced gradient is the same.
     """
 
     code = "LS115"
-    is_alike: bool = True
+    found_on_all_ranks: bool = True
 
 
 class MixedWeightsError(LockstepError, RuntimeError):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An explicit handle on the ranks that work together. Nothing here reads the default group.
+"""`Group`: an explicit handle on the ranks that work together, and its collectives.
+
+No code here reads torch's default group, but for `resolve_group`.
 
 Two rules make it possible to leave a broken group and to form a new one in the same process:
 
@@ -24,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep._torch_compat import ALL_GATHER_ONE, REDUCE_SCATTER_ONE
-from lockstep.backends import abort_nccl, metadata_device, timeout_s
-from lockstep.collective_keepalive import CollectiveKeepalive
+from lockstep.all_gather_sum import AllGatherSum, is_faster_by_all_gather
 from lockstep.errors import PeerLostError
-from lockstep.gathered_sum import GatheredSum, is_quicker_gathered
 from lockstep.phases import Phase, in_phase
+from lockstep.process_group_backend import abort_nccl, metadata_device, timeout_s
+from lockstep.tensor_stash import TensorStash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,12 +38,12 @@ if TYPE_CHECKING:
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
 
-ROLL_CALL_LIMIT_S: Final = 300.0
-"""How long a roll call waits at most; less if the group's own timeout is shorter."""
+MONITORED_TIMEOUT_S: Final = 300.0
+"""Longest wait of `Group.monitored_all_gather`; less if the group's own timeout is shorter."""
 
-_ROLL_CALL_TAG: Final = 0x10C5
+_MONITORED_TAG: Final = 0x10C5
 
-_MEETINGS: Final = {
+_AWAITED: Final = {
     "backward": "the backward of a collective",
     "step": "a step of an optimizer, before which what autograd.grad was used for is compared",
     "backward or step": "a backward, or to a step of an optimizer that is sharded",
@@ -50,30 +52,30 @@ _MEETINGS: Final = {
 _LENGTH: Final = struct.Struct("<q")
 
 _ENVELOPE: Final = 504
-"""Bytes that travel with their length; a multiple of eight in all."""
+"""Bytes of an exchanged value that are sent in one message with its length (a multiple of 8)."""
 
 
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
 
-    __slots__ = ("_group", "_keepalive", "_what", "_where", "_work")
+    __slots__ = ("_group", "_stash", "_what", "_where", "_work")
 
     def __init__(
         self,
         work: Any,
         what: str,
         where: str,
-        keepalive: CollectiveKeepalive | None = None,
+        stash: TensorStash | None = None,
         group: Group | None = None,
     ) -> None:
         self._work = work
         self._what = what
         self._where = where
-        self._keepalive = keepalive
+        self._stash = stash
         self._group = group
 
     def wait(self) -> None:
-        """Wait. The second call returns at once.
+        """Wait for the collective; a second call returns at once.
 
         Raises:
             PeerLostError: another rank went away, or did not come within the group's timeout; or
@@ -88,19 +90,19 @@ class Pending:
             raise _peer_lost(self._what, self._where, error) from error
         finally:
             self._work = None
-            if self._keepalive is not None:
-                self._keepalive.settle()
+            if self._stash is not None:
+                self._stash.wait_released()
         if self._group is not None:
             self._group._has_waited(self._what)
 
     def then(self, rest: Callable[[Any], Any]) -> Pending:
-        """The same, with what `rest` makes of its ``Work``."""
+        """Replace the ``Work`` by the result of `rest`, and return this object."""
         self._work = rest(self._work)
         return self
 
     def abandon(self) -> None:
-        """Drop the reference without waiting."""
-        self._work = self._keepalive = None
+        """Drop the references to the ``Work`` and its tensors without waiting."""
+        self._work = self._stash = None
 
 
 _DONE = Pending(None, "", "")
@@ -132,12 +134,12 @@ class Group:
 
     @property
     def is_alone(self) -> bool:
-        """No process group behind it: nothing is communicated."""
+        """Whether the group is a rank alone, without a process group: nothing is communicated."""
         return self._process_group is None and not self._closed
 
     @property
     def is_closed(self) -> bool:
-        """`close` was called."""
+        """Whether `close` was called."""
         return self._closed
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = SUM) -> Pending:
@@ -148,7 +150,7 @@ class Group:
             op: a ``torch.distributed.ReduceOp``.
 
         Returns:
-            What to wait for before reading `tensor`.
+            The collective in flight; call its `wait` before reading `tensor`.
 
         Gradient:
             None: not differentiable.
@@ -162,10 +164,10 @@ class Group:
         """
         if self._is_silent("all_reduce"):
             return _DONE
-        if op is SUM and is_quicker_gathered(tensor, self.size):
+        if op is SUM and is_faster_by_all_gather(tensor, self.size):
             parts = tensor.new_empty(self.size * tensor.numel())
             pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
-            return pending.then(partial(GatheredSum, parts=parts, total=tensor))
+            return pending.then(partial(AllGatherSum, parts=parts, total=tensor))
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self._start("all_reduce", "allreduce", [tensor], options)
@@ -319,12 +321,12 @@ class Group:
             PeerLostError: another rank went away or the group is closed.
         """
         text = json.dumps(value).encode()
-        # Most are short: the length and the value go in one envelope.
-        letter = _LENGTH.pack(len(text)) + text[:_ENVELOPE]
-        envelopes = self._gather_bytes(letter, _LENGTH.size + _ENVELOPE)
-        lengths = [_LENGTH.unpack_from(envelope)[0] for envelope in envelopes]
+        # Most values are short: length and value travel in one message.
+        message = _LENGTH.pack(len(text)) + text[:_ENVELOPE]
+        messages = self._gather_bytes(message, _LENGTH.size + _ENVELOPE)
+        lengths = [_LENGTH.unpack_from(message)[0] for message in messages]
         if max(lengths) <= _ENVELOPE:
-            texts = [envelope[_LENGTH.size :] for envelope in envelopes]
+            texts = [message[_LENGTH.size :] for message in messages]
         else:
             texts = self._gather_bytes(text, max(lengths))
         return [json.loads(one[:length]) for one, length in zip(texts, lengths, strict=True)]
@@ -336,59 +338,64 @@ class Group:
         gathered = torch.stack(self.all_gather(padded.to(self.device))).cpu()
         return [bytes(row) for row in gathered.numpy()]
 
-    def roll_call(self, token: Sequence[float], to: str = "backward") -> list[list[float]]:
-        """Every rank's `token`, by rank; names the ranks that do not come.
+    def monitored_all_gather(
+        self, numbers: Sequence[float], before: str = "backward"
+    ) -> list[list[float]]:
+        """Every rank's `numbers`, by rank; the error names the ranks that sent none.
 
-        For the moments at which a rank may not come for a reason of its own, such as a
-        backward that it leaves out. Where metadata travels on the CPU, each rank hears from
-        each other one directly, and so knows which are missing. NCCL's ranks meet in an
-        all-gather, whose timeout is NCCL's own.
+        As torch's ``monitored_barrier``, for the moments at which a rank may be absent for a reason
+        of its own, such as a backward that it leaves out. Where metadata travels on the CPU, each
+        rank receives a message from each other one, and so knows which are missing. NCCL's ranks
+        run an all-gather, whose timeout is NCCL's own.
 
         Args:
-            token: as many finite or infinite numbers on every rank, no NaN.
+            numbers: as many finite or infinite numbers on every rank, no NaN.
+            before: the call that follows on every rank, a key of `_AWAITED`.
 
         Gradient:
             None: metadata only.
 
         Collective:
-            Every rank, same order. Blocks, for `ROLL_CALL_LIMIT_S` or the group's timeout.
+            Every rank, same order. Blocks, for `MONITORED_TIMEOUT_S` or the group's timeout.
             One small message to and from each rank, or one all-gather.
 
         Raises:
-            PeerLostError: names the ranks that did not come. The group is of no use then.
+            PeerLostError: names the ranks that did not come. The group cannot be used any more.
         """
-        if self._is_silent("roll_call"):
-            return [list(token)]
-        mine = torch.tensor(token, dtype=torch.float64, device=self.device)
+        if self._is_silent("monitored_all_gather"):
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         if self.device.type != "cpu":
             return [part.tolist() for part in self.all_gather(mine)]
-        heard = torch.full((self.size, len(token)), math.nan, dtype=torch.float64, device="cpu")
-        heard[self.rank] = mine
-        failure = self._hear(mine, heard)
+        received = torch.full(
+            (self.size, len(numbers)), math.nan, dtype=torch.float64, device="cpu"
+        )
+        received[self.rank] = mine
+        failure = self._receive_all(mine, received)
         if failure is None:
-            return [part.tolist() for part in heard]
-        missing = [rank for rank in range(self.size) if heard[rank].isnan().all()]
+            return [part.tolist() for part in received]
+        missing = [rank for rank in range(self.size) if received[rank].isnan().all()]
         raise PeerLostError(
-            f"rank {', '.join(map(str, missing))} did not come to {_MEETINGS[to]}"
+            f"rank {', '.join(map(str, missing))} did not come to {_AWAITED[before]}"
             if missing
             else "the ranks did not all hear from each other",
             where=f"rank {self.rank} of {self.size}",
-            expected=f"the same {to} on every rank",
+            expected=f"the same {before} on every rank",
             got=str(failure).splitlines()[0],
-            cause=f"it left the {to} out (a NaN guard, an early `continue`), raised, or died",
-            fix=f"run the {to} on every rank, or agree to leave it out on all of them",
+            cause=f"it left the {before} out (a NaN guard, an early `continue`), raised, or died",
+            fix=f"run the {before} on every rank, or agree to leave it out on all of them",
         ) from failure
 
     @in_phase(Phase.WAITING)
-    def _hear(self, mine: torch.Tensor, heard: torch.Tensor) -> RuntimeError | None:
-        """Exchange messages with every other rank; the first failure, if there is one."""
-        limit = timedelta(seconds=min(ROLL_CALL_LIMIT_S, timeout_s(self._process_group)))
+    def _receive_all(self, mine: torch.Tensor, received: torch.Tensor) -> RuntimeError | None:
+        """Send `mine` to every other rank, and fill `received`; the first failure, or None."""
+        limit = timedelta(seconds=min(MONITORED_TIMEOUT_S, timeout_s(self._process_group)))
         works: list[Any] = []
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
             receive, send = (getattr(self._process_group, name) for name in ("recv", "send"))
-            works += [receive([heard[rank]], rank, _ROLL_CALL_TAG) for rank in others]
-            works += [send([mine], rank, _ROLL_CALL_TAG) for rank in others]
+            works += [receive([received[rank]], rank, _MONITORED_TAG) for rank in others]
+            works += [send([mine], rank, _MONITORED_TAG) for rank in others]
             for work in works:
                 work.wait(limit)
         except RuntimeError as error:
@@ -397,7 +404,7 @@ class Group:
         return None
 
     def is_same_as(self, other: Group) -> bool:
-        """Whether both stand for the same process group."""
+        """Whether this object and `other` hold the same process group."""
         return self is other or (
             self._process_group is not None and self._process_group is other._process_group
         )
@@ -408,18 +415,19 @@ class Group:
         self._closed = True
 
     def give_up(self) -> None:
-        """End the collectives that run, refuse all others: a peer is lost. From any thread."""
-        # First: no result of a collective that the abort ends may be used; see `confirm`.
+        """Abort the collectives that run and refuse all others: a peer is lost. From any thread."""
+        # Set the flag before the abort: `confirm` must see it after any aborted collective.
         self._is_given_up = True
         abort_nccl(self._process_group)
 
     def confirm(self) -> None:
-        """Make sure that the collectives waited for are whole, before a step uses their results.
+        """Make sure that the awaited collectives are complete, before a step uses their results.
 
-        ``wait`` of a CUDA collective only puts the streams in order, and says nothing of one that
-        an abort ends half-way. The flag is set before the abort. So where the device has done all
-        its work and the flag is not set afterwards, no abort had begun when the collectives ended,
-        and each of them is whole. Without a collective since the last time nothing is waited for.
+        ``wait`` of a CUDA collective only orders the streams, and does not show that an abort ended
+        the collective half-way. `give_up` sets its flag before the abort. So if the device has done
+        all its work and the flag is not set afterwards, no abort had begun when the collectives
+        ended, and each of them is complete. Without a collective since the last call, `confirm`
+        does not wait for the device.
 
         Gradient:
             None: nothing is communicated.
@@ -463,12 +471,12 @@ class Group:
         return self._process_group is None
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
-        where, keepalive = f"rank {self.rank} of {self.size}", CollectiveKeepalive(arguments)
+        where, stash = f"rank {self.rank} of {self.size}", TensorStash(arguments)
         try:
             # The first collective of a group connects the ranks.
             with in_phase(Phase.WAITING):
                 work = getattr(self._process_group, method)(*arguments)
-            return Pending(work, what, where, keepalive, self)
+            return Pending(work, what, where, stash, self)
         except RuntimeError as error:
             raise _peer_lost(what, where, error) from error
 

@@ -15,7 +15,7 @@ NUM_SAMPLES: Final = "num_samples"
 """In results: how many samples were seen, each counted once over all workers."""
 
 WEIGHT: Final = "*weight"
-"""In a step's metrics: what its loss and metrics count for (tokens), instead of its samples."""
+"""In a step's metrics: the weight of its loss and metrics (tokens), in place of its samples."""
 
 BATCH_COUNT: Final = "batch_count"
 """In results: how many global batches were seen."""

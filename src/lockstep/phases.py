@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each thread of this process is doing, in a word: said by the code that does it.
+"""The phase of each thread of this process (waiting, forward, ...), as the running code says it.
 
 A watchdog asks from another thread whether a rank waits for its peers or computes. The code that
 begins to wait, or to compute, says so here; nothing is derived from the names of files and
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class Phase(Enum):
-    """What a thread is doing; the value is what people read."""
+    """What a thread is doing; messages to people hold the value."""
 
     NO_THREAD = "idle"
     USER_CODE = "its own code"
@@ -43,7 +43,7 @@ _entered: Final[dict[int, list[Phase]]] = {}
 
 
 class in_phase:  # used as `with in_phase(...)` and `@in_phase(...)`
-    """Inside, the thread is in `phase`; afterwards in the phase of before, also after an error.
+    """Inside, the thread is in `phase`; afterwards in its former phase, also after an error.
 
     ::
 

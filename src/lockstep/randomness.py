@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers as functions of where in the run one is, never of which process runs it.
+"""Random numbers as functions of the place in the run, never of the process that runs there.
 
 Every draw in a run comes from a generator seeded by (seed, epoch, step, shard, purpose).
 Nothing is carried over from one step to the next, so a step can be computed by another
@@ -46,7 +46,7 @@ def seed_all(seed: int) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of every global generator, to be put back later."""
+    """The state of every global random generator, captured to be restored later."""
 
     cpu: torch.Tensor
     cuda: list[torch.Tensor]
@@ -67,7 +67,7 @@ class RandomState:
 
 
 @contextmanager
-def preserved(seed: int | None = None) -> Iterator[None]:
+def preserve_rng_state(seed: int | None = None) -> Iterator[None]:
     """Leave the global generators as they were; inside, start from `seed` if one is given."""
     before = RandomState.capture()
     try:

@@ -99,7 +99,7 @@ class _Active:
                     break
 
 
-def backward_of(
+def activate_for_backward(
     group: Group, weight: float | None, earlier: Mapping[int, torch.Tensor]
 ) -> AbstractContextManager[ReductionContext]:
     """Around a backward that a `GradientSync` over `group` runs.
@@ -122,13 +122,13 @@ def deliver(weight: float | None) -> None:
     _of_this_thread.delivered = weight
 
 
-def delivered_weight() -> float | None:
+def batch_weight() -> float | None:
     """The weight of the present batch; None where no program has set one: one per rank."""
     current = active()
     return _of_this_thread.delivered if current is None else current.weight
 
 
-class Crossing:
+class ExpectedExchange:
     """A backward to come in which gradients travel between the ranks of `group`.
 
     While a crossing is ahead, no bucket may leave: where ranks run their backwards differently
@@ -141,17 +141,17 @@ class Crossing:
         with _crossings_lock:
             _crossings.add(self)
 
-    def is_over(self) -> None:
+    def finish(self) -> None:
         """The backward has communicated."""
         with _crossings_lock:
             _crossings.discard(self)
 
 
-_crossings: weakref.WeakSet[Crossing] = weakref.WeakSet()
+_crossings: weakref.WeakSet[ExpectedExchange] = weakref.WeakSet()
 _crossings_lock = threading.Lock()
 
 
-def crossing_ahead(group: Group) -> bool:
+def is_exchange_expected(group: Group) -> bool:
     """Whether a graph is alive whose backward will communicate on `group`."""
     if not _crossings:
         return False

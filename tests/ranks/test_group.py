@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from harness import outcomes, run_ranks
 from lockstep import reduction_context
-from lockstep.collective_keepalive import CollectiveKeepalive
 from lockstep.errors import PeerLostError
 from lockstep.group import Group, resolve_group
 from lockstep.sync import replicate
+from lockstep.tensor_stash import TensorStash
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -97,9 +97,9 @@ def test_while_it_is_lent_a_tensor_has_an_owner_besides_python_and_the_borrower(
     """So that the borrower is not the last of them when it lets go, and needs no interpreter."""
     tensor, shared = torch.ones(3), torch.ones(3)
     view = shared[:2]
-    keepalive = CollectiveKeepalive(([tensor], (shared, 5)))
+    stash = TensorStash(([tensor], (shared, 5)))
     assert (tensor._use_count(), shared._use_count()) == (2, 2)
-    keepalive.settle()
+    stash.wait_released()
     assert (tensor._use_count(), shared._use_count()) == (1, 2)
     assert view.tolist() == [1, 1]
 
@@ -114,7 +114,7 @@ def test_collectives_of_rows(size):
         group.reduce_scatter(part, everyone * (group.rank + 1))
         total = torch.tensor([group.rank + 1.0])
         group.reduce(total, 1).wait()
-        heard = group.roll_call([group.rank, -float("inf")])
+        heard = group.monitored_all_gather([group.rank, -float("inf")])
         return everyone[::2, 0].tolist(), part.unique().tolist(), total.item(), heard
 
     sum_of_ranks = size * (size + 1) / 2
@@ -132,7 +132,7 @@ def test_a_roll_call_names_who_is_missing_and_lets_the_group_go():
             return None
         try:
             with pytest.raises(PeerLostError, match="did not come") as caught:
-                group.roll_call([1.0])
+                group.monitored_all_gather([1.0])
             gone = weakref.ref(group._process_group)
             group.close()
             gc.collect()
@@ -157,7 +157,7 @@ def test_a_rank_alone_communicates_with_itself():
     group.broadcast(value)
     assert group.all_gather(value) == [value]
     assert group.exchange([1, "a"]) == [[1, "a"]]
-    assert group.roll_call([1.0]) == [[1.0]]
+    assert group.monitored_all_gather([1.0]) == [[1.0]]
     group.reduce(value, 0).wait()
     for move in (group.all_gather_into, group.reduce_scatter):
         moved = torch.empty(1)
@@ -181,7 +181,7 @@ def test_a_closed_group_refuses_everything():
             lambda: group.all_gather_into(value, value),
             lambda: group.reduce(value, 0),
             lambda: group.reduce_scatter(value, value),
-            lambda: group.roll_call([1.0]),
+            lambda: group.monitored_all_gather([1.0]),
             lambda: group.exchange(1),
         ):
             with pytest.raises(PeerLostError, match="closed"):
@@ -211,7 +211,7 @@ def test_a_group_that_was_given_up_refuses_what_follows_and_what_had_not_come():
         with pytest.raises(PeerLostError, match="all_gather over a group that was given up"):
             group.all_gather(value)
         with pytest.raises(PeerLostError, match="given up"):
-            group.roll_call([1.0])
+            group.monitored_all_gather([1.0])
 
     run_ranks(2, body)
 

@@ -113,12 +113,12 @@ def registered_on_two_ranks(body):
 
 def test_a_layer_that_was_replaced_after_registering_is_named():
     def body(run, model, optimizer):
-        run.refuse_replaced()
+        run.refuse_added_parameters()
         model[1] = nn.Linear(3, 2).double()
         with pytest.raises(UnknownParameterError, match=r"`1\.weight` \(2, 3\), `1\.bias`"):
-            run.refuse_replaced()
+            run.refuse_added_parameters()
         local(model[1])
-        run.refuse_replaced()
+        run.refuse_added_parameters()
 
     registered_on_two_ranks(body)
 

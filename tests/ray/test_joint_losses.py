@@ -13,7 +13,7 @@ from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, CrossedWeightsError, PerShardLossError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import RankContext
-from lockstep.operator.sync_batch_norm import refuse_borrowed
+from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
 
 GLOBAL_BATCH = 12
 """37 samples: the fourth batch of an epoch is one sample, so three of four workers borrow."""
@@ -240,9 +240,9 @@ def test_statistics_never_count_borrowed_rows():
     operator.setup(operator.config)
     try:
         with pytest.raises(PerShardLossError, match="rows of another worker"):
-            refuse_borrowed(operator)
+            refuse_borrowed_batch(operator)
         operator.model.eval()
         operator._lockstep.begin_call("validation")
-        refuse_borrowed(operator)
+        refuse_borrowed_batch(operator)
     finally:
         operator._lockstep.sync.detach()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lockstep.import_without_gc import gc_paused
+from lockstep.import_without_gc import pause_gc
 
 _FIRST_USE = """
 import gc
@@ -30,7 +30,7 @@ def test_the_first_use_of_a_name_goes_through_its_imports_once_afterwards():
 def test_a_collector_that_was_off_stays_off():
     gc.disable()
     try:
-        with gc_paused():
+        with pause_gc():
             pass
         assert not gc.isenabled()
     finally:
@@ -38,6 +38,6 @@ def test_a_collector_that_was_off_stays_off():
 
 
 def test_the_collector_is_on_again_after_a_failed_import():
-    with pytest.raises(ImportError), gc_paused():
+    with pytest.raises(ImportError), pause_gc():
         raise ImportError
     assert gc.isenabled()

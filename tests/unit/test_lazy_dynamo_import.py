@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.lazy_dynamo_import import import_compiler_lazily, outside_graphs
+from lockstep.compiler_disable import disable_dynamo
+from lockstep.lazy_dynamo_import import import_compiler_lazily
 from lockstep.sync.batch_weights import weighted_root
 
 OPTIMIZERS = [
@@ -51,7 +52,7 @@ def trained():
 import_compiler_lazily()
 told = []
 
-@outside_graphs
+@disable_dynamo
 def report(value):
     told.append(torch.compiler.is_compiling())
     return value + float(value.detach().sum())
@@ -61,7 +62,7 @@ class Listener:
         heard.append(module)
 
 heard = []
-handle = register_module_parameter_registration_hook(outside_graphs(Listener().hear))
+handle = register_module_parameter_registration_hook(disable_dynamo(Listener().hear))
 nn.Linear(1, 1)
 assert report(torch.ones(2)).tolist() == [3.0, 3.0]
 without = trained()

@@ -97,7 +97,7 @@ def test_tensors_in_one_storage_share_its_key_and_count():
 
 def test_a_sparse_tensor_has_parts_before_it_is_coalesced():
     tensor = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,), check_invariants=False)
-    indices, values = compat.parts_of_sparse(tensor)
+    indices, values = compat.sparse_indices_and_values(tensor)
     assert indices.tolist() == [[0, 0]]
     assert values.tolist() == [1.0, 2.0]
 
@@ -155,31 +155,31 @@ def test_what_a_backward_will_run():
     nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in (first, second)]
 
     def ask():
-        answers.append([compat.will_run(node) for node in nodes])
+        answers.append([compat.will_execute_node(node) for node in nodes])
 
     Calls.apply(first * second, ask).sum().backward(inputs=[first])
     assert answers == [[True, False]]
 
     def ask_of_grad():
         with pytest.raises(RuntimeError):
-            compat.will_run(nodes[0])
+            compat.will_execute_node(nodes[0])
 
     torch.autograd.grad(Calls.apply(first * second, ask_of_grad).sum(), first)
 
 
 def test_a_table_of_hooks_that_was_put_in_is_looked_into():
     param, seen = leaf(2), []
-    assert compat.hooks_before(param) is None
-    assert compat.hooks_after(param) is None
-    compat.set_hooks_before(param, {0: lambda gradient: seen.append("before")})
-    compat.set_hooks_after(param, {0: lambda tensor: seen.append("after")})
-    assert list(compat.hooks_before(param)) == list(compat.hooks_after(param)) == [0]
+    assert compat.tensor_hooks(param) is None
+    assert compat.post_accumulate_grad_hooks(param) is None
+    compat.set_tensor_hooks(param, {0: lambda gradient: seen.append("before")})
+    compat.set_post_accumulate_grad_hooks(param, {0: lambda tensor: seen.append("after")})
+    assert list(compat.tensor_hooks(param)) == list(compat.post_accumulate_grad_hooks(param)) == [0]
     param.sum().backward()
     assert seen == ["before", "after"]
     other = leaf(2)
     other.register_hook(lambda gradient: None)
     other.register_post_accumulate_grad_hook(lambda tensor: None)
-    assert len(compat.hooks_before(other)) == len(compat.hooks_after(other)) == 1
+    assert len(compat.tensor_hooks(other)) == len(compat.post_accumulate_grad_hooks(other)) == 1
 
 
 def test_operators_of_a_dispatch_mode_name_their_arguments():
@@ -246,11 +246,11 @@ def test_a_state_dict_knows_the_versions_of_its_layouts():
 
 def test_marks_on_an_optimizer():
     optimizer = torch.optim.SGD([leaf(1)], lr=0.1, fused=True)
-    assert vars(optimizer)[compat.STEPS_ARE_SCALED]
+    assert vars(optimizer)[compat.AMP_SCALING_ATTR]
     scheduler = lr_scheduler.StepLR(optimizer, 1)
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         scheduler.step()
-    vars(optimizer)[compat.WAS_STEPPED] = True
+    vars(optimizer)[compat.WAS_STEPPED_ATTR] = True
     lr_scheduler.StepLR(optimizer, 1).step()
 
 
@@ -283,7 +283,7 @@ def test_schedulers_in_others_and_their_rates():
     parts = [lr_scheduler.StepLR(optimizer, 1), lr_scheduler.ConstantLR(optimizer)]
     assert list(compat.schedulers_within(lr_scheduler.ChainedScheduler(parts))) == parts
     assert list(compat.schedulers_within(parts[0])) == []
-    compat.set_last_rates(parts[0], [0.7])
+    compat.set_last_lr(parts[0], [0.7])
     assert parts[0].get_last_lr() == [0.7]
 
 
@@ -297,7 +297,7 @@ class Loader(DataLoader):
 def test_a_loader_like_another():
     loader = Loader(TensorDataset(torch.arange(6)), batch_size=2, timeout=0.0)
     loader.mark = "kept"
-    copied = compat.loader_like(
+    copied = compat.copy_loader(
         loader, dataset=list(range(6)), batch_sampler=[[5], [1, 2]], collate_fn=list
     )
     assert type(copied) is Loader
@@ -319,10 +319,10 @@ def test_processes_of_a_loader_end_when_they_are_told_to():
 
 
 def test_collating_that_a_program_has_changed(monkeypatch):
-    assert compat.collates_as_built_in()
+    assert compat.has_default_tensor_collate()
     table = data_utils.collate.default_collate_fn_map
     monkeypatch.setitem(table, torch.Tensor, lambda batch, collate_fn_map: batch)
-    assert not compat.collates_as_built_in()
+    assert not compat.has_default_tensor_collate()
 
 
 def test_cuda_is_not_seeded_where_there_is_none():
@@ -382,7 +382,7 @@ def test_a_mesh_without_groups_by_name():
 # ----------------------------------------------------------------------------- torch's own DDP
 
 
-@compat.in_order_of_backward
+@compat.with_parameters_reversed
 class Replica(DistributedDataParallel):
     """With the last parameter first."""
 
@@ -390,8 +390,8 @@ class Replica(DistributedDataParallel):
 def test_ddp_of_one_rank_whose_buckets_do_not_move():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)).double()
-    compat.leave_out_of_ddp(Replica, module, ["1.weight", "1.bias"])
-    quiet = compat.sends_nothing(Replica)
+    compat.ignore_in_ddp(Replica, module, ["1.weight", "1.bias"])
+    quiet = compat.ddp_kwargs_without_sync(Replica)
     assert quiet.keys() <= inspect.signature(DistributedDataParallel.__init__).parameters.keys()
     assert not any(quiet.values())
     ddp = Replica(module, process_group=compat.group_of_one({"cpu"}), **quiet)
@@ -404,7 +404,7 @@ def test_ddp_of_one_rank_whose_buckets_do_not_move():
         return future
 
     def take_hold():
-        compat.fix_buckets(ddp)
+        compat.freeze_ddp_buckets(ddp)
         ddp.register_comm_hook(None, carry)
         buckets = compat.zero_buckets(ddp)
         assert not any(bucket.buffer().any() for bucket in buckets)
@@ -436,16 +436,16 @@ from lockstep import _torch_compat as compat
 def name(method):
     return method.__code__.co_qualname
 assert compat.COMPILER not in sys.modules and compat.COMPILERS_SETTINGS not in sys.modules
-assert any(hasattr(m, "__wrapped__") and name(m) == compat.KEEPS_OUT
+assert any(hasattr(m, "__wrapped__") and name(m) == compat.DISABLE_DYNAMO_WRAPPER
            for m in vars(torch.optim.Optimizer).values() if hasattr(m, "__code__"))
-assert name(torch.optim.SGD.step) == compat.BREAKS_GRAPH
-assert compat.NAMES_IN_BREAKS_GRAPH.issuperset(torch.optim.SGD.step.__code__.co_names)
+assert name(torch.optim.SGD.step) == compat.USE_GRAD_WRAPPER
+assert compat.NAMES_IN_USE_GRAD_WRAPPER.issuperset(torch.optim.SGD.step.__code__.co_names)
 def plain(value):
     return value + 1
-kept_out = compat.keep_out_of_graphs(plain)
-assert name(kept_out) == compat.KEEPS_OUT and compat.COMPILER not in sys.modules
+kept_out = compat.disable_dynamo_at_first_call(plain)
+assert name(kept_out) == compat.DISABLE_DYNAMO_WRAPPER and compat.COMPILER not in sys.modules
 assert kept_out(1) == 2
-assert compat.COMPILER in sys.modules and compat.HAS_ASKED in vars(plain)
+assert compat.COMPILER in sys.modules and compat.DYNAMO_DISABLE_CACHE_ATTR in vars(plain)
 torch.use_deterministic_algorithms(True)
 assert compat.COMPILERS_SETTINGS in sys.modules
 """

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from lockstep.collectives.gather_with_gradient import gather as gather
-from lockstep.collectives.gather_with_gradient import rank_slice as rank_slice
+from lockstep.collectives.differentiable_gather import gather as gather
+from lockstep.collectives.differentiable_gather import rank_slice as rank_slice
+from lockstep.collectives.global_mean_loss import global_mean as global_mean
 from lockstep.collectives.info_nce_loss import info_nce as info_nce
-from lockstep.collectives.mean_over_ranks import global_mean as global_mean
 from lockstep.collectives.nt_xent_loss import nt_xent as nt_xent
 
 __all__ = ["gather", "global_mean", "info_nce", "nt_xent", "rank_slice"]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backwards in which gradients travel between ranks: the roll call before they do.
+"""`CommunicatingBackward`: the checks before a backward in which gradients travel between ranks.
 
-Every function of `collectives` that communicates in its backward first calls the roll. A rank that
-leaves its backward out is named instead of waited for. Two faults show only now, and all ranks
-refuse them alike, because all have heard the same: weights that are not equal and not on the roots
-of backward (a gradient that travels would be weighed by the wrong rank at the reduction), and, for
-a function that needs one loss, ranks that each differentiate another one.
+Every function of `collectives` that communicates in its backward first exchanges a `BackwardInfo`
+with all ranks. A rank that leaves its backward out is named in an error instead of waited for. Two
+faults can be found only in backward, and all ranks raise for them, because all have the same
+information: weights that are not equal and not on the roots of backward (the reduction would weigh
+a gradient that has travelled by the wrong rank's weight), and, for a function that needs one loss,
+ranks that differentiate different losses.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from lockstep.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.collectives.call_preconditions import RowLayout
+    from lockstep.collectives.row_layout import RowLayout
     from lockstep.group import Group
 
 _PRINTS: Final = 8
 
 
-class Answer(NamedTuple):
-    """What one rank answers to the roll call before a backward.
+class BackwardInfo(NamedTuple):
+    """What one rank tells the others before a backward.
 
     Attributes:
-        ticket: the number that the rank gave the call in its forward.
+        call_id: the number that the rank gave the call in its forward.
         weight: of the rank's loss.
         at_root: 1.0 if the weight was put on the root of the rank's backward, else 0.0.
         scalar: the gradient of a function that returns a number; zero with weight zero.
-        fingerprint: of the gradient, where losses are compared; else zeros.
+        fingerprint: see `fingerprint_of`, where losses are compared; else zeros.
     """
 
-    ticket: float
+    call_id: float
     weight: float
     at_root: float
     scalar: float
@@ -55,12 +56,13 @@ class Answer(NamedTuple):
 
 
 class CommunicatingBackward:
-    """The backward to come of one call; made in the forward, kept by the autograd graph.
+    """The upcoming backward of one call; made in the forward, kept by the autograd graph.
 
     Args:
         function: as the user calls it.
         layout: of the rows that the ranks brought to the forward.
-        returns_rows: the function hands rows to a loss; False: it is the loss.
+        returns_rows: the function returns rows, from which a loss is computed; False: it returns
+            the loss.
     """
 
     def __init__(
@@ -69,25 +71,28 @@ class CommunicatingBackward:
         self.function = function
         self.group = group
         self.layout = layout
-        self.averages = _averages()
-        # Unequal numbers of rows that count alike: right for one loss, rarely for a mean per rank.
+        self.averages = _losses_are_averaged()
+        # Unequal numbers of rows and equal weights: right for one loss, rarely for a mean per rank.
         self._is_doubtful = returns_rows and self.averages and not layout.is_even
-        # Autograd may run backward on a thread that has never heard of this rank's batch.
-        self._weight = reduction_context.delivered_weight()
-        self._ahead = reduction_context.Crossing(group)
+        # Autograd may run backward on a thread that has no reduction context of this rank.
+        self._weight = reduction_context.batch_weight()
+        self._expected_exchange = reduction_context.ExpectedExchange(group)
 
-    def call_roll(self, gradient: torch.Tensor, *, one_loss: bool = False) -> list[Answer]:
-        """Meet the other ranks, and refuse together what cannot be right.
+    def exchange_backward_info(
+        self, gradient: torch.Tensor, *, one_loss: bool = False
+    ) -> list[BackwardInfo]:
+        """Exchange a `BackwardInfo` with the other ranks, and raise on all of them or on none.
 
         Args:
             gradient: of the function's output on this rank; a scalar is sent along.
             one_loss: refuse ranks that differentiate different losses.
 
         Returns:
-            The answers of all ranks, by rank.
+            The infos of all ranks, by rank.
 
         Collective:
-            Every rank that ran the forward. Blocks, not for ever: see `Group.roll_call`.
+            Every rank that ran the forward. Blocks, but not for ever: see
+            `Group.monitored_all_gather`.
 
         Raises:
             WrongUseError: a backward that is to be differentiated itself.
@@ -102,34 +107,36 @@ class CommunicatingBackward:
         doubtful = self._is_doubtful and not at_root
         prints = [0.0] * _PRINTS
         if one_loss or doubtful:
-            prints = fingerprint(gradient, weight if at_root else 1.0)
-        token = [
-            float(self.layout.tickets[self.group.rank]),
+            prints = fingerprint_of(gradient, weight if at_root else 1.0)
+        numbers = [
+            float(self.layout.call_ids[self.group.rank]),
             weight,
             float(at_root),
             scalar if math.isfinite(scalar) else math.inf,
             *prints,
         ]
-        heard = self.group.roll_call(token)
-        self._ahead.is_over()
-        answers = [
-            Answer(ticket, weight, at_root, math.nan if math.isinf(scalar) else scalar, prints)
-            for ticket, weight, at_root, scalar, *prints in heard
+        received = self.group.monitored_all_gather(numbers)
+        self._expected_exchange.finish()
+        infos = [
+            BackwardInfo(
+                call_id, weight, at_root, math.nan if math.isinf(scalar) else scalar, prints
+            )
+            for call_id, weight, at_root, scalar, *prints in received
         ]
-        if [int(one.ticket) for one in answers] != list(self.layout.tickets):
+        if [int(one.call_id) for one in infos] != list(self.layout.call_ids):
             raise RowsDifferError(
                 f"the ranks run backward through different calls of {self.function}",
                 where=f"rank {self.group.rank} of {self.group.size}",
                 cause="their losses use the outputs of several calls in another order",
                 fix="compute the loss by the same code on every rank",
             )
-        self._compare_weights(answers)
-        differing = _losses_that_differ(answers, gradient.dtype)
+        self._compare_weights(infos)
+        differing = _ranks_with_another_loss(infos, gradient.dtype)
         if differing and one_loss:
             raise self._different_losses(differing)
         if differing and doubtful and not _global_mean_has_run():
             self._warn_of_means()
-        return answers
+        return infos
 
     def _refuse_differentiating(self) -> None:
         # Autograd runs a backward with gradients enabled if it is to be differentiated itself.
@@ -148,23 +155,25 @@ class CommunicatingBackward:
             return (1.0 if current.weight is None else current.weight), True
         return (1.0 if self._weight is None else self._weight), False
 
-    def _compare_weights(self, answers: Sequence[Answer]) -> None:
-        weights = [one.weight for one in answers]
-        mute = [rank for rank, one in enumerate(weights) if one == 0.0 and self.layout.counts[rank]]
-        if mute:
+    def _compare_weights(self, infos: Sequence[BackwardInfo]) -> None:
+        weights = [one.weight for one in infos]
+        silenced_ranks = [
+            rank for rank, one in enumerate(weights) if one == 0.0 and self.layout.counts[rank]
+        ]
+        if silenced_ranks:
             raise CrossedWeightsError(
                 f"rows went into {self.function} whose gradients would be dropped",
-                where=f"rank {', '.join(map(str, mute))} of {self.group.size}",
+                where=f"rank {', '.join(map(str, silenced_ranks))} of {self.group.size}",
                 got="a backward of weight zero, through rows that the other ranks' losses hold",
                 fix="bring no rows where a batch should not count: x[:0]",
             )
-        on_roots = {one.at_root for one in answers}
+        on_roots = {one.at_root for one in infos}
         counting = {weight for weight in weights if weight != 0.0}
         if on_roots == {1.0} or (on_roots == {0.0} and (len(counting) < 2 or not self.averages)):
             return
         listed = ", ".join(
             f"{one.weight:g} {'at the root' if one.at_root else 'at the reduction'} on rank {rank}"
-            for rank, one in enumerate(answers)
+            for rank, one in enumerate(infos)
         )
         raise CrossedWeightsError(
             f"the gradients of {self.function} cross ranks before unequal weights are applied",
@@ -201,12 +210,12 @@ class CommunicatingBackward:
         )
 
 
-def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
-    """A few numbers that are equal where gradients are: a norm, and random projections.
+def fingerprint_of(gradient: torch.Tensor, scale: float) -> list[float]:
+    """A few numbers that are equal if gradients are equal: a norm, and random projections.
 
     Args:
         gradient: of any shape.
-        scale: a factor of it, to be divided out; zero: the gradient is not to be compared.
+        scale: a factor that `gradient` holds and that is divided out; zero: compare nothing.
     """
     if scale == 0.0:
         return [0.0] * _PRINTS
@@ -221,18 +230,19 @@ def fingerprint(gradient: torch.Tensor, scale: float) -> list[float]:
     return [number if math.isfinite(number) else math.inf for number in numbers]
 
 
-def _losses_that_differ(answers: Sequence[Answer], dtype: torch.dtype) -> list[int]:
-    """The ranks whose gradient is another one than that of the first rank that counts."""
-    prints = {rank: one.fingerprint for rank, one in enumerate(answers) if one.weight != 0.0}
+def _ranks_with_another_loss(infos: Sequence[BackwardInfo], dtype: torch.dtype) -> list[int]:
+    """The ranks whose gradient differs from that of the first rank with a weight above zero."""
+    prints = {rank: one.fingerprint for rank, one in enumerate(infos) if one.weight != 0.0}
     if not prints:
         return []
     first = next(iter(prints.values()))
-    # Equal losses of equal rows come out equal but for the order of sums on an accelerator.
-    room = math.sqrt(torch.finfo(dtype).eps) * first[0]
+    # On an accelerator the order of sums may differ: equal losses are equal up to rounding.
+    tolerance = math.sqrt(torch.finfo(dtype).eps) * first[0]
     return [
         rank
         for rank, own in prints.items()
-        if own != first and not all(abs(a - b) <= room for a, b in zip(own, first, strict=True))
+        if own != first
+        and not all(abs(a - b) <= tolerance for a, b in zip(own, first, strict=True))
     ]
 
 
@@ -240,7 +250,7 @@ _of_this_thread = threading.local()
 
 
 def note_global_mean() -> None:
-    """In the backward that runs, losses of rows were weighed by their number over all ranks."""
+    """Note that `global_mean` is part of the loss whose backward runs on this thread."""
     _of_this_thread.task = current_graph_task()
 
 
@@ -248,6 +258,6 @@ def _global_mean_has_run() -> bool:
     return getattr(_of_this_thread, "task", None) == current_graph_task()
 
 
-def _averages() -> bool:
+def _losses_are_averaged() -> bool:
     current = reduction_context.active()
     return current is None or current.averages

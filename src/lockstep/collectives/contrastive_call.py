@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a contrastive loss: the checks between ranks, and what all such losses share."""
+"""`ContrastiveCall`: the arguments of one contrastive loss, compared between the ranks.
+
+Also the small functions that `info_nce` and `nt_xent` share.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from lockstep.collectives.call_preconditions import (
-    RowLayout,
-    agree_on_rows,
-    brings_nothing,
-    ranks_named,
-    ranks_of,
-    refuse_sums,
+    group_for_call,
+    has_no_samples,
+    require_mean_reduction,
 )
 from lockstep.collectives.communicating_backward import CommunicatingBackward
+from lockstep.collectives.row_layout import RowLayout, agree_on_rows, format_ranks
 from lockstep.collectives.similarity_tiles import Similarities, strips_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError
 
@@ -40,11 +41,11 @@ class ContrastiveCall:
     """One call of a contrastive loss, after the ranks have compared their arguments.
 
     Attributes:
-        rows: of the matrix of similarities, which are rows of `a`; by rank.
-        columns: of that matrix, which are rows of `b`; by rank.
-        scale: what similarities are multiplied by.
-        communication: the backward to come; None where no gradient is needed.
-        nothing: this rank's batch is borrowed: it brings no rows.
+        rows: layout of the rows of the matrix of similarities, which are rows of `a`.
+        columns: layout of the columns of that matrix, which are rows of `b`.
+        scale: the factor of the similarities.
+        communication: the checks of the upcoming backward; None where no gradient is needed.
+        is_empty: this rank has no samples in this step, and brings no rows (`has_no_samples`).
     """
 
     group: Group
@@ -54,17 +55,17 @@ class ContrastiveCall:
     communication: CommunicatingBackward | None
     reduction: str
     tile: Tile
-    nothing: bool
+    is_empty: bool
 
     def block(self, rows: torch.Tensor, columns: torch.Tensor, own: int | None) -> Similarities:
         return Similarities(rows, columns, self.scale, self.tile, own)
 
     def parts(self) -> list[slice]:
-        """The columns in the widths of tiles, none of which belongs to two ranks."""
+        """The columns cut into widths of tiles, each of which belongs to one rank."""
         spans = [self.columns.span(rank) for rank in range(self.group.size)]
         return [part for span in spans for part in strips_of(span, self.tile[1])]
 
-    def reduced(self, losses: torch.Tensor) -> torch.Tensor:
+    def reduce_losses(self, losses: torch.Tensor) -> torch.Tensor:
         """The function's result: the losses of this rank's rows, or their global mean or sum.
 
         Gradient:
@@ -83,23 +84,26 @@ class ContrastiveCall:
     def divisor(self) -> int:
         return self.rows.total if self.reduction == "mean" else 1
 
-    def call_roll(self, gradient: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """The factor of one row's loss, if all rows have the same; and this rank's gradient.
+    def exchange_loss_gradient(self, gradient: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """Exchange the gradients of the loss.
+
+        Returns:
+            The weight of one row's loss, if all rows have the same; and this rank's gradient.
 
         Gradient:
             The gradients of all ranks are summed; that of a rank with weight zero is zero.
 
         Collective:
-            Every rank. One roll call.
+            Every rank. One `Group.monitored_all_gather`.
         """
         assert self.communication is not None
-        answers = self.communication.call_roll(gradient)
-        if answers[self.group.rank].weight == 0.0:
+        infos = self.communication.exchange_backward_info(gradient)
+        if infos[self.group.rank].weight == 0.0:
             gradient = torch.zeros_like(gradient)
-        return sum(one.scalar for one in answers) / self.divisor, gradient
+        return sum(one.scalar for one in infos) / self.divisor, gradient
 
 
-def agreed_call(
+def compare_arguments(
     name: str,
     tensors: tuple[torch.Tensor, torch.Tensor],
     logit_scale: torch.Tensor | float,
@@ -124,13 +128,13 @@ def agreed_call(
         As `agree_on_rows`; ConfigurationError, ReplicasDifferError: arguments that cannot be, or
         that differ between ranks.
     """
-    ranks = ranks_of(name, group)
+    ranks = group_for_call(name, group)
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
             f"{name} has no reduction={reduction!r}", expected=str(_REDUCTIONS)
         )
     if reduction != "none":
-        refuse_sums(name)
+        require_mean_reduction(name)
     a, b = tensors
     grad = False
     if isinstance(logit_scale, torch.Tensor):
@@ -141,7 +145,7 @@ def agreed_call(
         name,
         tensors,
         settings=[reduction, positives is not None, grad],
-        extras=[scale, *_range_of(a, b, positives)],
+        extras=[scale, *_range_of_positives(a, b, positives)],
     )
     columns = rows.with_counts(rows.others[0])
     _compare_calls(name, rows, columns, positives is not None)
@@ -149,17 +153,17 @@ def agreed_call(
     if torch.is_grad_enabled() and (grad or a.requires_grad or b.requires_grad):
         communication = CommunicatingBackward(name, ranks, rows)
     return ContrastiveCall(
-        ranks, rows, columns, scale, communication, reduction, tile, brings_nothing()
+        ranks, rows, columns, scale, communication, reduction, tile, has_no_samples()
     )
 
 
-def _range_of(
+def _range_of_positives(
     a: torch.Tensor, b: torch.Tensor, positives: torch.Tensor | None
 ) -> tuple[int, int, str | None]:
-    """The smallest and the largest of `positives`; and if they are refused, what was expected."""
+    """The smallest and the largest of `positives`; and for refused arguments, what was expected."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         return 0, 0, _MATRICES
-    if positives is None or brings_nothing():
+    if positives is None or has_no_samples():
         return 0, 0, None
     if positives.is_floating_point() or positives.shape != a.shape[:1]:
         return 0, 0, _POSITIVES
@@ -203,7 +207,7 @@ def _refuse_where(name: str, expected: str, wrong: Sequence[bool], got: str) -> 
     if where:
         raise ConfigurationError(
             f"{name} was given something else than it needs",
-            where=ranks_named(where),
+            where=format_ranks(where),
             expected=expected,
             got=got,
         )
@@ -220,11 +224,13 @@ def as_tensor(scale: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
     return scale if isinstance(scale, torch.Tensor) else like.new_tensor(scale)
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Detached, and at least float32: a softmax over many rows needs it."""
+def upcast(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` detached, and at least float32: a softmax over many rows needs the precision."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
 
 
-def alike(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def promote_to_common_dtype(
+    one: torch.Tensor, other: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     common = torch.promote_types(one.dtype, other.dtype)
     return one.to(common), other.to(common)

@@ -2,7 +2,7 @@
 """`info_nce`: the loss of CLIP over the rows of all ranks, without the matrix of all pairs.
 
 A rank owns the rows of S = scale * a @ b.T that are its own rows of `a`, for all columns. The
-log sum exp of a row is this rank's affair; that of a column takes two all-reduces of a vector.
+log sum exp of a row needs only this rank's block; that of a column, two all-reduces of a vector.
 So one block serves both directions, only `b` is gathered, and the cost is four products
 of (rows here) x (rows everywhere) x D: S, S again in backward, and two gradients. Losses over
 local rows that gather both sides need six.
@@ -19,21 +19,21 @@ import torch
 
 from lockstep.collectives.contrastive_call import (
     TILE,
-    agreed_call,
-    alike,
     as_tensor,
+    compare_arguments,
     gradient_of_scale,
-    wide,
+    promote_to_common_dtype,
+    upcast,
 )
-from lockstep.collectives.gather_with_gradient import all_rows
+from lockstep.collectives.differentiable_gather import all_rows
 from lockstep.collectives.similarity_tiles import (
     LOG2_E,
     Coefficients,
     gradients,
     sums_of_exponentials,
 )
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.group import MAX
-from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lockstep.group import Group, Pending
 
 
-@outside_graphs
+@disable_dynamo
 def info_nce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -73,21 +73,22 @@ def info_nce(
         computed in float32. A worker whose batch is borrowed brings no rows.
 
     Gradient:
-        That of (sum over ranks of what flows back) times the loss, on this rank's rows and this
-        rank's part of `logit_scale`: right under any synchronisation that averages.
+        With g = the sum over ranks of `grad_output`: the gradient of g * loss with respect to this
+        rank's rows, and this rank's share of that for `logit_scale`. Right under any
+        synchronisation that averages.
 
     Collective:
         Every rank of `group`, in the same order. Blocks. Forward: one small all-gather, one
-        all-gather of `b`, two all-reduces of a vector, one of a number. Backward: one roll
-        call, and the gradient of all `b` in reduces of a tile's width, overlapping it.
+        all-gather of `b`, two all-reduces of a vector, one of a number. Backward: one
+        monitored all-gather, and the gradient of all `b` in reduces of a tile's width.
 
     Raises:
         As `gather`; ConfigurationError for shapes and positives that cannot be, and in an
         operator with ``loss_reduction="sum"``.
     """
     name = "lockstep.info_nce(a, b, logit_scale)"
-    call = agreed_call(name, (a, b), logit_scale, positives, reduction, tile, group)
-    if call.nothing:
+    call = compare_arguments(name, (a, b), logit_scale, positives, reduction, tile, group)
+    if call.is_empty:
         a, b, positives = a[:0], b[:0], None if positives is None else positives[:0]
     ours = call.rows.span(call.group.rank)
     where = ours if positives is None else positives.to(a.device)
@@ -97,34 +98,34 @@ def info_nce(
 
 
 class _ColumnGradients:
-    """The gradient of the columns, part by part on its way to the rank whose rows they are.
+    """Sends the gradient of the columns, part by part, to the rank whose rows the columns are.
 
-    One part travels while the next is computed, so no gradient of all columns exists.
+    One part travels while the next is computed, so that no rank holds the gradient of all columns.
     """
 
     def __init__(self, call: ContrastiveCall, like: torch.Tensor) -> None:
         self._call = call
         self._own = call.columns.span(call.group.rank)
         self._received = like.new_empty(self._own.stop - self._own.start, like.shape[1])
-        self._under_way: tuple[slice, torch.Tensor, Pending] | None = None
+        self._in_flight: tuple[slice, torch.Tensor, Pending] | None = None
 
     def deliver(self, part: slice, gradient: torch.Tensor) -> None:
         """Collective: every rank, the same parts in the same order. One reduce."""
-        self._arrive()
+        self._wait_for_part()
         spans = (self._call.columns.span(rank) for rank in range(self._call.group.size))
         owner = next(rank for rank, span in enumerate(spans) if part.start < span.stop)
-        self._under_way = part, gradient, self._call.group.reduce(gradient, owner)
+        self._in_flight = part, gradient, self._call.group.reduce(gradient, owner)
 
     def mine(self) -> torch.Tensor:
         """The whole gradient of this rank's rows, once all parts have been delivered."""
-        self._arrive()
+        self._wait_for_part()
         return self._received
 
-    def _arrive(self) -> None:
-        if self._under_way is None:
+    def _wait_for_part(self) -> None:
+        if self._in_flight is None:
             return
-        part, gradient, pending = self._under_way
-        self._under_way = None
+        part, gradient, pending = self._in_flight
+        self._in_flight = None
         pending.wait()
         if self._own.start <= part.start < self._own.stop:
             start = part.start - self._own.start
@@ -142,8 +143,8 @@ class _InfoNCE(torch.autograd.Function):
         positives: torch.Tensor | slice,
     ) -> torch.Tensor:
         with torch.autocast(a.device.type, enabled=False):
-            rows, columns = wide(a), wide(all_rows(call.group, call.columns, b))
-            rows, columns = alike(rows, columns)
+            rows, columns = upcast(a), upcast(all_rows(call.group, call.columns, b))
+            rows, columns = promote_to_common_dtype(rows, columns)
             block = call.block(rows, columns, None)
             of_rows, of_columns = sums_of_exponentials(block, of_columns=True)
             log_rows, log_columns = of_rows.logarithm(), _over_ranks(call.group, of_columns)
@@ -152,18 +153,18 @@ class _InfoNCE(torch.autograd.Function):
         ctx.save_for_backward(a, columns, log_rows, log_columns, keep, scale)
         ctx.call, ctx.dtype = call, b.dtype
         ctx.place = None if keep is not None else positives
-        return call.reduced(losses)
+        return call.reduce_losses(losses)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: ContrastiveCall = ctx.call
         a, columns, log_rows, log_columns, positives, scale = ctx.saved_tensors
-        each, gradient = call.call_roll(gradient)
+        row_weight, gradient = call.exchange_loss_gradient(gradient)
         where = ctx.place if positives is None else positives
-        factor, by_row, by_column = _weights(call, gradient, each, where, len(columns))
+        factor, by_row, by_column = _weights(call, gradient, row_weight, where, len(columns))
         coefficients = Coefficients(log_rows, log_columns, by_row, by_column, 2 * by_row)
         with torch.autocast(a.device.type, enabled=False):
-            rows, columns = alike(wide(a), columns)
+            rows, columns = promote_to_common_dtype(upcast(a), columns)
             block = call.block(rows, columns, None)
             column_gradients = _ColumnGradients(call, rows) if ctx.needs_input_grad[1] else None
             by_rows = gradients(
@@ -195,21 +196,23 @@ def _over_ranks(group: Group, mine: Sums) -> torch.Tensor:
 def _weights(
     call: ContrastiveCall,
     gradient: torch.Tensor,
-    each: float,
+    row_weight: float,
     positives: torch.Tensor | slice,
     num_columns: int,
 ) -> tuple[float, torch.Tensor | float, torch.Tensor | float]:
-    """A common factor, and the weights of each row and of each column.
+    """A common factor of all pairs, and the weights of each row and of each column.
 
     Collective:
         Every rank. One all-reduce of a vector, unless all rows count the same and have their
         partners at the same place.
     """
     if call.reduction != "none" and isinstance(positives, slice):
-        return each / 2, 1.0, 1.0
-    wide = torch.promote_types(gradient.dtype, torch.float32)
+        return row_weight / 2, 1.0, 1.0
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
     rows = call.rows.counts[call.group.rank]
-    by_row = gradient.to(wide) if call.reduction == "none" else gradient.new_full((rows,), each)
+    by_row = (
+        gradient.to(dtype) if call.reduction == "none" else gradient.new_full((rows,), row_weight)
+    )
     by_column = by_row.new_zeros(num_columns)
     if isinstance(positives, slice):
         by_column[positives] = by_row

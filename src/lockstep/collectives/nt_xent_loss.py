@@ -15,21 +15,21 @@ import torch
 
 from lockstep.collectives.contrastive_call import (
     TILE,
-    agreed_call,
     as_tensor,
+    compare_arguments,
     gradient_of_scale,
-    wide,
+    upcast,
 )
-from lockstep.collectives.gather_with_gradient import all_rows
+from lockstep.collectives.differentiable_gather import all_rows
 from lockstep.collectives.similarity_tiles import Coefficients, gradients, sums_of_exponentials
-from lockstep.lazy_dynamo_import import outside_graphs
+from lockstep.compiler_disable import disable_dynamo
 
 if TYPE_CHECKING:
     from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
     from lockstep.collectives.similarity_tiles import Tile
 
 
-@outside_graphs
+@disable_dynamo
 def nt_xent(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -62,14 +62,14 @@ def nt_xent(
     Collective:
         Every rank of `group`, in the same order. Blocks. Forward: one small all-gather, one
         all-gather of both views, one of a vector, one all-reduce of a number. Backward: one
-        roll call, and with "none" one all-gather of a vector.
+        monitored all-gather, and with "none" one all-gather of a vector.
 
     Raises:
         As `info_nce`.
     """
     name = "lockstep.nt_xent(a, b, logit_scale)"
-    call = agreed_call(name, (a, b), logit_scale, None, reduction, tile, group)
-    if call.nothing:
+    call = compare_arguments(name, (a, b), logit_scale, None, reduction, tile, group)
+    if call.is_empty:
         a, b = a[:0], b[:0]
     views = torch.cat([a, b])
     doubled = call.rows.with_counts([2 * count for count in call.rows.counts])
@@ -86,7 +86,7 @@ class _NTXent(torch.autograd.Function):
     ) -> torch.Tensor:
         span = call.rows.span(call.group.rank)
         with torch.autocast(views.device.type, enabled=False):
-            rows, columns = wide(views), wide(all_rows(call.group, call.rows, views))
+            rows, columns = upcast(views), upcast(all_rows(call.group, call.rows, views))
             block = call.block(rows, columns, span.start)
             of_rows, _ = sums_of_exponentials(block, of_columns=False)
             log_rows = of_rows.logarithm()
@@ -95,14 +95,14 @@ class _NTXent(torch.autograd.Function):
             losses = log_rows - block.of_pairs(partners)
         ctx.save_for_backward(views, columns, log_rows, log_columns, partners, scale)
         ctx.call = call
-        return call.reduced(losses)
+        return call.reduce_losses(losses)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: ContrastiveCall = ctx.call
         views, columns, log_rows, log_columns, partners, scale = ctx.saved_tensors
-        each, gradient = call.call_roll(gradient)
-        factor: float = each
+        row_weight, gradient = call.exchange_loss_gradient(gradient)
+        factor: float = row_weight
         by_row: torch.Tensor | float = 1.0
         by_column: torch.Tensor | float = 1.0
         on_pair: torch.Tensor | float = 2.0
@@ -112,7 +112,7 @@ class _NTXent(torch.autograd.Function):
             on_pair = by_row + by_column[partners]
         coefficients = Coefficients(log_rows, log_columns, by_row, by_column, on_pair)
         with torch.autocast(views.device.type, enabled=False):
-            rows = wide(views)
+            rows = upcast(views)
             block = call.block(rows, columns, call.rows.span(call.group.rank).start)
             by_rows = gradients(block, partners, coefficients, parts=block.parts(), deliver=None)
             # Both (i, j) and (j, i) are in a row's gradient: each similarity counts twice.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block of similarities, and its gradient, tile by tile: no matrix of rows times columns.
+"""A block of similarities, and its gradient, computed tile by tile.
 
-S = scale * rows @ columns.T is never held. A tile is made, used for both of its directions
-while it is in the processor's cache, and overwritten by the next. Backward makes it again.
+The matrix S = scale * rows @ columns.T never exists as a whole. A tile is computed, used for both
+of its directions while it is in the processor's cache, and overwritten by the next one. Backward
+computes it again.
 
 Tiles hold S log2(e), and powers of two are taken of them: on the CPU torch's ``exp2`` takes a
 quarter of the time of ``exp`` (2.13, AVX2), and the factor is free in the product.
@@ -24,7 +25,7 @@ Tile = tuple[int, int]
 LOG2_E: Final = 1 / math.log(2)
 
 _FARTHEST: Final = 40.0
-"""Apart, exponents may share one power: 2^-40 times what float32 resolves is a number."""
+"""Exponents at most this far apart may share one power of two: float32 still holds 2^-40."""
 _VANISHING: Final = 2.0**-_FARTHEST
 
 
@@ -65,7 +66,7 @@ class Similarities:
         return tile
 
     def scratch(self) -> torch.Tensor:
-        """Room for one tile."""
+        """Uninitialised memory for one tile."""
         height, width = self.tile
         return self.rows.new_empty(min(height, len(self.rows)), min(width, len(self.columns)))
 
@@ -90,7 +91,7 @@ class Similarities:
 
 
 class Sums:
-    """log sum exp of the rows or the columns, while their tiles come by.
+    """Running log sum exp of the rows or the columns; each tile is added to it.
 
     Attributes:
         largest: a power of two, about the largest, by row or column.
@@ -105,7 +106,7 @@ class Sums:
         """Take in `tile`, whose entries along `dim` belong together; overwrites `scratch`."""
         before = self.largest[part]
         largest = torch.maximum(before, tile.amax(dim))
-        # All left out so far: minus infinity from itself would be NaN.
+        # Only left-out entries so far: minus infinity from itself would be NaN.
         shift = torch.where(largest == -math.inf, 0.0, largest)
         self.sum[part] *= (before - shift).exp2_()
         torch.sub(tile, shift.unsqueeze(dim), out=scratch)
@@ -123,7 +124,7 @@ class Sums:
         self.largest[part] = largest
 
     def logarithm(self) -> torch.Tensor:
-        """The natural one."""
+        """The natural logarithm of the sums."""
         return (self.largest + self.sum.log2()) / LOG2_E
 
 
@@ -139,12 +140,12 @@ def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums
     for strip in block.strips():
         for part in block.parts():
             tile = block.tile_of(strip, part, buffer)
-            room = scratch[: tile.shape[0], : tile.shape[1]]
-            if of_columns and _add_both(of_rows, strip, columns, part, tile, room):
+            memory = scratch[: tile.shape[0], : tile.shape[1]]
+            if of_columns and _add_both(of_rows, strip, columns, part, tile, memory):
                 continue
-            of_rows.add(strip, tile, 1, room)
+            of_rows.add(strip, tile, 1, memory)
             if of_columns:
-                columns.add(part, tile, 0, room)
+                columns.add(part, tile, 0, memory)
     return of_rows, columns
 
 
@@ -154,20 +155,20 @@ def _add_both(
     columns: Sums,
     part: slice,
     tile: torch.Tensor,
-    room: torch.Tensor,
+    memory: torch.Tensor,
 ) -> bool:
-    """Take `tile` into both, with one exponential of each entry; False if that is not exact.
+    """Add `tile` to both sums, with one exponential of each entry; False if that is not exact.
 
-    It is where no row and no column lies so far below the tile's largest entry that its own
-    entries vanish beside it. On a GPU the answer would have to be waited for.
+    It is exact if no row and no column lies so far below the tile's largest entry that its own
+    entries vanish beside it. On a GPU the host would have to wait for the answer.
     """
     if tile.device.type != "cpu":
         return False
     shift = tile.amax(1).amax()
-    torch.sub(tile, shift, out=room).exp2_()
-    by_row = torch.mv(room, room.new_ones(room.shape[1]))
-    by_column = torch.mv(room.T, room.new_ones(room.shape[0]))
-    # NaN, too, is for the other way.
+    torch.sub(tile, shift, out=memory).exp2_()
+    by_row = torch.mv(memory, memory.new_ones(memory.shape[1]))
+    by_column = torch.mv(memory.T, memory.new_ones(memory.shape[0]))
+    # A NaN, too, returns False.
     if not min(by_row.amin().item(), by_column.amin().item()) > _VANISHING:
         return False
     rows.add_sums(strip, by_row, shift)
@@ -189,8 +190,8 @@ class Coefficients:
     by_column: torch.Tensor | float
     on_pair: torch.Tensor | float
 
-    def in_common(self) -> InCommon | None:
-        """The same with one exponential, where that is exact; on a GPU one would wait to know."""
+    def with_one_exponential(self) -> OneExponential | None:
+        """The same with one exponential; None if that is not exact, or on a GPU (it would wait)."""
         if self.log_columns is None or self.log_rows.device.type != "cpu":
             return None
         if len(self.log_rows) == 0:
@@ -200,7 +201,7 @@ class Coefficients:
         lowest = torch.minimum(of_rows.amin(), of_columns.amin())
         if not (shift - lowest).item() <= _FARTHEST:
             return None
-        return InCommon(
+        return OneExponential(
             shift,
             (shift - of_rows).exp2_() * self.by_row,
             (shift - of_columns).exp2_() * self.by_column,
@@ -208,7 +209,7 @@ class Coefficients:
 
 
 @dataclass(frozen=True)
-class InCommon:
+class OneExponential:
     """dL/dS = 2^(S[i, j] log2(e) - shift) (of_rows[i] + of_columns[j]), but for the positives.
 
     No entry exceeds `shift`: each is at most its row's log sum exp.
@@ -219,11 +220,11 @@ class InCommon:
     of_columns: torch.Tensor
 
     def differentiate(
-        self, tile: torch.Tensor, room: torch.Tensor, strip: slice, part: slice
+        self, tile: torch.Tensor, memory: torch.Tensor, strip: slice, part: slice
     ) -> None:
         """Overwrite the similarities of a tile."""
-        torch.add(self.of_rows[strip].unsqueeze(1), self.of_columns[part], out=room)
-        tile.sub_(self.shift).exp2_().mul_(room)
+        torch.add(self.of_rows[strip].unsqueeze(1), self.of_columns[part], out=memory)
+        tile.sub_(self.shift).exp2_().mul_(memory)
 
 
 def gradients(
@@ -246,17 +247,17 @@ def gradients(
     """
     by_rows = torch.zeros_like(block.rows)
     buffer, scratch = block.scratch(), block.scratch()
-    shared = coefficients.in_common()
+    shared = coefficients.with_one_exponential()
     for part in parts:
         columns = block.columns[part]
         by_columns = None if deliver is None else torch.zeros_like(columns)
         for strip in block.strips():
             tile = block.tile_of(strip, part, buffer)
-            room = scratch[: tile.shape[0], : tile.shape[1]]
+            memory = scratch[: tile.shape[0], : tile.shape[1]]
             if shared is None:
-                _differentiate(tile, room, strip, part, coefficients)
+                _differentiate(tile, memory, strip, part, coefficients)
             else:
-                shared.differentiate(tile, room, strip, part)
+                shared.differentiate(tile, memory, strip, part)
             by_rows[strip].addmm_(tile, columns)
             if by_columns is not None:
                 by_columns.addmm_(tile.T, block.scaled(strip))
@@ -267,16 +268,16 @@ def gradients(
 
 
 def _differentiate(
-    tile: torch.Tensor, room: torch.Tensor, strip: slice, part: slice, given: Coefficients
+    tile: torch.Tensor, memory: torch.Tensor, strip: slice, part: slice, given: Coefficients
 ) -> None:
     """Overwrite the similarities of a tile with the loss's gradient, but for the positives."""
     if given.log_columns is not None:
-        torch.sub(tile, given.log_columns[part] * LOG2_E, out=room)
-        _times(room.exp2_(), given.by_column, part, 0)
+        torch.sub(tile, given.log_columns[part] * LOG2_E, out=memory)
+        _times(memory.exp2_(), given.by_column, part, 0)
     tile.sub_((given.log_rows[strip] * LOG2_E).unsqueeze(1))
     _times(tile.exp2_(), given.by_row, strip, 1)
     if given.log_columns is not None:
-        tile.add_(room)
+        tile.add_(memory)
 
 
 def _times(tile: torch.Tensor, factor: torch.Tensor | float, part: slice, dim: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep._torch_compat import collates_as_built_in
+from lockstep._torch_compat import has_default_tensor_collate
 
 _NUMBERS: Final = frozenset({int})
 _DTYPES: Final = frozenset(
@@ -39,7 +39,7 @@ def rows_at_once(dataset: Any, indices: list[Any]) -> list[torch.Tensor] | None:
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not _reads_one_by_one(dataset, indices):
         return None
-    if not (all(map(_is_plain, dataset.tensors)) and collates_as_built_in()):
+    if not (all(map(_is_plain, dataset.tensors)) and has_default_tensor_collate()):
         return None
     where = torch.tensor(indices, device="cpu")
     return [tensor.index_select(0, where) for tensor in dataset.tensors]

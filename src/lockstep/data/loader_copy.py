@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from lockstep._torch_compat import forget_iterator, loader_like, shut_down
+from lockstep._torch_compat import copy_loader, forget_iterator, shut_down
 from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
 from lockstep.data.seeded_dataset import Request, SeededDataset, WorkerStart, as_it_is
 from lockstep.errors import ConfigurationError, NotShardableError
@@ -174,7 +174,7 @@ def _copy_with(
     loader: DataLoader[Any], dataset: SeededDataset, sampler: _RequestSampler
 ) -> DataLoader[Any]:
     # Step k has to be the same global batch on every rank: the copy's batches come in order.
-    copy = loader_like(loader, dataset=dataset, batch_sampler=sampler, collate_fn=as_it_is)
+    copy = copy_loader(loader, dataset=dataset, batch_sampler=sampler, collate_fn=as_it_is)
     fields = vars(copy)
     # torchdata's loader, once asked for its state, takes the iterator it made for the answer.
     if "_initial_iter_for_state_dict" in fields:

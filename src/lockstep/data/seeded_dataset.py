@@ -27,7 +27,7 @@ from torch.utils.data import (
 from lockstep.data.batch_structure import concatenate
 from lockstep.data.fast_tensor_dataset import rows_at_once
 from lockstep.data.global_batches import ItemKind
-from lockstep.randomness import derive_seed, preserved, seed_all
+from lockstep.randomness import derive_seed, preserve_rng_state, seed_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ class SeededDataset(Dataset[Any]):
         # In a loader's worker process no other code draws from the generators.
         if not (self._may_draw and self._keeps_generators) or get_worker_info() is not None:
             return self._batch(request)
-        with preserved():
+        with preserve_rng_state():
             return self._batch(request)
 
     def __getitem__(self, index: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.engine.base import Engine, PoolStatus, Resources
 from lockstep.errors import NotAvailableError
-from lockstep.import_without_gc import gc_paused
+from lockstep.import_without_gc import pause_gc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def has_gpus_elsewhere(count: int) -> bool:
 @contextmanager
 def _needing_ray() -> Iterator[None]:
     try:
-        with gc_paused():
+        with pause_gc():
             yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":

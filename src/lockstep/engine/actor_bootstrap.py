@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 
-from lockstep.import_without_gc import gc_paused, import_and_freeze
+from lockstep.import_without_gc import import_and_freeze, pause_gc
 
 
 def bootstrap(module: str) -> None:
@@ -15,7 +15,7 @@ def bootstrap(module: str) -> None:
     before the error that the actors were ended for: the signal's own effect is put back.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with gc_paused():
+    with pause_gc():
         from lockstep.lazy_dynamo_import import import_compiler_lazily
 
         import_compiler_lazily()

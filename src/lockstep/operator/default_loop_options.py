@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `TorchTrainer` that only the default loop heeds, and their refusal elsewhere."""
+"""Options of `TorchTrainer` that only the default loop applies, and their refusal elsewhere."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OWN_LOOP_LINES: Final = {
 """By option of the default loop: the lines that do the same in a loop of the user's own."""
 
 
-def of_default_loop(options: Options) -> list[str]:
-    """Those of `options` that were asked for and that only a step of the default loop heeds."""
+def requested_loop_options(options: Options) -> list[str]:
+    """The names of the requested `options` that only a step of the default loop applies."""
     wanted = {
         'precision="fp16"': options.precision == "fp16",
         "accumulate": options.accumulate > 1,
@@ -40,8 +40,8 @@ def of_default_loop(options: Options) -> list[str]:
 
 
 def refuse_own_step(operator: Operator) -> None:
-    """Raise: a loop of the user's own lets an optimizer step, and such an option was asked for."""
-    name = of_default_loop(operator._lockstep.context.options)[0]
+    """Raise: the user's own loop steps an optimizer, and an option of the default loop is on."""
+    name = requested_loop_options(operator._lockstep.context.options)[0]
     raise ConfigurationError(
         f"{name} belongs to the default loop, and an optimizer stepped outside of it",
         where=f"{type(operator).__name__}, {rank_and_step(operator)}",
@@ -51,8 +51,8 @@ def refuse_own_step(operator: Operator) -> None:
     )
 
 
-def refuse_left_out(operator: Operator) -> None:
-    """Raise if the batch that is over did not go through the default loop's step, once.
+def refuse_skipped_batch(operator: Operator) -> None:
+    """Raise if the default loop's step did not compute the finished batch exactly once.
 
     Windows of `accumulate` batches are counted as the batches are delivered; one that was left
     out, computed twice, or read ahead would end up in another window, or in none.

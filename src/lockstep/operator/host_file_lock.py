@@ -18,10 +18,10 @@ DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getui
 
 @contextmanager
 def host_lock(path: str = DATA_LOCK) -> Iterator[None]:
-    """Inside, no other process of this machine is inside; blocks until then.
+    """Hold a lock that one process of this machine holds at a time; blocks until it is free.
 
-    The file at `path` is there only meanwhile. A process that gets the lock of a file that was
-    removed meanwhile waits again: a third process may hold the lock of a new file.
+    The file at `path` exists only while a process holds the lock. A process that gets the lock of
+    a file that was removed meanwhile waits again: a third process may hold the lock of a new file.
     """
     while True:
         held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -32,7 +32,7 @@ def host_lock(path: str = DATA_LOCK) -> Iterator[None]:
                     yield
                     return
                 finally:
-                    with suppress(FileNotFoundError):  # what tidies up temporary files was here
+                    with suppress(FileNotFoundError):  # a cleaner may have removed it
                         os.unlink(path)
                     # Closing would not unlock the file: processes forked inside hold it, too.
                     fcntl.flock(held, fcntl.LOCK_UN)

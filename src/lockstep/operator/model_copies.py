@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of models, also of such as hold tensors that torch refuses to copy."""
+"""`copy_models`: deep copies of models, also of those with tensors that torch refuses to copy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def copied_models(models: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
-    """Copies of `models` on `device`; what they share their copies share."""
+def copy_models(models: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
+    """Copies of `models` on `device`; tensors that models share, their copies share, too."""
     copies: list[nn.Module] = []
     memo: dict[int, Any] = {}
     for model in models:
@@ -26,14 +26,14 @@ def copied_models(models: Sequence[nn.Module], device: torch.device) -> list[nn.
             memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = buffer.detach().to(device, copy=True)
-        for tensor in _kept_tensors(model):
+        for tensor in _tensor_attributes(model):
             memo.setdefault(id(tensor), tensor.detach().to(device, copy=True))
     for model in models:
         copies.append(copy.deepcopy(model, memo))
     return copies
 
 
-def _kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+def _tensor_attributes(model: nn.Module) -> Iterator[torch.Tensor]:
     """Tensors that a forward left on its modules (an auxiliary loss, hidden states).
 
     They hang on the graph of the last step, and torch refuses to copy such tensors.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.errors import NonFiniteError
-from lockstep.operator.default_loss import registered
-from lockstep.operator.loops import loss_again
+from lockstep.operator.default_forward import registered_parts
+from lockstep.operator.default_loops import recompute_loss
 from lockstep.operator.non_finite_check import FIX, SKIP_CHECK
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class _Recomputed(NamedTuple):
 
 
 @contextmanager
-def naming_nan_origin(operator: Operator) -> Iterator[None]:
-    """Enter around a pass over the data: a refusal names the samples and layers that led to it.
+def explain_non_finite_error(operator: Operator) -> Iterator[None]:
+    """Enter around a pass over the data: a `NonFiniteError` names the samples and layers at fault.
 
     Collective:
         Only where a step is refused: every rank, for each finds the same gradients. One exchange.
@@ -49,53 +49,59 @@ def naming_nan_origin(operator: Operator) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        looks = [_look(operator, part, info) for part, info in _shards_of_window(operator)]
+        results = [
+            _recompute_shard(operator, part, info) for part, info in _shards_of_window(operator)
+        ]
         state = operator._lockstep
-        has_peers = state.sync is not None and error.is_alike
-        everyone = state.context.group.exchange(looks) if has_peers else [looks]
-        told = _with(error, [_Recomputed(*look) for looks in everyone for look in looks])
+        has_peers = state.sync is not None and error.found_on_all_ranks
+        everyone = state.context.group.exchange(results) if has_peers else [results]
+        explained = _explained_error(
+            error, [_Recomputed(*result) for results in everyone for result in results]
+        )
         # The traceback of the refusal holds the user's line that let the optimizer step.
-        raise told.with_traceback(error.__traceback__) from None
+        raise explained.with_traceback(error.__traceback__) from None
 
 
-def _with(error: NonFiniteError, looks: list[_Recomputed]) -> NonFiniteError:
-    said = [f"{look.place}, {look.suspicion}" for look in looks if look.suspicion is not None]
+def _explained_error(error: NonFiniteError, results: list[_Recomputed]) -> NonFiniteError:
+    found = [
+        f"{result.place}, {result.suspicion}" for result in results if result.suspicion is not None
+    ]
     cause, fix = error.details["cause"], FIX
-    if said:
+    if found:
         cause = None
-    elif looks and all(look.is_sure for look in looks) and "was not taken" in error.what:
+    elif results and all(result.is_sure for result in results) and "was not taken" in error.what:
         cause = "every forward and every loss is finite: the backward is not"
         fix = f"torch.autograd.set_detect_anomaly(True) in setup names the operation; {SKIP_CHECK}"
     else:
-        said = [f"the batch {look.place}" for look in looks]
+        found = [f"the batch {result.place}" for result in results]
     explained_error = NonFiniteError(
         error.what,
         where=error.details["where"],
-        got="; ".join([str(error.details["got"]), *said[:4]]),
+        got="; ".join([str(error.details["got"]), *found[:4]]),
         cause=cause,
         fix=fix,
     )
-    explained_error.is_alike = error.is_alike
+    explained_error.found_on_all_ranks = error.found_on_all_ranks
     return explained_error
 
 
 def _shards_of_window(operator: Operator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
-    """The shards that the gradients came from; in a loop of the user's own, the batch in hand."""
+    """The shards of the gradients; in a loop of the user's own, the current batch."""
     state = operator._lockstep
-    noted, delivered = state.window.batches, state.step.delivered
-    if noted or delivered is None:
+    noted, joint_batch = state.window.batches, state.step.joint_batch
+    if noted or joint_batch is None:
         return noted
-    return [(delivered, {"batch_idx": 0, "global_step": operator.global_step})]
+    return [(joint_batch, {"batch_idx": 0, "global_step": operator.global_step})]
 
 
-def _look(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Recomputed:
+def _recompute_shard(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Recomputed:
     origin = "" if part.origin is None else f" ({part.origin})"
     place = (
         f"in shard {part.shard}, {part.num_samples} samples on rank {operator.world_rank}{origin}"
     )
     first: list[str] = []
     try:
-        loss = _computed_again(operator, part, info, first)
+        loss = _recompute_loss_with_hooks(operator, part, info, first)
     # A loop of the user's own may have another loss, and a forward that cannot be run again.
     except Exception:
         return _Recomputed(place, None, is_sure=False)
@@ -106,20 +112,20 @@ def _look(operator: Operator, part: ShardBatch, info: Mapping[str, Any]) -> _Rec
     return _Recomputed(place, f"the loss is {loss.item():.4g}{layer}", is_sure)
 
 
-def _computed_again(
+def _recompute_loss_with_hooks(
     operator: Operator, part: ShardBatch, info: Mapping[str, Any], first: list[str]
 ) -> torch.Tensor:
-    """The loss of a shard; the buffers that its forward changes are put back."""
-    run = registered(operator)
+    """The loss of a shard, computed with hooks on all layers; restores the buffers afterwards."""
+    run = registered_parts(operator)
     handles = [
-        layer.register_forward_hook(_noting(name, first))
+        layer.register_forward_hook(_non_finite_output_hook(name, first))
         for module in run.plain_modules()
         for name, layer in module.named_modules()
     ]
     buffers = [(b, b.clone()) for module in run.modules() for b in module.buffers()]
     try:
         with torch.no_grad():
-            return loss_again(operator, part, info)
+            return recompute_loss(operator, part, info)
     finally:
         for handle in handles:
             handle.remove()
@@ -127,12 +133,12 @@ def _computed_again(
             buffer.copy_(before)
 
 
-def _noting(name: str, first: list[str]) -> Callable[..., None]:
-    def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+def _non_finite_output_hook(name: str, first: list[str]) -> Callable[..., None]:
+    def result(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         tensors = output if isinstance(output, tuple | list) else [output]
         for tensor in tensors:
             is_number = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
             if is_number and not first and not bool(tensor.isfinite().all()):
                 first.append(f"`{name}` ({type(module).__name__})" if name else "the model")
 
-    return look
+    return result

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on optimizers that refuse a step by which a first NaN or infinity enters the weights.
+"""Hooks on optimizers that refuse a step which would put the first NaN or infinity into weights.
 
-Gradients are looked at when an optimizer is about to step with them: after the reduction, so
+The hook checks the gradients when an optimizer is about to step with them: after the reduction, so
 that every rank finds the same; after unscaling and clipping; and not where a GradScaler leaves
 the step out. One norm over all of them: half of what plain SGD's own pass costs.
 
 A step with finite gradients overflows only where they, or the learning rate, are enormous; a
-step that is given a closure computes its gradients itself. Before such a step the weights and the
-optimizer's state are copied, and after it the weights are looked at.
+step that is given a closure computes its gradients itself. Before such a step the hook copies
+the weights and the optimizer's state, and after it the hook checks the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep._torch_compat import parts_of_sparse
+from lockstep._torch_compat import sparse_indices_and_values
 from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
@@ -38,11 +38,11 @@ FIX: Final = (
     f" rate that is too large); {SKIP_CHECK}"
 )
 
-_Held = list[torch.nn.Parameter]
+_Parameters = list[torch.nn.Parameter]
 
 
-def watch_optimizers(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
-    """Have each optimizer of `run` refuse a step that is not finite."""
+def add_non_finite_checks(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
+    """Add hooks to each optimizer of `run` that refuse a step which is not finite."""
     if not operator._lockstep.context.options.check_finite:
         return []
     handles: list[RemovableHandle] = []
@@ -66,29 +66,29 @@ class _StepCheck:
     ) -> None:
         self._before = None
         if getattr(optimizer, "found_inf", None) is not None:
-            return  # fused: it is told of infinities, and leaves the step out by itself
+            return  # a fused optimizer, which skips a step with infinities by itself
         if is_given_closure(args, kwargs):
-            self._before = StateCopy(_held(optimizer), [optimizer])
+            self._before = StateCopy(_parameters_of(optimizer), [optimizer])
             return
-        gradients = [p.grad for p in _held(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
         norm = _norm(gradients)
         if not math.isfinite(norm) and not _are_finite(gradients):
             self._refuse_gradients(optimizer)
         if _may_overflow(optimizer, norm):
-            self._before = StateCopy(_held(optimizer), [optimizer])
+            self._before = StateCopy(_parameters_of(optimizer), [optimizer])
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         before, self._before = self._before, None
-        if before is None or _are_finite(_held(optimizer)):
+        if before is None or _are_finite(_parameters_of(optimizer)):
             return
-        found = [p for p in _held(optimizer) if not _are_finite([p])]
+        found = [p for p in _parameters_of(optimizer) if not _are_finite([p])]
         before.restore()
         self._operator._lockstep.steps_taken_back += 1
-        rates = ", ".join(f"{rate:g}" for rate in _rates(optimizer))
+        rates = ", ".join(f"{rate:g}" for rate in _learning_rates(optimizer))
         has_closure = is_given_closure(args, kwargs)
         raise self._error(
             "a step put NaN or infinity into the weights, which are as they were before it",
-            f"{self._named(found)}; learning rate {rates or 'unknown'}",
+            f"{self._format_names(found)}; learning rate {rates or 'unknown'}",
             "a loss, or its gradient, within the step's closure is not finite"
             if has_closure
             else "the gradients are finite, and the step itself overflowed",
@@ -96,15 +96,17 @@ class _StepCheck:
         )
 
     def _refuse_gradients(self, optimizer: Optimizer) -> None:
-        found = [p for p in _held(optimizer) if p.grad is not None and not _are_finite([p.grad])]
+        found = [
+            p for p in _parameters_of(optimizer) if p.grad is not None and not _are_finite([p.grad])
+        ]
         raise self._error(
             "a step would put NaN or infinity into the weights, and was not taken",
-            f"the gradient of {self._named(found)}",
+            f"the gradient of {self._format_names(found)}",
             "a loss or a gradient that is not finite, on this rank or on another",
             found,
         )
 
-    def _named(self, found: _Held) -> str:
+    def _format_names(self, found: _Parameters) -> str:
         run = self._run
         names = {
             id(p): f"{number}.{name}" if len(run.models) > 1 else name
@@ -114,29 +116,29 @@ class _StepCheck:
         shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])
         return shown + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
-    def _error(self, what: str, got: str, cause: str, found: _Held) -> NonFiniteError:
+    def _error(self, what: str, got: str, cause: str, found: _Parameters) -> NonFiniteError:
         operator = self._operator
-        is_alike = any(not is_local(p) for p in found)
+        found_on_all_ranks = any(not is_local(p) for p in found)
         # Reduced gradients are equal on all ranks: the error names a rank only for local ones.
-        rank = "" if is_alike else f"rank {operator.world_rank}, "
+        rank = "" if found_on_all_ranks else f"rank {operator.world_rank}, "
         where = f"{rank}step {operator.global_step}"
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
-        error.is_alike = is_alike
+        error.found_on_all_ranks = found_on_all_ranks
         return error
 
 
-def _held(optimizer: Optimizer) -> _Held:
+def _parameters_of(optimizer: Optimizer) -> _Parameters:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _rates(optimizer: Optimizer) -> list[float]:
-    """The groups' learning rates; of optimizers that adapt their own rate, none."""
+def _learning_rates(optimizer: Optimizer) -> list[float]:
+    """The learning rates of the groups; empty for optimizers without a rate."""
     given = [group.get("lr") for group in optimizer.param_groups]
     return [float(rate) for rate in given if rate is not None]
 
 
 def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """An optimizer's step, whose hook has these arguments, is to call a closure."""
+    """Whether an optimizer's step with these arguments of its hook will call a closure."""
     # The hooks of some versions of torch are given the optimizer among the arguments.
     given = [each for each in (*args, kwargs.get("closure")) if each is not None]
     return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)
@@ -145,14 +147,14 @@ def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
     """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
     # The dtypes of gradients, not of weights: weights in four bits are held as integers.
-    dtypes = {p.grad.dtype for p in _held(optimizer) if p.grad is not None}
-    rate = max(_rates(optimizer), default=1.0)
+    dtypes = {p.grad.dtype for p in _parameters_of(optimizer) if p.grad is not None}
+    rate = max(_learning_rates(optimizer), default=1.0)
     largest = max(norm, 1.0) * max(rate, 1.0)
     return any(not largest < math.sqrt(torch.finfo(dtype).max) for dtype in dtypes)
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    dense = [parts_of_sparse(each)[1] if each.is_sparse else each for each in tensors]
+    dense = [sparse_indices_and_values(each)[1] if each.is_sparse else each for each in tensors]
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
 
 
@@ -160,5 +162,5 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     if math.isfinite(_norm([each.detach() for each in tensors])):
         return True
     # The squares of large numbers may overflow where the numbers do not.
-    dense = [parts_of_sparse(each)[1] if each.is_sparse else each for each in tensors]
+    dense = [sparse_indices_and_values(each)[1] if each.is_sparse else each for each in tensors]
     return all(bool(each.isfinite().all()) for each in dense)

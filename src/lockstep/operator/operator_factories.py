@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep._torch_compat import Loss
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.default_loss import registered
+from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.host_file_lock import host_lock
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ def from_creators(
                     loaders = data_creator(config)
                 _register_data(self, loaders)
 
-        model = property(lambda self: registered(self).models[0])
-        models = property(lambda self: registered(self).models)
-        optimizer = property(lambda self: registered(self).optimizers[0])
-        optimizers = property(lambda self: registered(self).optimizers)
-        criterion = property(lambda self: registered(self).criterion)
-        schedulers = property(lambda self: registered(self).schedulers or None)
-        scheduler = property(lambda self: next(iter(registered(self).schedulers), None))
+        model = property(lambda self: registered_parts(self).models[0])
+        models = property(lambda self: registered_parts(self).models)
+        optimizer = property(lambda self: registered_parts(self).optimizers[0])
+        optimizers = property(lambda self: registered_parts(self).optimizers)
+        criterion = property(lambda self: registered_parts(self).criterion)
+        schedulers = property(lambda self: registered_parts(self).schedulers or None)
+        scheduler = property(lambda self: next(iter(registered_parts(self).schedulers), None))
 
     return CreatorOperator
 
@@ -146,7 +146,7 @@ def from_model(
             self.register_data(train_loader=train_loader, validation_loader=validation_loader)
 
         @staticmethod
-        def _absorb(state: Mapping[str, Any]) -> None:
+        def _load_into_instances(state: Mapping[str, Any]) -> None:
             model.load_state_dict(state["models"][0])
             optimizer.load_state_dict(copy.deepcopy(state["optimizers"][0]))
             if isinstance(criterion, nn.Module) and state.get("criterion") is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Operator(Protocol):
-    """A `TrainingOperator`, as its loops call it; see there for each member."""
+    """The members of a `TrainingOperator` that the default loops call; documented there."""
 
     joint_loss: ClassVar[bool]
     loss_reduction: str

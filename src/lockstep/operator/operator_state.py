@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OperatorState`: all that lockstep keeps in an operator, under a name no user attribute hits."""
+"""`OperatorState`: everything that lockstep stores in an operator, as its `_lockstep`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
-from lockstep.operator.precision import Precision
+from lockstep.operator.mixed_precision import Precision
 from lockstep.operator.registered_metrics import RegisteredMetrics
 from lockstep.operator.step_actions import StepActions
 from lockstep.operator.step_context import AccumulationWindow, StepContext
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _no_copies() -> None:
-    """Until a `Rollback` keeps copies of buffers, there are none to put back."""
+    """The `put_buffers_back` of an operator without `Rollback`, which has no copies of buffers."""
 
 
 class OperatorState:
@@ -33,24 +33,25 @@ class OperatorState:
         context: rank, device, group and options. Set by `TrainingOperator.__init__`; replaced by
             the worker when the group is formed anew or a state with other shards is loaded.
         precision: autocast and loss scaling. Its scale is set by `state.apply`.
-        registered: what `register` was given; None before. Set by `TrainingOperator.register`.
-        loaders: what `register_data` was given, by purpose.
-        registered_metrics: what `register_metrics` was given. Reset by `begin_call`.
-        step_actions: what the default loop does to models and optimizers. Replaced by an
+        registered: the arguments of `register`; None before. Set by `TrainingOperator.register`.
+        loaders: the arguments of `register_data`, by purpose.
+        registered_metrics: the arguments of `register_metrics`. Reset by `begin_call`.
+        step_actions: the default loop's calls on models and optimizers. Replaced by an
             integration's `setup`.
-        step: the global batch in hand. Set by `BatchIterator` at each delivery and commit; reset by
+        step: the current global batch. Set by `BatchIterator` at each delivery and commit; reset by
             `begin_call` and `forget_step`.
         window: the batches and buffers of the accumulation window that is open. Filled and cleared
             by the default loop.
         committed: global batches that have happened since the run began. Set by
             `BatchIterator.commit`, by `Rollback` and by `state.apply`.
-        weighed_by: what the default loops' losses count for, by purpose, once one was computed.
-            Set by `ShardResults.weight_of`; a worker that joins takes it over from its source.
+        weighed_by: the unit of the default loops' weights (samples or the user's own), by purpose,
+            once a loss was computed. Set by `ShardResults.weight_of`; a worker that joins takes it
+            over from its source.
         ran_default_epoch: the default `train_epoch` ran in this pass, maybe called by the user's.
             Set by that loop, reset by `LoopRun` at the end of an epoch.
         meters: the metrics of the whole call. Reset by `begin_call`; set back by `Rollback`.
-        summary: what the default loop returned for this pass; None if it did not run. Reset by
-            `LoopRun` before each pass.
+        summary: the metrics that the default loop returned for this pass; None if it did not run.
+            Reset by `LoopRun` before each pass.
         latest: the metrics of the latest batch, for the progress bar. Reset by `begin_call`.
         step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
         sync_norms: names of the layers that share batch statistics between workers. Looked up once

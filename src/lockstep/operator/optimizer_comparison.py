@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
-def agree_on_steps(group: Group, registered: TrainingParts) -> None:
+def compare_optimizers(group: Group, registered: TrainingParts) -> None:
     """Compare the optimizers and schedulers of all ranks; raise on every rank or on none.
 
     Parameters marked `lockstep.local` differ by design, and so may a group of only such ones.
@@ -64,24 +64,24 @@ def _description(registered: TrainingParts) -> list[str]:
             shared = [p for p in group["params"] if not is_local(p)]
             if shared:
                 held = ", ".join(names.get(id(p), "?") for p in shared)
-                lines.append(f"optimizer {number}: {_numbers(group)} for {held}")
+                lines.append(f"optimizer {number}: {_comparable_settings(group)} for {held}")
     for number, scheduler in enumerate(registered.schedulers):
         known = isinstance(scheduler, LRScheduler)
         lines.append(
             f"scheduler {number}: {type(scheduler).__name__}"
-            f" {_numbers(scheduler.state_dict()) if known else ''}"
+            f" {_comparable_settings(scheduler.state_dict()) if known else ''}"
         )
     return lines
 
 
-def _numbers(settings: dict[str, Any]) -> str:
-    shown = {name: _plain(value) for name, value in settings.items() if name != "params"}
+def _comparable_settings(settings: dict[str, Any]) -> str:
+    shown = {name: _comparable_value(value) for name, value in settings.items() if name != "params"}
     return str({name: value for name, value in shown.items() if value is not None})
 
 
-def _plain(value: Any) -> str | None:
+def _comparable_value(value: Any) -> str | None:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple):
-        return str([_plain(item) for item in value])
+        return str([_comparable_value(item) for item in value])
     return repr(value) if isinstance(value, numbers.Number | str) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on an operator's optimizers: each step taken is noted, and `after_step` is called.
+"""Hooks on an operator's optimizers that record each step and call `after_step`.
 
 The hooks sit on the optimizers themselves, so that they see the steps of every loop: the default
 one, a user's own and Lightning's. A step that a GradScaler leaves out calls no hook.
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.operator.default_loop_options import of_default_loop, refuse_own_step
-from lockstep.randomness import derive_seed, preserved
+from lockstep.operator.default_loop_options import refuse_own_step, requested_loop_options
+from lockstep.randomness import derive_seed, preserve_rng_state
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
-def follow_steps(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
-    """Note each step of the optimizers of `run`, and call the operator's `after_step` after it."""
+def add_step_hooks(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
+    """Add hooks that record each step of the optimizers of `run` and then call `after_step`."""
     state = operator._lockstep
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -34,13 +34,13 @@ def follow_steps(operator: Operator, run: TrainingParts) -> list[RemovableHandle
             _note_step(operator, optimizer)
 
     handles = [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
-    if operator._overrides_loop() and of_default_loop(state.context.options):
+    if operator._overrides_loop() and requested_loop_options(state.context.options):
         handles += [optimizer.register_step_pre_hook(before) for optimizer in run.optimizers]
     return handles
 
 
 def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
-    # A fused optimizer is told of infinities by the scaler, and leaves the step out by itself.
+    # The scaler tells a fused optimizer of infinities, and the optimizer skips the step itself.
     found = getattr(optimizer, "found_inf", None)
     return found is None or not bool(found)
 
@@ -52,5 +52,5 @@ def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
     if operator._overrides("after_step"):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
         seed = derive_seed(state.context.placement.seed, "after_step", operator.global_step, number)
-        with torch.no_grad(), preserved(seed):
+        with torch.no_grad(), preserve_rng_state(seed):
             operator.after_step()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that a user's `train_epoch` has read and not yet trained on.
+"""`PrefetchedBatches`: batches that a user's `train_epoch` has read and not yet trained on.
 
-A loop may read a batch before it trains on the one before. Which of the batches that it has read a
-backward belongs to cannot be seen. That matters where batches count differently: the last ones of
-an epoch, or a batch that is borrowed, which counts for another worker.
+A loop may read a batch before it trains on the previous one. Lockstep cannot see to which of the
+read batches a backward belongs. That matters if the batches have different weights: the last ones
+of an epoch, or a borrowed one (a rank without samples in this step computes on another rank's batch
+with weight 0, so that it takes part in the collectives).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ class PrefetchedBatches:
     """The batches that a `train_epoch` of the user's own has read and not yet trained on."""
 
     def __init__(self) -> None:
-        self._samples: list[int] = []  # of each of these batches, the oldest first
+        self._samples: list[int] = []  # by batch, the oldest first
         self._rounds = 0
-        self._has_run = False  # a backward, since the latest read
+        self._has_run = False  # whether a backward has run since the latest read
         self._has_ended = False
         self._has_guessed = False
 
     @property
-    def is_certain(self) -> bool:
+    def has_equal_batches(self) -> bool:
         """Whether all these batches have the same number of samples."""
         return len(set(self._samples)) <= 1
 
@@ -33,7 +34,7 @@ class PrefetchedBatches:
         self._note_trained(rounds)
         self._samples.append(samples)
 
-    def note_the_end(self, rounds: int) -> None:
+    def note_end(self, rounds: int) -> None:
         """Note that the iterator has ended; the loop may still train on batches it has read."""
         self._note_trained(rounds)
         self._has_ended = True
@@ -47,8 +48,8 @@ class PrefetchedBatches:
     def note_backward(self) -> None:
         self._has_run = True
 
-    def counted(self, weight: float, where: str) -> float:
-        """The weight of a backward to which the user gave a weight.
+    def resolve_weight(self, weight: float, where: str) -> float:
+        """The weight of a backward for which the user passed `weight`.
 
         Args:
             weight: the user's.
@@ -71,13 +72,13 @@ class PrefetchedBatches:
                 cause=_CAUSE,
                 fix="override train_batch instead of train_epoch",
             )
-        if self._has_ended and not self.is_certain:
+        if self._has_ended and not self.has_equal_batches:
             self._samples.remove(next(n for n in self._samples if (n > 0) == (weight > 0)))
             self._has_guessed = True
         return weight
 
-    def unknown_weight(self, where: str) -> WeightError:
-        """The error of a backward whose batch is one of several that count differently."""
+    def unknown_weight_error(self, where: str) -> WeightError:
+        """The error of a backward whose batch may be any of several with different weights."""
         return WeightError(
             "the weight of this backward is not known",
             where=where,

@@ -13,7 +13,7 @@ from lockstep.group import Group
 from lockstep.sync import ServerAddress, ShardOrder
 
 if TYPE_CHECKING:
-    from lockstep.operator.precision import PrecisionName
+    from lockstep.operator.mixed_precision import PrecisionName
 
 ONE_PROCESS: Final = "one process"
 """Internal: the whole global batch at once, by plain autograd (see `sync.single_process`)."""
@@ -28,7 +28,7 @@ class Options:
 
     Attributes:
         scheduler_step_freq: "batch", "epoch", "manual", or None without schedulers.
-        sync: the way in which N gradients become one, by name (see `attachment`).
+        sync: the name of the synchronisation of gradients (see `sync_setup`).
         replicas: device replicas in one process, with ``sync="data_parallel"``.
         wrap_ddp: False leaves synchronisation to the user's own wrapper.
         add_dist_sampler: False lets every worker read its own loader as it is.
@@ -56,13 +56,13 @@ class Options:
 
 @dataclass(frozen=True)
 class RankContext:
-    """Everything that a worker tells its operator; replaced as a whole, never changed.
+    """Everything that a worker tells its operator; the worker replaces it, and never changes it.
 
     Attributes:
-        placement: the shards of every global batch that this worker carries.
+        placement: the shards of every global batch that this worker computes.
         is_trial: the operator is a copy beside the run's own, thrown away after a few steps.
         is_spare: the worker waits for the place of another one, and has no peers yet.
-        server_address: where the parameter server listens; None without one, or with one here.
+        server_address: of the parameter server; None without a server, or if this worker runs it.
     """
 
     world_rank: int = 0

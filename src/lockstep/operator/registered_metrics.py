@@ -36,8 +36,8 @@ class RegisteredMetrics:
 
         Args:
             given: a metric, a ``MetricCollection``, or a mapping from names to such.
-            device: where they count.
-            is_borrowed: whether the batch in hand is another worker's, counted there.
+            device: of the metrics' states.
+            is_borrowed: whether the current batch belongs to another worker, which counts it.
 
         Raises:
             WrongTypeError: something in it is no torchmetrics object.
@@ -60,7 +60,7 @@ class RegisteredMetrics:
             for each in metrics_in(metric):
                 # The driver merges the states: no rank waits for another in the middle of a loop.
                 each.distributed_available_fn = _never
-                each.update = _unless(is_borrowed, each.update)
+                each.update = _skip_borrowed(is_borrowed, each.update)
         self._by_purpose[purpose] = named
 
     def reset(self) -> None:
@@ -72,24 +72,24 @@ class RegisteredMetrics:
         for metric in self._by_purpose.get(purpose, {}).values():
             metric.update(output.detach() if isinstance(output, torch.Tensor) else output, target)
 
-    def collected(self, purpose: str) -> dict[str, Any]:
-        """Copies on the CPU, by the key of their result."""
+    def copy_to_cpu(self, purpose: str) -> dict[str, Any]:
+        """Copies of the metrics on the CPU, by the key of their result."""
         prefix = _PREFIXES[purpose]
         return {
             f"{prefix}{name}": copy.deepcopy(metric).to("cpu")
-            for name, metric in _flat(self._by_purpose.get(purpose, {}))
+            for name, metric in _flatten_collections(self._by_purpose.get(purpose, {}))
         }
 
     def mark(self) -> Mark:
-        """The counts so far, for a step that may have to be taken back.
+        """The counts so far, for `restore` should the step be rolled back.
 
         Costs nothing without metrics; rows that a metric keeps are not copied.
         """
         every = [each for metric in self._distinct() for each in metrics_in(metric)]
         return [(each, each.update_count, _states_of(each)) for each in every]
 
-    def back_to(self, mark: Mark) -> None:
-        """Forget what was counted since `mark`."""
+    def restore(self, mark: Mark) -> None:
+        """Set the metrics back to their counts at `mark`."""
         for metric, count, states in mark:
             metric._update_count, metric._computed = count, None
             for name, state in states.items():
@@ -108,9 +108,11 @@ def _is_metric(given: Any) -> bool:
     return is_module and next(metrics_in(given), None) is not None
 
 
-def _flat(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each metric by its name; a collection's own names, which also brings its states up to date
-    (it shares them between metrics that count alike)."""
+def _flatten_collections(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each metric by its name, those of a collection one by one.
+
+    Reading a collection's items also updates states that its metrics share.
+    """
     for name, metric in named.items():
         if isinstance(metric, torch.nn.ModuleDict):
             for inner, each in metric.items():
@@ -119,7 +121,9 @@ def _flat(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name or type(metric).__name__, metric
 
 
-def _unless(is_borrowed: Callable[[], bool], update: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_borrowed(
+    is_borrowed: Callable[[], bool], update: Callable[..., Any]
+) -> Callable[..., Any]:
     @wraps(update)
     def counted(*args: Any, **kwargs: Any) -> None:
         if not is_borrowed():

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`register`: models, optimizers and schedulers are checked, moved to the device, synchronised."""
+"""The work of `register`: checks models, optimizers and schedulers, and moves them to the device.
+
+It also attaches the synchronisation of gradients (`sync_setup`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lockstep.errors import ConfigurationError, UnknownParameterError, WrongType
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.sync_setup import attach
 from lockstep.operator.training_parts import TrainingParts
-from lockstep.operator.weight_averages import averages_of
+from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
@@ -25,17 +28,19 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import SyncOptions
 
 
-class _UnsaidReduction(str):
-    """The default of `loss_reduction`, which is not a "mean" that the user wrote: a class may say
-    "sum"."""
+class _DefaultReduction(str):
+    """The default "mean" of `loss_reduction`, told from a "mean" that the user passed.
+
+    Only the default leaves a class attribute ``loss_reduction = "sum"`` in force.
+    """
 
     __slots__ = ()
 
 
-UNSAID_MEAN: Final = _UnsaidReduction("mean")
+DEFAULT_MEAN: Final = _DefaultReduction("mean")
 
 
-def refuse_further(arguments: Mapping[str, Any]) -> None:
+def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that `register` does not take; for RaySGD's, say what to write instead."""
     for name, value in arguments.items():
         if name == "apex_args":
@@ -53,13 +58,13 @@ def refuse_further(arguments: Mapping[str, Any]) -> None:
 
 
 def as_sequence(given: Any) -> Any:
-    """A view of a dict, a generator or a set as a list; all else as it is."""
+    """The items of a dict view, a generator or a set as a list; everything else as it is."""
     is_plain = isinstance(given, Sequence | Mapping | nn.Module)
     return list(given) if isinstance(given, Iterable) and not is_plain else given
 
 
-def checked_loader(purpose: str, given: Any) -> Any:
-    """Refuse several loaders in the place of one: they would be taken for its batches."""
+def require_single_loader(purpose: str, given: Any) -> Any:
+    """`given`, if it is one loader; the loops would take several loaders for batches."""
     items = list(given.values()) if isinstance(given, Mapping) else given
     if isinstance(items, list | tuple) and any(isinstance(each, DataLoader) for each in items):
         raise WrongTypeError(
@@ -90,8 +95,8 @@ def as_list(given: Any, kind: type, argument: str) -> list[Any]:
     return items
 
 
-def in_shape(given: Any, items: list[Any]) -> Any:
-    """`items` as they were given: alone, in a tuple, or in a list; what was given if the same."""
+def in_given_container(given: Any, items: list[Any]) -> Any:
+    """`items` as `given` is: alone, in a tuple, or in a list; `given` itself if unchanged."""
     if not isinstance(given, Sequence):
         return items[0]
     if all(one is other for one, other in zip(given, items, strict=True)):
@@ -99,18 +104,21 @@ def in_shape(given: Any, items: list[Any]) -> Any:
     return tuple(items) if isinstance(given, tuple) else items
 
 
-def given_back(
+def in_given_containers(
     registered: TrainingParts, models: Any, optimizers: Any, schedulers: Any
 ) -> tuple[Any, ...]:
     """The tuple that `register` returns: each argument in the shape given; None is left out."""
-    parts = [in_shape(models, registered.models), in_shape(optimizers, registered.optimizers)]
+    parts = [
+        in_given_container(models, registered.models),
+        in_given_container(optimizers, registered.optimizers),
+    ]
     parts += [registered.criterion] if registered.criterion is not None else []
     parts += [schedulers] if schedulers is not None else []
-    parts += [in_shape(models, registered.averages)] if registered.averages else []
+    parts += [in_given_container(models, registered.averages)] if registered.averages else []
     return tuple(parts)
 
 
-def assemble(
+def build_training_parts(
     context: RankContext,
     *,
     models: Any,
@@ -130,14 +138,14 @@ def assemble(
     registered = TrainingParts(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
-        schedulers=_checked_schedulers(schedulers, context.options.scheduler_step_freq),
-        criterion=_checked_criterion(criterion),
+        schedulers=_parse_schedulers(schedulers, context.options.scheduler_step_freq),
+        criterion=_require_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
         sync_options=sync_options,
     )
-    _refuse_one_twice(registered.optimizers)
-    _refuse_schedulers_of_others(registered)
+    _refuse_duplicates(registered.optimizers)
+    _refuse_foreign_schedulers(registered)
     for module in registered.modules():
         _refuse_buffers(module)
     for module in registered.modules():
@@ -145,9 +153,9 @@ def assemble(
     for optimizer in registered.optimizers:
         _move_state(optimizer)
     # Before the hooks: a copy of a model with hooks would have the hooks, too.
-    registered.averages = averages_of(ema, registered.plain_models(), context.device)
+    registered.averages = make_weight_averages(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
-        _refuse_strangers(registered)
+        _refuse_foreign_parameters(registered)
         # A spare has no peers yet; but the user's code holds DDP's wrapper from now on.
         if not context.is_spare or context.options.sync == "ddp":
             attach(registered, context)
@@ -156,7 +164,7 @@ def assemble(
     return registered
 
 
-def _checked_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
+def _parse_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
     if schedulers is None:
         return []
     items = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
@@ -184,7 +192,7 @@ def _checked_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
     return items
 
 
-def _checked_criterion(given: Any) -> Any:
+def _require_criterion(given: Any) -> Any:
     if given is None or (callable(given) and not isinstance(given, type)):
         return given
     raise WrongTypeError(
@@ -195,7 +203,7 @@ def _checked_criterion(given: Any) -> Any:
     )
 
 
-def _refuse_one_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _refuse_duplicates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if len(set(map(id, optimizers))) < len(optimizers):
         raise ConfigurationError(
             "register(optimizers=...) was given one optimizer twice",
@@ -204,8 +212,8 @@ def _refuse_one_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         )
 
 
-def _refuse_schedulers_of_others(registered: TrainingParts) -> None:
-    """Refuse schedulers of optimizers that were not registered: they would change no rate."""
+def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
+    """Refuse schedulers of optimizers that were not registered: the run would ignore them."""
     # By groups and not by optimizers: a wrapper of an optimizer shares its groups.
     groups = {id(group) for each in registered.optimizers for group in each.param_groups}
     for number, scheduler in enumerate(registered.schedulers):
@@ -244,7 +252,7 @@ def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
         ConfigurationError: nothing says when it steps, or the default loop was left a scheduler
             of another name.
     """
-    known = _with_parts(registered.schedulers)
+    known = _ids_with_chained(registered.schedulers)
     found = {
         name: scheduler
         for name, value in vars(operator).items()
@@ -256,9 +264,9 @@ def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
     scheduler = found.get("scheduler")
     if scheduler is not None and (own_loop or step_freq is not None):
         registered.schedulers += (
-            [scheduler] if step_freq is None else _checked_schedulers(scheduler, step_freq)
+            [scheduler] if step_freq is None else _parse_schedulers(scheduler, step_freq)
         )
-        known = _with_parts(registered.schedulers)
+        known = _ids_with_chained(registered.schedulers)
     left = [name for name, scheduler in found.items() if id(scheduler) not in known]
     if left and not own_loop:
         raise ConfigurationError(
@@ -288,11 +296,11 @@ def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> l
     ]
 
 
-def _with_parts(schedulers: Sequence[Any]) -> set[int]:
-    """The identities of schedulers, and of those that a chain of them steps."""
+def _ids_with_chained(schedulers: Sequence[Any]) -> set[int]:
+    """The ids of schedulers, and of the schedulers that a ``ChainedScheduler`` among them steps."""
     found = set(map(id, schedulers))
     for scheduler in schedulers:
-        found |= _with_parts(schedulers_within(scheduler))
+        found |= _ids_with_chained(schedulers_within(scheduler))
     return found
 
 
@@ -324,7 +332,7 @@ def _refuse_buffers(module: nn.Module) -> None:
                 )
 
 
-def _refuse_strangers(registered: TrainingParts) -> None:
+def _refuse_foreign_parameters(registered: TrainingParts) -> None:
     """Refuse optimizers' parameters outside the registered modules: they are not synchronised."""
     known = {id(parameter) for parameter in registered.parameters()}
     for index, optimizer in enumerate(registered.optimizers):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that a forward changes (running statistics), kept a function of the shard alone.
+"""Keeps buffers that a forward changes (running statistics) independent of the sharding.
 
-Every shard of a step starts from the buffers that the last step committed, and shard 0's
-are the ones that stay, as DDP keeps rank 0's. Otherwise a worker with two shards would chain
-their statistics, and the result would depend on which worker had which shard. A shard that counts
-for nothing (it has no tokens) leaves the buffers as they were.
+Every shard of a step starts from the buffers that the last step committed, and the step commits
+the buffers of shard 0, as DDP keeps rank 0's. Otherwise a worker with two shards would chain
+their statistics, and the result would depend on which worker had which shard. A shard of
+weight zero (without tokens) leaves the buffers unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunningStatistics:
     Args:
         num_shards: shards that this worker computes in this step.
         sync: broadcasts rank 0's buffers at the end; None for a worker without peers.
-        may_discard: a shard may turn out to count for nothing.
+        may_discard: a shard may turn out to have weight zero.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class RunningStatistics:
         may_discard: bool = False,
     ) -> None:
         self._sync = sync
-        self._several = num_shards > 1
+        self._has_several_shards = num_shards > 1
         # One shard is the common case, and walking through the modules is not free.
-        looks = self._several or may_discard
+        looks = self._has_several_shards or may_discard
         self._places = buffer_places(modules) if looks else []
         self._before = self._copies()
         self._first: list[torch.Tensor | None] = []
@@ -60,7 +60,7 @@ class RunningStatistics:
             return
         if not counts:
             self._first = self._before
-        elif self._several:
+        elif self._has_several_shards:
             self._first = self._copies()
 
     def commit(self) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ShardResults`: the metrics and weights of a batch's shards, and the batch's metrics from them.
 
-A shard's loss counts for its samples, or for what `compute_loss` says (tokens). A mean over tokens
-has to be weighed by tokens: the number goes to the root of backward, where a batch's samples would,
-and weighs what is reported of that shard in the same way. One objective has one kind of weight, so
-an operator brings it for all of its shards or for none.
+The weight of a shard's loss is its number of samples, or the number that `compute_loss` returns
+(tokens). A mean over tokens has to be weighed by tokens: the root of backward carries that number
+instead of the samples, and the shard's metrics have the same weight. One objective has one kind of
+weight, so an operator returns it for all of its shards or for none.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class ShardResults:
             )
         is_own = WEIGHT in metrics
         given = metrics.pop(WEIGHT, None)
-        weight = _checked(operator, given) if is_own else shard.num_samples
+        weight = _parse_weight(operator, given) if is_own else shard.num_samples
         _refuse_mixing(operator, self._purpose, BY_OWN if is_own else BY_SAMPLES)
-        # The samples of a borrowed batch are counted by the worker that owns them.
+        # The worker that owns the samples of a borrowed batch counts them.
         return 0 if shard.is_borrowed else weight
 
     def add(self, shard: ShardBatch, metrics: dict[str, Any], weight: float) -> None:
@@ -130,7 +130,7 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, numbers.Real)
 
 
-def _checked(operator: Operator, given: Any) -> float:
+def _parse_weight(operator: Operator, given: Any) -> float:
     where = f"{type(operator).__name__}.compute_loss"
     if operator.loss_reduction == "sum":
         raise ConfigurationError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of weights, and of the states of optimizers and schedulers, to go back to."""
+"""`StateCopy`: copies of weights and of optimizers' and schedulers' states, to restore them."""
 
 from __future__ import annotations
 

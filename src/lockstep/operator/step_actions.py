@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.operator.precision import Precision
+    from lockstep.operator.mixed_precision import Precision
     from lockstep.operator.training_parts import TrainingParts
 
 
 class StepActions:
-    """Called by the default loop once per optimizer step; `around_backward` once per shard.
+    """The default loop calls each method once per optimizer step, `around_backward` once per shard.
 
     An integration replaces the actions to call its framework's hooks at the moments at which its
     own loop calls them; what a step computes stays the loop's.
@@ -27,7 +27,7 @@ class StepActions:
         optimizer.zero_grad()
 
     def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[Any]:
-        """Entered around the backward of one shard's (scaled) loss."""
+        """A context in which the loop runs the backward of one shard's (scaled) loss."""
         return nullcontext()
 
     def step(
@@ -37,5 +37,5 @@ class StepActions:
         optimizer: torch.optim.Optimizer,
         clip_grad_norm: float | None,
     ) -> None:
-        """After the reduction: unscale, clip, step."""
+        """Unscale, clip and step; the loop calls it after the reduction."""
         precision.step(optimizer, run.parameters(), clip_grad_norm)

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 class BatchOrigin(NamedTuple):
-    """Where a part of a global batch was read.
+    """The place in the data from which a part of a global batch was read.
 
     Attributes:
         epoch: passes over the data before it.
         step: the number of the global batch in its epoch, from 0.
-        indices: what the sampler gave for its samples; empty without a sampler.
+        indices: of its samples in the dataset, from the sampler; empty without a sampler.
     """
 
     epoch: int
@@ -63,11 +63,12 @@ class ShardBatch:
 
     Attributes:
         batch: what the user's loader collated.
-        num_samples: samples in it that count; 0 for a borrowed batch, which only keeps a
-            worker without samples in step with its peers.
+        num_samples: samples in it that count; 0 for a borrowed batch: a rank without samples in
+            this step computes on another rank's batch with weight 0, so that it takes part in the
+            collectives.
         seed: seeds every global generator before the batch is computed on.
         shard: the number of the shard; of the first one, if the batch holds several.
-        origin: where it was read; None for a batch that no worker delivered.
+        origin: epoch, step and samples of the batch; None for a batch that no worker delivered.
     """
 
     batch: Any
@@ -102,10 +103,10 @@ class ShardBatch:
 
 @dataclass(eq=False)
 class StepContext:
-    """One global batch on this worker, and what has happened with it so far.
+    """One global batch on this worker, and how far the worker has come with it.
 
     Attributes:
-        reduction: over which ranks losses and gradients of this batch become one, and how.
+        reduction: the ranks whose losses and gradients of this batch are reduced, and how.
         purpose: "train", "validation" or "predict".
         shards: this worker's shards of the batch, in shard order; one if `is_joint`.
         is_joint: the user's loop has received this worker's samples as one plain batch.
@@ -115,8 +116,8 @@ class StepContext:
         closes_window: this batch is the last of its window: the optimizer steps after it.
         prefetched: the batches that the user's own `train_epoch` has read; None in all other loops.
         num_computed: how often this batch went through the default `train_batch`.
-        is_stepping: the default loop lets an optimizer step, with all that belongs to a step.
-        has_scheduled: schedulers had their turn after this batch.
+        is_stepping: an optimizer's step of the default loop is running.
+        has_scheduled: the schedulers have stepped after this batch, if they step by batch.
         stepped: the optimizers that stepped, one entry a step, since the batch before was over.
         partial_weights: weights of metrics that only some of `shards` reported; see
             `AverageMeterCollection.update`.
@@ -147,17 +148,17 @@ class StepContext:
         )
 
     @property
-    def delivered(self) -> ShardBatch | None:
+    def joint_batch(self) -> ShardBatch | None:
         """The plain batch that the user's loop has received; None between batches."""
         return self.shards[0] if self.is_joint and self.shards else None
 
     @property
     def is_borrowed(self) -> bool:
-        """The plain batch is another worker's, and is counted there."""
-        return self.delivered is not None and self.delivered.is_borrowed
+        """Whether the plain batch is borrowed: another worker owns its samples, and counts them."""
+        return self.joint_batch is not None and self.joint_batch.is_borrowed
 
     def shards_in(self, batch: Any) -> tuple[ShardBatch, ...]:
-        """The shards of what a loop was given as a batch; a batch that the user cut is one shard.
+        """The shards of a loop's batch; a batch that the user made from it is one shard.
 
         Args:
             batch: this context, the plain batch that was delivered, or a batch that the user made
@@ -165,16 +166,16 @@ class StepContext:
         """
         if isinstance(batch, StepContext):
             return batch.shards
-        delivered = self.delivered
-        if delivered is None:
+        joint_batch = self.joint_batch
+        if joint_batch is None:
             return (ShardBatch(batch, leading_length(batch), seed=0),)
-        if delivered.batch is batch:
-            return (delivered,)
-        # A copy of a borrowed batch is as little this worker's own as the batch.
-        samples = 0 if delivered.is_borrowed else leading_length(batch)
-        return (ShardBatch(batch, samples, delivered.seed),)
+        if joint_batch.batch is batch:
+            return (joint_batch,)
+        # The samples of a copy of a borrowed batch belong to another worker, too.
+        samples = 0 if joint_batch.is_borrowed else leading_length(batch)
+        return (ShardBatch(batch, samples, joint_batch.seed),)
 
-    def computing(
+    def activate_shard(
         self, shard: ShardBatch, *, per_shard: bool
     ) -> AbstractContextManager[ReductionContext]:
         """Seed the random numbers of `shard`; enter the result around its forward and backward.
@@ -191,11 +192,11 @@ class StepContext:
         )
 
     def num_samples_of(self, metrics: Mapping[str, Any]) -> int:
-        """How many samples a batch's metrics stand for; those of a borrowed batch for none."""
+        """The number of samples for which a batch's metrics count; 0 for a borrowed batch."""
         if self.is_borrowed:
             return 0
-        delivered = self.delivered
-        return int(metrics.get(NUM_SAMPLES, 1 if delivered is None else delivered.num_samples))
+        joint_batch = self.joint_batch
+        return int(metrics.get(NUM_SAMPLES, 1 if joint_batch is None else joint_batch.num_samples))
 
     def weight_of_backward(self, given: float | None, where: str) -> float | None:
         """The weight of a backward in a loop of the user's own.
@@ -210,16 +211,16 @@ class StepContext:
         Raises:
             WeightError: the loop has read ahead, and which batch the backward is of is unknown.
         """
-        delivered, ahead = self.delivered, self.prefetched
+        joint_batch, ahead = self.joint_batch, self.prefetched
         weight = given
         if given is None:
             if isinstance(self.weight, WeightError):
                 raise self.weight
-            weight = None if delivered is None else delivered.num_samples
+            weight = None if joint_batch is None else joint_batch.num_samples
         # The worker that owns a borrowed batch counts it, and a loop that weighs by tokens does not
         # know that the batch is borrowed.
         elif ahead is not None:
-            weight = ahead.counted(given, where)
+            weight = ahead.resolve_weight(given, where)
         elif self.is_borrowed:
             weight = 0
         if ahead is not None:

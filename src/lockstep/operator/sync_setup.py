@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaching the synchronisation of gradients that `TorchTrainer(sync=...)` names to a model."""
+"""Attaches to a model the synchronisation of gradients that `TorchTrainer(sync=...)` names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from lockstep._torch_compat import COMPILER
 from lockstep.errors import ConfigurationError
-from lockstep.import_without_gc import gc_paused
-from lockstep.operator.optimizer_comparison import agree_on_steps
+from lockstep.import_without_gc import pause_gc
+from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
     GradientSync,
@@ -44,7 +44,7 @@ def attach(registered: TrainingParts, context: RankContext) -> None:
         return
     registered.attached = tuple(registered.parameters())
     try:
-        agree_on_steps(context.group, registered)
+        compare_optimizers(context.group, registered)
     except BaseException:
         # `register` fails and returns nothing; the hooks would stay on the user's parameters.
         registered.sync.detach()
@@ -52,7 +52,7 @@ def attach(registered: TrainingParts, context: RankContext) -> None:
 
 
 def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> None:
-    """Attach to the peers of another generation, which hold the same values already.
+    """Attach to the ranks of a new group, which hold the same values already.
 
     Args:
         committed: steps of the run that have happened.
@@ -62,10 +62,10 @@ def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> N
     """
     if not context.options.wrap_ddp:
         return
-    if registered.sync is not None and registered.may_join:
+    if registered.sync is not None and registered.can_join:
         registered.sync.join(context.group)
         registered.attached = tuple(registered.parameters())
-        agree_on_steps(context.group, registered)
+        compare_optimizers(context.group, registered)
         return
     registered.sync_options = replace(registered.sync_options, goes_on_at=committed)
     attach(registered, context)
@@ -94,13 +94,13 @@ def _replicate(registered: TrainingParts, context: RankContext) -> Synchroniser:
     )
 
 
-def _alone(registered: TrainingParts, context: RankContext) -> Synchroniser:
+def _single_process(registered: TrainingParts, context: RankContext) -> Synchroniser:
     return SingleProcess(registered.modules(), averages=registered.sync_options.averages)
 
 
 def _ddp(registered: TrainingParts, context: RankContext) -> Synchroniser:
     # Imported only for sync="ddp": torch's DDP brings the compiler.
-    with gc_paused():
+    with pause_gc():
         import_module(COMPILER)
     from lockstep.sync.ddp_sync import DDPSync
 
@@ -118,7 +118,7 @@ def _ddp(registered: TrainingParts, context: RankContext) -> Synchroniser:
 
 def _fsdp(registered: TrainingParts, context: RankContext) -> Synchroniser:
     if context.group.is_alone:
-        return _replicate(registered, context)  # its rows are all rows
+        return _replicate(registered, context)  # one rank: there is nothing to shard
     # Imported only for sync="fsdp": the module brings torch's DTensor.
     from lockstep.sync.fsdp import FSDPSync
 
@@ -158,8 +158,8 @@ def _data_parallel(registered: TrainingParts, context: RankContext) -> Synchroni
 
 _BY_NAME: dict[str, Callable[[TrainingParts, RankContext], Synchroniser]] = {
     "replicate": _replicate,
-    ONE_PROCESS: _alone,
-    ONE_PROCESS_BY_SHARD: _alone,
+    ONE_PROCESS: _single_process,
+    ONE_PROCESS_BY_SHARD: _single_process,
     "ddp": _ddp,
     "fsdp": _fsdp,
     "parameter_server": _parameter_server,

@@ -10,16 +10,16 @@ import torch
 
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
-from lockstep.operator import default_loss, loops
+from lockstep.operator import default_forward, default_loops
 from lockstep.operator.operator_state import OperatorState
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import (
-    UNSAID_MEAN,
+    DEFAULT_MEAN,
     as_sequence,
-    assemble,
-    checked_loader,
-    given_back,
-    refuse_further,
+    build_training_parts,
+    in_given_containers,
+    refuse_unknown_arguments,
+    require_single_loader,
 )
 from lockstep.operator.training_parts import SyncOptions
 from lockstep.tensor_tree import children_of, rebuilt
@@ -93,7 +93,7 @@ class TrainingOperator:
             of tokens, 0 if there is none): the objective, and every metric returned here, is
             then the mean over the tokens of the global batch.
         """
-        return default_loss.default_loss(self, batch)[0]
+        return default_forward.default_loss(self, batch)[0]
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
@@ -101,7 +101,7 @@ class TrainingOperator:
         Override for a loop of your own. `info` is the dict given to `trainer.train`, with
         `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added.
         """
-        return loops.train_epoch(self, iterator, info)
+        return default_loops.train_epoch(self, iterator, info)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """One optimizer step on one global batch; returns its metrics.
@@ -115,7 +115,7 @@ class TrainingOperator:
             batch: one item of the loader.
             batch_info: `info` with ``"batch_idx"`` and ``"global_step"``.
         """
-        return loops.train_batch(self, batch, batch_info)
+        return default_loops.train_batch(self, batch, batch_info)
 
     def after_step(self) -> None:
         """Called after each step that a registered optimizer took, in any loop; does nothing.
@@ -128,11 +128,11 @@ class TrainingOperator:
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate every batch without gradients; returns metrics, weighted by samples."""
-        return loops.validate(self, val_iterator, info)
+        return default_loops.validate(self, val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """The metrics of one batch: `val_loss`, and `val_accuracy` for class targets."""
-        return loops.validate_batch(self, batch, batch_info)
+        return default_loops.validate_batch(self, batch, batch_info)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """The outputs for one batch, without gradients; what `trainer.predict` collects.
@@ -148,7 +148,7 @@ class TrainingOperator:
             Tensors or arrays with one row per sample, lists with one entry per sample, or
             tuples, dicts and dataclasses of them; the user gets each sample's part of it.
         """
-        return default_loss.default_prediction(self, batch)
+        return default_forward.default_prediction(self, batch)
 
     def state_dict(self) -> Any:
         """Further state to save: tensors and plain Python. Models are saved without it."""
@@ -168,7 +168,7 @@ class TrainingOperator:
         schedulers: Any = None,
         ema: Any = None,
         ddp_args: dict[str, Any] | None = None,
-        loss_reduction: str = UNSAID_MEAN,
+        loss_reduction: str = DEFAULT_MEAN,
         **further: Any,
     ) -> tuple[Any, ...]:
         """Hand over models, optimizers, criterion and schedulers; call it once, in `setup`.
@@ -215,15 +215,15 @@ class TrainingOperator:
                 "register was called twice",
                 fix="call it once, with lists: self.register(models=[a, b], optimizers=[...])",
             )
-        refuse_further(further)
+        refuse_unknown_arguments(further)
         models, optimizers, schedulers = map(as_sequence, (models, optimizers, schedulers))
-        if loss_reduction is not UNSAID_MEAN:
+        if loss_reduction is not DEFAULT_MEAN:
             self.loss_reduction = loss_reduction
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigurationError(
                 "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
             )
-        self._lockstep.registered = assemble(
+        self._lockstep.registered = build_training_parts(
             self._lockstep.context,
             models=models,
             optimizers=optimizers,
@@ -238,13 +238,13 @@ class TrainingOperator:
                 ddp_args=dict(ddp_args or {}),
             ),
         )
-        return given_back(self._lockstep.registered, models, optimizers, schedulers)
+        return in_given_containers(self._lockstep.registered, models, optimizers, schedulers)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
         self._lockstep.loaders = {
-            "train": checked_loader("train", train_loader),
-            "validation": checked_loader("validation", validation_loader),
+            "train": require_single_loader("train", train_loader),
+            "validation": require_single_loader("validation", validation_loader),
         }
 
     def register_metrics(self, *, train: Any = None, validation: Any = None) -> None:
@@ -299,7 +299,7 @@ class TrainingOperator:
                 got=f"weight={weight!r}",
                 fix="self.backward(loss), or return means and leave loss_reduction out",
             )
-        loops.backward(self, loss, weight)
+        default_loops.backward(self, loss, weight)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Accumulate gradients locally; weights add up until the next backward outside."""
@@ -307,7 +307,7 @@ class TrainingOperator:
 
     def to_device(self, batch: Any) -> Any:
         """The same batch, of any nesting, with its tensors on this worker's device."""
-        return _moved(batch, self.device)
+        return _move_to_device(batch, self.device)
 
     # -------------------------------------------------------------------------- where it is
 
@@ -426,7 +426,7 @@ def _no_setup(operator_cls: type[TrainingOperator]) -> NotOverriddenError:
     )
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _move_to_device(batch: Any, device: torch.device) -> Any:
     """The same structure with every tensor on `device`.
 
     Follows mappings, lists, tuples and dataclasses; anything else that has a `.to` (a
@@ -436,11 +436,11 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if type(batch) in (list, tuple):  # the common case, before slower questions
-        return type(batch)(_moved(child, device) for child in batch)
+        return type(batch)(_move_to_device(child, device) for child in batch)
     # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     children = children_of(batch)
     if children is None:
         return batch
-    return rebuilt(batch, [_moved(child, device) for _, child in children])
+    return rebuilt(batch, [_move_to_device(child, device) for _, child in children])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainingParts`: models, optimizers, schedulers, criterion, as an operator registered them."""
+"""`TrainingParts`: the models, optimizers, schedulers and criterion of an operator."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class TrainingParts:
     sync: Synchroniser | None
     sync_options: SyncOptions
     attached: tuple[nn.Parameter, ...] = ()
-    may_join: bool = False
+    can_join: bool = False
     averages: list[AveragedModel] = field(default_factory=list)
 
     def part(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""
-        self.may_join = self.sync is not None and self.sync.part()
+        self.can_join = self.sync is not None and self.sync.part()
 
-    def refuse_replaced(self) -> None:
+    def refuse_added_parameters(self) -> None:
         """Raise if a model holds parameters that it did not hold when it was registered.
 
         Such parameters were not made equal on all ranks, and their gradients are not reduced: each
@@ -94,16 +94,16 @@ class TrainingParts:
 
     def plain_models(self) -> list[nn.Module]:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""
-        return [_unwrapped(model) for model in self.models]
+        return [_unwrap(model) for model in self.models]
 
     def plain_modules(self) -> list[nn.Module]:
         """`modules()` without wrappers."""
-        return [_unwrapped(module) for module in self.modules()]
+        return [_unwrap(module) for module in self.modules()]
 
     def plain_criterion(self) -> Any:
         """The criterion without a wrapper."""
         is_module = isinstance(self.criterion, nn.Module)
-        return _unwrapped(self.criterion) if is_module else self.criterion
+        return _unwrap(self.criterion) if is_module else self.criterion
 
     def replace_modules(self, modules: Sequence[nn.Module]) -> None:
         """Put wrappers of `modules()` in their place, in the same order."""
@@ -125,7 +125,7 @@ class TrainingParts:
             module.train(training)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):

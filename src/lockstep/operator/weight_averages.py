@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages of models' weights, for ``register(ema=...)``."""
+"""Averages of models' weights (EMA), for ``register(ema=...)``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep._torch_compat import buffers_of, lerp_each
 from lockstep.errors import ConfigurationError
-from lockstep.operator.model_copies import copied_models
+from lockstep.operator.model_copies import copy_models
 from lockstep.tensor_copies import fits, write_into
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from lockstep.operator.training_parts import TrainingParts
 
-_USUAL_DECAY: Final = 0.999
+_DEFAULT_DECAY: Final = 0.999
 
 
-def averages_of(
+def make_weight_averages(
     given: Any, models: Sequence[nn.Module], device: torch.device
 ) -> list[AveragedModel]:
-    """What ``register(ema=...)`` asks for: an average of each model, in eval mode.
+    """Make the averages of ``register(ema=...)``: one for each model, in eval mode.
 
     Args:
         given: True, or a decay between 0 and 1; a function from a model to an `AveragedModel`;
@@ -41,9 +41,9 @@ def averages_of(
     else:
         averages = [_ExponentialAverage(model, _decay(given)) for model in models]
     if not all(isinstance(each, AveragedModel) for each in averages):
-        raise _no_average(given, "a decay as in ema=0.999, or a torch AveragedModel")
+        raise _ema_error(given, "a decay as in ema=0.999, or a torch AveragedModel")
     if [_shapes(each) for each in averages] != [_shapes(each) for each in models]:
-        raise _no_average(given, "one AveragedModel(model, ...) for each registered model")
+        raise _ema_error(given, "one AveragedModel(model, ...) for each registered model")
     for average in averages:
         average.module.to(device)
         average.eval()
@@ -51,9 +51,9 @@ def averages_of(
 
 
 def _decay(given: Any) -> float:
-    decay = _USUAL_DECAY if given is True else given
+    decay = _DEFAULT_DECAY if given is True else given
     if not isinstance(decay, float) or not 0 < decay < 1:
-        raise _no_average(given, "a decay between 0 and 1, as in ema=0.999, or an AveragedModel")
+        raise _ema_error(given, "a decay between 0 and 1, as in ema=0.999, or an AveragedModel")
     return decay
 
 
@@ -61,7 +61,7 @@ def _shapes(model: nn.Module) -> list[torch.Size]:
     return [parameter.shape for parameter in model.parameters()]
 
 
-def _no_average(given: Any, expected: str) -> ConfigurationError:
+def _ema_error(given: Any, expected: str) -> ConfigurationError:
     return ConfigurationError(
         "register(ema=...) was given something else", expected=expected, got=f"ema={given!r:.80}"
     )
@@ -76,14 +76,14 @@ class _ExponentialAverage(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        nn.Module.__init__(self)  # torch's own copies a model that has left no tensor behind
-        self.module = _copied(model)
+        nn.Module.__init__(self)  # torch's cannot copy a model that holds tensors of a graph
+        self.module = _copy_model(model)
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long))
         self.avg_fn, self.multi_avg_fn, self.use_buffers = None, None, False
         self._weight = 1 - decay
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the weights of `model` in; the first ones as they are."""
+        """Mix the weights of `model` into the average; the first call copies them."""
         weight = self._weight if self.n_averaged else 1.0
         with torch.no_grad():
             pairs = self._pairs(model)
@@ -116,12 +116,12 @@ class _ExponentialAverage(AveragedModel):
             own = buffers_of(own_modules[path]) if path in own_modules else {}
             for key, theirs in buffers_of(part).items():
                 if theirs is not None and id(theirs) not in taken:
-                    taken[id(theirs)] = _taken(own.get(key), theirs.detach(), weight)
+                    taken[id(theirs)] = _average_buffer(own.get(key), theirs.detach(), weight)
                 own[key] = None if theirs is None else taken[id(theirs)]
 
 
-def _taken(mine: torch.Tensor | None, theirs: torch.Tensor, weight: float) -> torch.Tensor:
-    """The average's buffer: in place, unless the model's has become another kind of tensor."""
+def _average_buffer(mine: torch.Tensor | None, theirs: torch.Tensor, weight: float) -> torch.Tensor:
+    """Mix `theirs` into `mine` in place; a copy of `theirs` if its shape or dtype has changed."""
     if mine is None or not fits(theirs, mine):
         return theirs.clone()
     if mine.is_floating_point():
@@ -131,9 +131,9 @@ def _taken(mine: torch.Tensor | None, theirs: torch.Tensor, weight: float) -> to
     return mine
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     try:
-        return copied_models([model], next(iter(_places(model)), torch.device("cpu")))[0]
+        return copy_models([model], next(iter(_devices_of(model)), torch.device("cpu")))[0]
     except TypeError as error:
         raise ConfigurationError(
             "register(ema=...) cannot copy the model",
@@ -143,7 +143,7 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _places(model: nn.Module) -> list[torch.device]:
+def _devices_of(model: nn.Module) -> list[torch.device]:
     return [each.device for each in (*model.parameters(), *model.buffers())]
 
 

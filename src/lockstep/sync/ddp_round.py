@@ -173,7 +173,7 @@ class DDPRound:
     def _send(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
-        if reduction_context.crossing_ahead(self._owner.attached()):
+        if reduction_context.is_exchange_expected(self._owner.attached()):
             return  # `_land` sends them: a gather's gradients go first, on every rank
         self._send_all(model, turn, is_last)
 

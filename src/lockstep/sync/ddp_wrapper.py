@@ -18,13 +18,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep._torch_compat import (
-    fix_buckets,
+    ddp_kwargs_without_sync,
     forget_comm_hooks,
+    freeze_ddp_buckets,
     group_of_one,
-    in_order_of_backward,
-    leave_out_of_ddp,
+    ignore_in_ddp,
     make_reducer,
-    sends_nothing,
+    with_parameters_reversed,
     zero_buckets,
 )
 from lockstep.errors import (
@@ -90,7 +90,7 @@ def checked_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-@in_order_of_backward
+@with_parameters_reversed
 class DDPWrapper(DistributedDataParallel):
     """torch's DDP around one module; `DDPTransport` makes and owns it.
 
@@ -112,13 +112,13 @@ class DDPWrapper(DistributedDataParallel):
     ) -> None:
         names = [name for name, item in _named_tensors(module) if is_local(item)]
         if names:
-            leave_out_of_ddp(type(self), module, names)
+            ignore_in_ddp(type(self), module, names)
         _refuse_sparse(module)
         kept = {"broadcast_buffers", "forward_sync_buffers"}
         super().__init__(
             module,
             process_group=group_of_one({slot.param.device.type for slot in slots} | {"cpu"}),
-            **sends_nothing(DistributedDataParallel),
+            **ddp_kwargs_without_sync(DistributedDataParallel),
             **{name: value for name, value in arguments.items() if name not in kept},
         )
         self.place = place
@@ -196,7 +196,7 @@ class DDPWrapper(DistributedDataParallel):
     def _take_hold(self) -> None:
         # DDP would rebuild its buckets in the order in which a rank's gradients came in its first
         # backward, which a rank without samples cannot know. So it is told one now.
-        fix_buckets(self)
+        freeze_ddp_buckets(self)
         self.register_comm_hook(None, lambda state, bucket: self._carry(bucket))
         self.reduced = self.wanted()
         self.has_reduced()

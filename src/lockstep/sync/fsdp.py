@@ -110,7 +110,7 @@ class FSDPSync(GradientSync):
             None: metadata only.
 
         Collective:
-            Every rank. Blocks. See `Group.roll_call`.
+            Every rank. Blocks. See `Group.monitored_all_gather`.
 
         Raises:
             GradientNotReducedError: on every rank, if one is somewhere else.
@@ -119,7 +119,7 @@ class FSDPSync(GradientSync):
         group = self._rounds.attached()
         if group.device.type != "cpu":
             return
-        places = group.roll_call([here], "backward or step")
+        places = group.monitored_all_gather([here], "backward or step")
         if any(place != places[0] for place in places):
             raise GradientNotReducedError(
                 "the ranks are at different places of a step",

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep._torch_compat import (
-    hooks_after,
-    hooks_before,
-    set_hooks_after,
-    set_hooks_before,
-    will_run,
+    post_accumulate_grad_hooks,
+    set_post_accumulate_grad_hooks,
+    set_tensor_hooks,
+    tensor_hooks,
+    will_execute_node,
 )
 
 if TYPE_CHECKING:
@@ -117,21 +117,21 @@ class ParameterHooks:
         self.param = param
         self._tell = tell
         self._arrived = arrived or _nothing
-        self._before = _table(hooks_before(param))
+        self._before = _table(tensor_hooks(param))
         self._before.begin(tell)
         self._before.show(comes)
         # Set anew in any case: torch looks into the table when the attribute is set.
-        set_hooks_before(param, self._before)
+        set_tensor_hooks(param, self._before)
         self._after: _WaitingHooks | None = None
-        if arrived is not None or hooks_after(param) is not None:
+        if arrived is not None or post_accumulate_grad_hooks(param) is not None:
             self._take_over_after()
 
     def _take_over_after(self) -> _WaitingHooks:
         if self._after is None:
-            self._after = _table(hooks_after(self.param))
+            self._after = _table(post_accumulate_grad_hooks(self.param))
             self._after.begin(self._tell)
             self._after.show(self._arrived)
-            set_hooks_after(self.param, self._after)
+            set_post_accumulate_grad_hooks(self.param, self._after)
         return self._after
 
     def look_after(self) -> None:
@@ -139,7 +139,7 @@ class ParameterHooks:
 
         A table of ours from the start would cost a call into Python for every parameter.
         """
-        if hooks_after(self.param) is not None:
+        if post_accumulate_grad_hooks(self.param) is not None:
             self._take_over_after()
 
     def applied_to(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -216,6 +216,6 @@ def accumulates(param: torch.Tensor) -> bool:
     node = view.next_functions[0][0]
     assert node is not None
     try:
-        return will_run(node)
+        return will_execute_node(node)
     except RuntimeError:
         return False

@@ -270,7 +270,7 @@ class GradientSync:
         """
         self._rounds.weights.deliver(weight)
 
-    def delivered_weight(self) -> float | None:
+    def batch_weight(self) -> float | None:
         """The argument of the last `set_delivered_weight`; an error is raised."""
         return self._rounds.weights.delivered
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lockstep.lazy_dynamo_import import outside_graphs
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class _Listeners:
         with self._lock:
             self._all.add(one)
             if not self._handles:
-                tell = outside_graphs(self._tell)
+                tell = disable_dynamo(self._tell)
                 self._handles = [
                     register_module_parameter_registration_hook(tell),
                     register_module_module_registration_hook(tell),

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
-from lockstep.lazy_dynamo_import import outside_graphs
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.round_checks import judge_losses
 from lockstep.sync.tensor_bits import sum_of_bits
@@ -82,7 +82,7 @@ class _Registry:
             self.version += 1
             if self._hook is None:
                 # Not traced: under torch.compile'd steps every counter would become a guard.
-                self._hook = register_optimizer_step_pre_hook(outside_graphs(_before_step))
+                self._hook = register_optimizer_step_pre_hook(disable_dynamo(_before_step))
 
     def remove(self, owner: ReductionRounds) -> None:
         with self._lock:
@@ -267,7 +267,9 @@ def _compare(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
     weights = [(slot.name, slot.param) for slot in owner.slots]
     compared = [*weights, *((slot.name, slot.param.grad) for slot in slots)]
     bits = [sum_of_bits(tensor) for _, tensor in compared]
-    everyone = owner.attached().roll_call([float(number % _EXACT) for number in bits], "step")
+    everyone = owner.attached().monitored_all_gather(
+        [float(number % _EXACT) for number in bits], "step"
+    )
     first = everyone[0]
     places = {place for other in everyone for place, n in enumerate(other) if n != first[place]}
     differ = list(dict.fromkeys(compared[place][0] for place in sorted(places)))

@@ -106,7 +106,7 @@ class Reducer:
                 return
             bucket.missing.discard(slot.number)
             assert self._group is not None
-            if not bucket.missing and not reduction_context.crossing_ahead(self._group):
+            if not bucket.missing and not reduction_context.is_exchange_expected(self._group):
                 self._launch_complete()
 
     def _launch_complete(self) -> None:

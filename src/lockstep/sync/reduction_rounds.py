@@ -266,7 +266,7 @@ class ReductionRounds:
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
-            around = reduction_context.backward_of(self.attached(), weight, by_id)
+            around = reduction_context.activate_for_backward(self.attached(), weight, by_id)
             with self.transport.backward(stand_in), around:
                 run()
         except BaseException:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep._torch_compat import STEPS_ARE_SCALED, WAS_STEPPED, with_step_hooks
+from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR, with_step_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _ABOUT_STEPPING: Final = frozenset(
-    {"step", "state_dict", "load_state_dict", STEPS_ARE_SCALED}
-    | {WAS_STEPPED, "grad_scale", "found_inf"}
+    {"step", "state_dict", "load_state_dict", AMP_SCALING_ATTR}
+    | {WAS_STEPPED_ATTR, "grad_scale", "found_inf"}
 )
 
 
@@ -45,16 +45,16 @@ class ReplacedStep:
     ) -> None:
         def replaced(this: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # Schedulers look at it, to warn of steps that were never taken.
-            vars(this)[WAS_STEPPED] = True
+            vars(this)[WAS_STEPPED_ATTR] = True
             return step(*args, **kwargs)
 
         self._attributes = vars(optimizer)
-        self._names = ("step", STEPS_ARE_SCALED, *others)
+        self._names = ("step", AMP_SCALING_ATTR, *others)
         self._shadowed = {name: own for name, own in vars(optimizer).items() if name in self._names}
         self._attributes.update(others, step=MethodType(with_step_hooks(replaced), optimizer))
-        if STEPS_ARE_SCALED in self._attributes:
+        if AMP_SCALING_ATTR in self._attributes:
             # A scaler would leave the unscaling to a kernel that the replaced step never runs.
-            self._attributes[STEPS_ARE_SCALED] = False
+            self._attributes[AMP_SCALING_ATTR] = False
 
     def restore(self) -> None:
         """Give the optimizer its own methods back."""

@@ -157,7 +157,7 @@ class SingleProcess:
 
     def set_delivered_weight(self, weight: float | WeightError | None) -> None: ...
 
-    def delivered_weight(self) -> float | None:
+    def batch_weight(self) -> float | None:
         return None
 
     def take_shard(self, shard: int) -> None: ...

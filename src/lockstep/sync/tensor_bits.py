@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lockstep._torch_compat import parts_of_sparse
+from lockstep._torch_compat import sparse_indices_and_values
 from lockstep.tensor_copies import as_bytes, is_block
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _blocks_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.is_nested:
         return tensor.detach().unbind()
     if tensor.layout is torch.sparse_coo:
-        return parts_of_sparse(tensor)
+        return sparse_indices_and_values(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()

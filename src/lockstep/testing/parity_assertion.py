@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.batch_dependent_layers import freeze_batch_dependent_layers
 from lockstep.data.batch_structure import leading_length, rows_of
 from lockstep.data.shard_batch_size import share_bounds
-from lockstep.dropout_off import DropoutOff, pin
 from lockstep.errors import ConfigurationError, ParityError
 from lockstep.group import Group
+from lockstep.no_dropout_mode import NoDropoutMode
 from lockstep.parity import compare
-from lockstep.randomness import preserved
+from lockstep.randomness import preserve_rng_state
 from lockstep.sync import GradientSync
 
 if TYPE_CHECKING:
@@ -109,11 +110,11 @@ def _parity(
 ) -> ParityReport:
     models: list[nn.Module] = []
     for _ in range(world_size + 1):
-        with preserved(0):
+        with preserve_rng_state(0):
             models.append(make_model())
-    notes = [note for model in models for note in pin(model)]
+    notes = [note for model in models for note in freeze_batch_dependent_layers(model)]
     alone, *replicas = models
-    with DropoutOff():
+    with NoDropoutMode():
         loss = step_fn(alone, batch)
         if loss is not None:
             loss.backward()
@@ -128,7 +129,7 @@ def _parity(
         sync = GradientSync([model], group)
         sync.set_delivered_weight(rows)
         try:
-            with DropoutOff():
+            with NoDropoutMode():
                 loss = step_fn(model, part)
                 if loss is not None:
                     sync.backward(loss, weight=rows)

@@ -13,8 +13,8 @@ import torch
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
-from lockstep.operator.default_loop_options import OWN_LOOP_LINES, of_default_loop
-from lockstep.operator.precision import PrecisionName
+from lockstep.operator.default_loop_options import OWN_LOOP_LINES, requested_loop_options
+from lockstep.operator.mixed_precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
 from lockstep.trainer.unused_definitions import refuse_unused
 
@@ -53,7 +53,7 @@ def require(holds: bool, name: str, got: Any, expected: str, fix: str | None = N
         )
 
 
-def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse_unknown_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse arguments that no trainer has, or that only RaySGD had."""
     for name, value in arguments.items():
         if name in _GONE:
@@ -329,7 +329,7 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
             continue
         is_apart = not _may_call_default(getattr(operator_cls, method))
         refused = ["reproducible"] if options.reproducible else []
-        for name in [*refused, *(of_default_loop(options) if is_apart else [])]:
+        for name in [*refused, *(requested_loop_options(options) if is_apart else [])]:
             raise ConfigurationError(
                 f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",
                 fix=OWN_LOOP_LINES[name],

@@ -136,7 +136,7 @@ class TorchTrainer:
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
-        checks.refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
+        checks.refuse_unknown_arguments(further, known=inspect.signature(TorchTrainer).parameters)
         operator_cls = checks.checked_operator(training_operator_cls)
         self.config, explicit = checks.checked_config(config), checks.identity(num_shards, seed)
         checks.checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)

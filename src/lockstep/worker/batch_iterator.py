@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.operator.default_loop_options import refuse_left_out
+from lockstep.operator.default_loop_options import refuse_skipped_batch
 from lockstep.operator.operator_protocol import rank_and_step
 from lockstep.operator.prefetched_batches import PrefetchedBatches
 from lockstep.operator.step_context import ShardBatch, StepContext
-from lockstep.operator.sync_batch_norm import refuse_borrowed
+from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
 from lockstep.operator.weight_averages import update_averages
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class BatchIterator:
         if self._open is None:
             return
         if training:
-            refuse_left_out(self._operator)
+            refuse_skipped_batch(self._operator)
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:
@@ -178,7 +178,7 @@ class BatchIterator:
         if not is_joint:
             return step
         if training and step.is_borrowed:
-            refuse_borrowed(self._operator)
+            refuse_borrowed_batch(self._operator)
         if sync is not None:
             step.weight = self._weight(sync, shards[0].num_samples)
             sync.set_delivered_weight(step.weight)
@@ -204,10 +204,10 @@ class BatchIterator:
         if ahead is None:
             return samples
         ahead.note_read(samples, sync.rounds)
-        if ahead.is_certain or not sync.needs_guard:
+        if ahead.has_equal_batches or not sync.needs_guard:
             return samples
-        return ahead.unknown_weight(rank_and_step(self._operator))
+        return ahead.unknown_weight_error(rank_and_step(self._operator))
 
     def _note_the_end(self) -> None:
         if self._prefetched is not None and self._state.sync is not None:
-            self._prefetched.note_the_end(self._state.sync.rounds)
+            self._prefetched.note_end(self._state.sync.rounds)

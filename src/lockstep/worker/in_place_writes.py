@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep._torch_compat import version_of
-from lockstep.lazy_dynamo_import import outside_graphs
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.tensor_copies import TensorCopies, overwrite
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class InPlaceWriteTracker:
         self._has_missed = False
         self._steps_left = _STEPS
         # Not traced: of a compiled step every counter would be a guard.
-        hook = outside_graphs(lambda *_: self._look())
+        hook = disable_dynamo(lambda *_: self._look())
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(hook) for optimizer in optimizers
         ]

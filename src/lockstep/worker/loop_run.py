@@ -17,11 +17,11 @@ from lockstep.keys import (
     SCHEDULER_STEP_EPOCH,
     USE_FP16,
 )
-from lockstep.operator.default_loss import registered
-from lockstep.operator.loops import checked_metrics, step_batch_schedulers
-from lockstep.operator.nan_origin import naming_nan_origin
+from lockstep.operator.default_forward import registered_parts
+from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
+from lockstep.operator.nan_origin import explain_non_finite_error
 from lockstep.operator.registration import step_schedulers
-from lockstep.randomness import preserved
+from lockstep.randomness import preserve_rng_state
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.data_cursor import Tally
@@ -202,7 +202,7 @@ class LoopRun:
         self._shards = self._state.context.placement.shards
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
-        with preserved(), self._arithmetic(), activate(reduction):
+        with preserve_rng_state(), self._arithmetic(), activate(reduction):
             while not self.is_over:
                 self.is_over = self._pass(reduction)
         return self.report()
@@ -245,11 +245,11 @@ class LoopRun:
         operator = self._operator
         if self.request.purpose == "validation":
             result = operator.validate(deliveries, dict(self.request.info))
-            return checked_metrics(operator, "validate", result)
+            return require_metrics(operator, "validate", result)
         self._info["epoch_idx"] = self.cursor.epoch
-        with naming_nan_origin(operator):
+        with explain_non_finite_error(operator):
             result = operator.train_epoch(deliveries, self._info)
-        return checked_metrics(operator, "train_epoch", result)
+        return require_metrics(operator, "train_epoch", result)
 
     def _end_epoch(self) -> None:
         """Step the schedulers of an epoch, and move to the next one.
@@ -261,7 +261,7 @@ class LoopRun:
         wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # A `train_epoch` of the user's own steps its schedulers, unless it called the default one.
         if wanted and (self._state.ran_default_epoch or not operator._overrides("train_epoch")):
-            step_schedulers(registered(operator).schedulers)
+            step_schedulers(registered_parts(operator).schedulers)
         self._state.ran_default_epoch = False
         self.cursor.finish_epoch()
 
@@ -278,6 +278,6 @@ class LoopRun:
             epoch=self.cursor.epochs_entered if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=self._state.weighed_by.get(self.request.purpose),
-            measured=self._state.registered_metrics.collected(self.request.purpose),
+            measured=self._state.registered_metrics.copy_to_cpu(self.request.purpose),
             rows=log.newer_than(0) if training and log is not None else [],
         )

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.data.batch_structure import content_digest
 from lockstep.operator.non_finite_check import is_given_closure
-from lockstep.randomness import RandomState, preserved
+from lockstep.randomness import RandomState, preserve_rng_state
 from lockstep.sync import is_local
 from lockstep.worker.state import copied
 
@@ -93,7 +93,7 @@ class OptimizerRecorder:
         self._current.gradients.append(
             {name: None if p.grad is None else copied(p.grad) for name, p in held}
         )
-        delivered = self._operator._lockstep.step.delivered
+        delivered = self._operator._lockstep.step.joint_batch
         if delivered is not None:
             self._current.drew |= _has_drawn_since(delivered.seed)
 
@@ -120,5 +120,5 @@ def names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
 def _has_drawn_since(seed: int) -> bool:
     """Whether a global generator stands elsewhere than where `seed` put it."""
     now = content_digest(RandomState.capture())
-    with preserved(seed):
+    with preserve_rng_state(seed):
         return content_digest(RandomState.capture()) != now

@@ -16,10 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.dropout_off import DropoutOff, normalises_by_batch, pin
+from lockstep.batch_dependent_layers import freeze_batch_dependent_layers, is_local_batch_norm
 from lockstep.errors import NotAvailableError
+from lockstep.no_dropout_mode import NoDropoutMode
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
-from lockstep.randomness import preserved
+from lockstep.randomness import preserve_rng_state
 from lockstep.worker.loop_run import LoopRequest
 from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
@@ -74,7 +75,7 @@ def verify(worker: Worker, num_steps: int) -> Trial:
         NotAvailableError: no optimizer stepped.
         An error of the operator's own; the run is as it was.
     """
-    with preserved(), ExitStack() as ends:
+    with preserve_rng_state(), ExitStack() as ends:
         workers = _TrialCopy(worker.copied(worker.spec, alone=False))
         ends.callback(workers.copy.stop)
         workers.copy.go_to(worker.state_dict())
@@ -111,8 +112,12 @@ class _TrialCopy:
             with copy.in_its_world():
                 copy.build_as_trial()
             run = copy.run
-            self._pinned = [note for module in run.plain_modules() for note in pin(module)]
-            self._dropout = DropoutOff()
+            self._pinned = [
+                note
+                for module in run.plain_modules()
+                for note in freeze_batch_dependent_layers(module)
+            ]
+            self._dropout = NoDropoutMode()
             self._recorder = OptimizerRecorder(copy.operator, run)
         except BaseException:
             copy.stop()
@@ -132,7 +137,7 @@ class _TrialCopy:
     def depends_on_split(self) -> bool:
         """A layer normalises by its batch, and has no running statistics instead."""
         return any(
-            normalises_by_batch(layer) and layer.running_mean is None
+            is_local_batch_norm(layer) and layer.running_mean is None
             for module in self.copy.run.modules()
             for layer in module.modules()
         )

@@ -16,7 +16,7 @@ import torch
 from lockstep.data import BatchParts, ShardedLoader
 from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.phases import Phase, in_phase
-from lockstep.randomness import preserved
+from lockstep.randomness import preserve_rng_state
 from lockstep.reduction_context import ReductionContext
 from lockstep.tensor_tree import tree_map
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
@@ -62,7 +62,7 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
     parts = BatchParts.JOINT if in_one_batch else BatchParts.BY_SHARD
     source = ShardedLoader(loader, placement, parts=parts, keeps_last=True, keeps_generators=False)
     try:
-        with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
+        with preserve_rng_state(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
             return [
                 _predicted(operator, step.index, part, placement)
                 for step in _read(source.batches(epoch=0))
@@ -89,7 +89,7 @@ def _predicted(
     state = operator._lockstep
     context = StepContext(ReductionContext(state.context.group), "predict", (shard,))
     per_shard = placement.num_shards > 1
-    with state.precision.autocast(), context.computing(shard, per_shard=per_shard):
+    with state.precision.autocast(), context.activate_shard(shard, per_shard=per_shard):
         batch = operator.to_device(shard.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
     output = tree_map(_to_travel, output)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from lockstep._torch_compat import set_backend_timeout
-from lockstep.backends import abort_nccl
 from lockstep.errors import PeerLostError, WrongUseError
 from lockstep.phases import Phase, in_phase
+from lockstep.process_group_backend import abort_nccl
 from lockstep.worker.network_interface import interface_towards
 
 if TYPE_CHECKING:

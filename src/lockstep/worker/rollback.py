@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep._torch_compat import buffers_of
-from lockstep.lazy_dynamo_import import outside_graphs
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.state_copy import StateCopy
 from lockstep.tensor_copies import TensorCopies
@@ -132,8 +132,8 @@ class Rollback:
             operator._overrides_loop() or operator._overrides("after_step")
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
-        before = outside_graphs(lambda each, *_: self._before_optimizer(each))
-        after = outside_graphs(lambda each, *_: self._after_optimizer(each))
+        before = disable_dynamo(lambda each, *_: self._before_optimizer(each))
+        after = disable_dynamo(lambda each, *_: self._after_optimizer(each))
         self._handles: list[Any] = []
         for each in run.optimizers:
             self._handles += [each.register_step_pre_hook(before)]
@@ -428,7 +428,7 @@ class Rollback:
         tally.steps, tally.samples = start.tally_steps, start.tally_samples
         if start.meters is not None:
             stage.meters = start.meters
-        stage.registered_metrics.back_to(start.measures)
+        stage.registered_metrics.restore(start.measures)
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:

@@ -85,7 +85,7 @@ class SnapshotTaker:
 
     # --------------------------------------------------------------------------- training
 
-    def watch_optimizers(self) -> None:
+    def add_non_finite_checks(self) -> None:
         """Learn from optimizers' steps where the windows of a loop of the user's own end."""
         if self._has_own_loop:
             self._handles = [

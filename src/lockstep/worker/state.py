@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep._torch_compat import buffers_of, layout_versions, set_layout_versions
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.operator.model_copies import copied_models
+from lockstep.operator.model_copies import copy_models
 from lockstep.operator.state_copy import load_state
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_copies import is_block, is_expanded
@@ -282,5 +282,5 @@ def model_copies(run: TrainingParts, models: list[nn.Module]) -> nn.Module | lis
     Parameters and buffers are moved before the modules are copied, so that a device that is
     nearly full need not hold a second model.
     """
-    copies = copied_models(models, torch.device("cpu"))
+    copies = copy_models(models, torch.device("cpu"))
     return copies[0] if run.models_given_alone else copies

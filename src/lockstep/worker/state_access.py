@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardPlacement, shards_of
 from lockstep.errors import CheckpointError
-from lockstep.operator.default_loss import registered
+from lockstep.operator.default_forward import registered_parts
 from lockstep.worker import state as states
 from lockstep.worker.batch_sources import open_source
 from lockstep.worker.data_cursor import Cursor
@@ -46,7 +46,7 @@ class StateAccess:
 
     @property
     def run(self) -> TrainingParts:
-        return registered(self.operator)
+        return registered_parts(self.operator)
 
     def _placement(self, num_shards: int, seed: int, rank: int) -> ShardPlacement:
         return ShardPlacement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)

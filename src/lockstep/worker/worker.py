@@ -13,14 +13,14 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.step_log import StepLog
-from lockstep.operator.default_loss import registered
-from lockstep.operator.non_finite_check import watch_optimizers
-from lockstep.operator.optimizer_comparison import agree_on_steps
-from lockstep.operator.optimizer_hooks import follow_steps
-from lockstep.operator.precision import forget_unscaled
+from lockstep.operator.default_forward import registered_parts
+from lockstep.operator.mixed_precision import forget_unscaled
+from lockstep.operator.non_finite_check import add_non_finite_checks
+from lockstep.operator.optimizer_comparison import compare_optimizers
+from lockstep.operator.optimizer_hooks import add_step_hooks
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
-from lockstep.randomness import derive_seed, preserved
+from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.worker.data_cursor import Tally
 from lockstep.worker.dataset_switch import DatasetSwitch
 from lockstep.worker.determinism import deterministic
@@ -177,21 +177,21 @@ class Worker(StateAccess):
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
         operator._lockstep.step_log = StepLog(spec.log_every) if spec.log_every else None
-        with preserved(derive_seed(spec.seed, "setup")):
+        with preserve_rng_state(derive_seed(spec.seed, "setup")):
             returned = cast("Any", operator).setup(operator.config)
-        run = registered(operator)
+        run = registered_parts(operator)
         conclude_setup(operator, run, returned)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
             # What `setup` did after `register` it may have done on some ranks only.
             run.sync.agree_on_values()
-            agree_on_steps(context.group, run)
+            compare_optimizers(context.group, run)
         self._open_loaders(operator)
         # First: a step that it refuses is none to the others.
-        self._handles = [] if is_trial else watch_optimizers(operator, run)
+        self._handles = [] if is_trial else add_non_finite_checks(operator, run)
         if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
-        self.snapshots.watch_optimizers()
-        self._handles += follow_steps(operator, run)
+        self.snapshots.add_non_finite_checks()
+        self._handles += add_step_hooks(operator, run)
 
     def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
@@ -397,7 +397,7 @@ class Worker(StateAccess):
     def train(self, request: LoopRequest) -> Report:
         """Train; after an interruption the call goes on with the step that was not committed."""
         if self.run.attached:
-            self.run.refuse_replaced()
+            self.run.refuse_added_parameters()
         with self._watch.during_training(self.run):
             report = self._run(request)
         return replace(report, seen=self._watch.seen())

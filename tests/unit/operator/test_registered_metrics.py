@@ -147,12 +147,12 @@ def test_a_step_can_be_taken_back():
     once.observe("validation", output, target)
     empty = twice.mark()
     twice.observe("validation", output[:9], target[:9])
-    twice.back_to(empty)
+    twice.restore(empty)
     twice.observe("validation", output[:20], target[:20])
     mark = twice.mark()
     for _ in range(2):
         twice.observe("validation", output[20:], target[20:])
-        twice.back_to(mark)
+        twice.restore(mark)
     twice.observe("validation", output[20:], target[20:])
-    values = [computed([each.collected("validation")]) for each in (once, twice)]
+    values = [computed([each.copy_to_cpu("validation")]) for each in (once, twice)]
     assert values[1] == pytest.approx(values[0], rel=1e-6)

@@ -60,12 +60,12 @@ def test_samples_of_a_batch_are_those_delivered_unless_its_metrics_say_others():
 def test_inside_the_computation_of_a_shard_its_weight_and_seed_hold():
     shard = ShardBatch(ROWS, 3, seed=11)
     context = step(shard)
-    with context.computing(shard, per_shard=True) as reduction:
+    with context.activate_shard(shard, per_shard=True) as reduction:
         drawn = torch.rand(1)
         assert reduction_context.active() is reduction
         assert (reduction.weight, reduction.per_shard, reduction.averages) == (3, True, False)
     assert context.reduction.weight is None
-    with context.computing(shard, per_shard=False):
+    with context.activate_shard(shard, per_shard=False):
         assert torch.equal(drawn, torch.rand(1))
 
 
@@ -91,4 +91,4 @@ def test_a_backward_in_a_loop_that_reads_ahead_is_noted():
     assert context.weight_of_backward(None, "here") == 3
     ahead.note_read(2, rounds=0)
     # The first batch has had its backward: only the second one is open, and counts for 2.
-    assert ahead.is_certain
+    assert ahead.has_equal_batches

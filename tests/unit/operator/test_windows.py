@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accumulation, clipping and reproducible sums in the default loop, against plain autograd.
 
-`lockstep.operator.loops` with ``accumulate``, ``clip_grad_norm`` and ``reproducible``.
+`lockstep.operator.default_loops` with ``accumulate``, ``clip_grad_norm`` and ``reproducible``.
 """
 
 import pytest

@@ -32,7 +32,7 @@ from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import is_piece
 from lockstep.audit.probe.unheld import note_told_within, note_unheld
-from lockstep.lazy_dynamo_import import outside_graphs
+from lockstep.compiler_disable import disable_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,7 +83,7 @@ def _hook(probe: Probe) -> None:
 
     if not probe.ledger.facts.get("fullgraph"):
         # Called from compiled steps, too: there the graph breaks and goes on after them.
-        before, after = outside_graphs(before), outside_graphs(after)
+        before, after = disable_dynamo(before), disable_dynamo(after)
     probe.step_hooks = (
         register_optimizer_step_pre_hook(before),
         register_optimizer_step_post_hook(after),

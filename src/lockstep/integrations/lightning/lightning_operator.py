@@ -30,9 +30,9 @@ from lockstep.integrations.lightning.step_outputs import detached, loss_and_metr
 from lockstep.integrations.lightning.trainer_view import TrainerView, update_view
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
-from lockstep.operator.default_loss import registered
+from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.shard_results import ShardResults
-from lockstep.operator.sync_batch_norm import goes_shard_by_shard
+from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -86,7 +86,7 @@ def from_lightning(
     )
     members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
-        members["_absorb"] = staticmethod(
+        members["_load_into_instances"] = staticmethod(
             lambda state: module_cls.load_state_dict(state["models"][0])
         )
     bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)
@@ -205,7 +205,7 @@ class LightningOperator(TrainingOperator):
         counted_on = getattr(iterator, "first_index", 0)
         self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
         update_view(self._view, current_epoch=epoch, training=True, validating=False)
-        self._step_hooks.set_training(registered(self), True)
+        self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
             if self._open_epoch != epoch:
@@ -289,7 +289,7 @@ class LightningOperator(TrainingOperator):
         module = self.module
         self._first_index = getattr(val_iterator, "step_in_epoch", 0)
         update_view(self._view, training=False, validating=True)
-        self._step_hooks.set_training(registered(self), False)
+        self._step_hooks.set_training(registered_parts(self), False)
         with self._logging.capturing("validation"):
             if self._first_index == 0:
                 module.on_validation_start()
@@ -307,13 +307,13 @@ class LightningOperator(TrainingOperator):
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         state, index = self._lockstep, self._index(batch_info)
         self._logging.step = index
-        per_shard = goes_shard_by_shard(self, batch)
+        per_shard = is_computed_per_shard(self, batch)
         results = ShardResults(self, "validation")
         for shard in state.step.shards_in(batch):
             with (
                 self.timers.record("eval_fwd"),
                 state.precision.autocast(),
-                state.step.computing(shard, per_shard=per_shard),
+                state.step.activate_shard(shard, per_shard=per_shard),
                 self._logging.of_batch(shard.num_samples, first_time=True),
             ):
                 metrics = self._validated(self.to_device(shard.batch), index)

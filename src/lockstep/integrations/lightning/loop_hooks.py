@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.operator.precision import Precision
+    from lockstep.operator.mixed_precision import Precision
     from lockstep.operator.training_parts import TrainingParts
 
 

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lockstep._torch_compat import schedulers_within, set_last_rates
-from lockstep.operator.default_loss import registered
+from lockstep._torch_compat import schedulers_within, set_last_lr
+from lockstep.operator.default_forward import registered_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,7 @@ def _read(operator: TrainingOperator) -> Hyperparameters:
             {name: _plain(value) for name, value in group.items() if _is_plain(value)}
             for group in optimizer.param_groups
         ]
-        for optimizer in registered(operator).optimizers
+        for optimizer in registered_parts(operator).optimizers
     ]
 
 
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 
 def _prefer(ours: Hyperparameters, theirs: Hyperparameters, operator: TrainingOperator) -> None:
-    run = registered(operator)
+    run = registered_parts(operator)
     for number, optimizer in enumerate(run.optimizers):
         for index, group in enumerate(optimizer.param_groups):
             _prefer_in_group(group, ours[number][index], theirs[number][index])
@@ -114,4 +114,4 @@ def _follow(scheduler: Any) -> None:
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
-        set_last_rates(scheduler, [group["lr"] for group in groups])
+        set_last_lr(scheduler, [group["lr"] for group in groups])

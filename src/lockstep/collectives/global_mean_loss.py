@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`global_mean`: the mean over the rows of all ranks, however they are spread."""
+"""`global_mean`: the mean of a loss over the rows of all ranks, with gradient."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.collectives.call_preconditions import (
-    agree_on_rows,
-    brings_nothing,
-    ranks_of,
-    refuse_sums,
+    group_for_call,
+    has_no_samples,
+    require_mean_reduction,
 )
 from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
+from lockstep.collectives.row_layout import agree_on_rows
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError
-from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
     from lockstep.group import Group
 
 
-@outside_graphs
+@disable_dynamo
 def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tensor:
     """The mean of a loss over the rows of all ranks; the same number on every rank.
 
@@ -37,21 +37,21 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
         A scalar.
 
     Gradient:
-        (sum over ranks of what flows back) / (number of all elements), on every row.
+        With g = the sum over ranks of `grad_output`: g / (number of all elements), on every row.
 
     Collective:
         Every rank of `group`, in the same order. Blocks. Forward: one small all-gather, one
-        all-reduce of a number. Backward: one roll call.
+        all-reduce of a number. Backward: one monitored all-gather.
 
     Raises:
         As `gather`; ConfigurationError in an operator with ``loss_reduction="sum"``, and for
         rows that hold no number.
     """
     name = "lockstep.global_mean(per_row_loss)"
-    ranks = ranks_of(name, group)
-    refuse_sums(name)
+    ranks = group_for_call(name, group)
+    require_mean_reduction(name)
     layout = agree_on_rows(ranks, name, [per_row_loss])
-    mine = per_row_loss[:0] if brings_nothing() else per_row_loss
+    mine = per_row_loss[:0] if has_no_samples() else per_row_loss
     elements = layout.total * per_row_loss.shape[1:].numel()
     if elements == 0:  # on every rank: they have agreed on the shape of a row
         raise ConfigurationError(
@@ -84,7 +84,7 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        answers = ctx.communication.call_roll(gradient)
+        infos = ctx.communication.exchange_backward_info(gradient)
         note_global_mean()
-        share = sum(one.scalar for one in answers) / ctx.elements
+        share = sum(one.scalar for one in infos) / ctx.elements
         return gradient.new_full(ctx.shape, share, dtype=ctx.dtype), None, None, None

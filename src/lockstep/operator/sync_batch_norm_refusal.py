@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from lockstep.operator.operator_protocol import Operator
 
 
-def goes_shard_by_shard(operator: Operator, batch: Any) -> bool:
-    """Whether the default loop cuts the global batch of `batch` into several computations.
+def is_computed_per_shard(operator: Operator, batch: Any) -> bool:
+    """Whether the default loop computes the global batch of `batch` in several shards.
 
-    With one shard in all there is nothing that a shard could leave out; with several, also on
-    one worker, a shard is a part of the global batch, as it would be on several workers.
+    A single shard is the whole global batch; of several shards, also on one worker, each is a part
+    of it, as on several workers.
 
     Raises:
         PerShardLossError: a module would share statistics between some of the shards.
@@ -36,8 +36,11 @@ def goes_shard_by_shard(operator: Operator, batch: Any) -> bool:
     return True
 
 
-def refuse_borrowed(operator: Operator) -> None:
-    """Before a batch that this worker only borrows: its rows would enter the statistics twice.
+def refuse_borrowed_batch(operator: Operator) -> None:
+    """Refuse a borrowed batch, whose rows would enter the batch statistics twice.
+
+    A rank without samples in this step computes on another rank's batch with weight 0, so that it
+    takes part in the collectives; that batch is called borrowed.
 
     Raises:
         PerShardLossError: a module shares statistics between workers.

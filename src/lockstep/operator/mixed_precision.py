@@ -54,7 +54,7 @@ class Precision:
         parameters: Iterable[torch.nn.Parameter],
         clip_grad_norm: float | None,
     ) -> None:
-        """Unscale, clip to a global norm, step: in this order, after the reduction."""
+        """Unscale, clip to a global norm, and step, in this order; call it after the reduction."""
         self.unscale(optimizer)
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
@@ -66,7 +66,7 @@ class Precision:
             self._scaler.unscale_(optimizer)
 
     def take_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with the gradients as they are; not if one of them overflowed."""
+        """Step with the gradients as they are; skip the step if one of them overflowed."""
         if self._scaler is None:
             optimizer.step()
         else:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between backends of process groups: gloo and NCCL, registered with torch or raw."""
+"""What depends on the backend of an existing process group: gloo or NCCL, registered or raw.
+
+The device of metadata, the timeout of a collective, and how to abort collectives that run.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of
 
 
 def metadata_device(process_group: Any | None) -> torch.device:
-    """Where small tensors travel: the CPU, wherever the backend can carry them."""
+    """The device for small tensors of metadata: the CPU, if the backend sends CPU tensors."""
     if process_group is None or not torch.cuda.is_available():
         return torch.device("cpu")
-    # A raw backend has no list of devices; of those only NCCL cannot carry CPU tensors.
+    # A raw backend has no list of devices; NCCL is the only one that sends no CPU tensors.
     devices = devices_of(process_group)
     if devices is not None:
         carries_cpu = torch.device("cpu") in devices
@@ -30,7 +33,10 @@ def timeout_s(process_group: Any) -> float:
 
 
 def abort_nccl(group: Any) -> None:
-    """End what runs on `group`, if NCCL does it; from any thread. For gloo see `GlooSockets`."""
+    """Abort the collectives that run on `group`, if its backend is NCCL; from any thread.
+
+    For gloo see `GlooSockets`.
+    """
     if isinstance(group, dist.ProcessGroup):
         if dist.get_backend(group) == "nccl":
             backend_of(group, "cuda").abort()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default `compute_loss`, `predict_batch` and class accuracy of an operator."""
+"""The default `compute_loss` and `predict_batch` of an operator, and the class accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
-def registered(operator: Operator) -> TrainingParts:
+def registered_parts(operator: Operator) -> TrainingParts:
     """The models, optimizers and schedulers that `operator` registered in its `setup`.
 
     Raises:
@@ -31,8 +31,8 @@ def registered(operator: Operator) -> TrainingParts:
     return run
 
 
-def the_only(operator: Operator, attribute: str, items: list[Any]) -> Any:
-    """`self.model` (or `.optimizer`, `.criterion`), or the only one that was registered."""
+def require_single(operator: Operator, attribute: str, items: list[Any]) -> Any:
+    """`self.model` (or `.optimizer`, `.criterion`); else the only registered one, else an error."""
     found = getattr(operator, attribute, None)
     if found is None and len(items) == 1:
         found = items[0]
@@ -52,9 +52,9 @@ def the_only(operator: Operator, attribute: str, items: list[Any]) -> Any:
 
 def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any]:
     """Loss, output and target of a batch ``(*features, target)``."""
-    run = registered(operator)
-    model = the_only(operator, "model", run.models)
-    criterion = the_only(operator, "criterion", [run.criterion] if run.criterion else [])
+    run = registered_parts(operator)
+    model = require_single(operator, "model", run.models)
+    criterion = require_single(operator, "criterion", [run.criterion] if run.criterion else [])
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise ConfigurationError(
             "the default compute_loss does not understand this batch",
@@ -74,10 +74,10 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
 
 def default_prediction(operator: Operator, batch: Any) -> Any:
     """The model's output for a batch as `default_loss` takes it, or one without a target."""
-    run = registered(operator)
+    run = registered_parts(operator)
     # No gradient, no wrapper: the user's own DDP would wait for ranks that have no batch left.
     models = run.models if operator._lockstep.context.options.wrap_ddp else run.plain_models()
-    model = models[0] if len(models) == 1 else the_only(operator, "model", models)
+    model = models[0] if len(models) == 1 else require_single(operator, "model", models)
     if isinstance(batch, torch.Tensor):
         return model(batch)
     if not isinstance(batch, tuple | list) or not batch:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gather`: the rows of every rank, with gradient; and where one's own stand among them.
+"""`gather`: the rows of every rank, with gradient; `rank_slice`: the place of the own rows in them.
 
 A rank's loss has a gradient for rows of other ranks, which has to reach those ranks. The adjoint of
 gathering is to sum the gradients that all ranks have for a row, on the rank that brought it (a
-reduce-scatter). Then no factor is needed, whatever the losses are: the mean over ranks that a
-synchronisation takes is the mean of losses, and differentiating it is all that happens.
+reduce-scatter). Averaging gradients over ranks (as DDP does) then gives the gradient of the mean of
+the ranks' losses, so no world-size factor is needed.
 
-Rejected: the own slice of the gradient and a loss that is multiplied by the number of ranks.
-It is right for the encoder, and makes the gradient of everything else that the loss holds (a
+Rejected: to keep only the local slice of the gradient and multiply the loss by the world size.
+That is right for the encoder, and makes the gradient of everything else that the loss holds (a
 temperature, a head) that many times too large. ``backward="replicated"`` puts the factor where
 it belongs, on the slice, and needs one loss on all ranks.
 """
@@ -18,20 +18,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lockstep.collectives.call_preconditions import agree_on_rows, brings_nothing, ranks_of
+from lockstep.collectives.call_preconditions import group_for_call, has_no_samples
 from lockstep.collectives.communicating_backward import CommunicatingBackward
+from lockstep.collectives.row_layout import agree_on_rows
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError
-from lockstep.lazy_dynamo_import import outside_graphs
 
 if TYPE_CHECKING:
-    from lockstep.collectives.call_preconditions import RowLayout
+    from lockstep.collectives.row_layout import RowLayout
     from lockstep.group import Group
 
 _UNEVEN = ("pad", "error")
 _BACKWARD = ("adjoint", "replicated")
 
 
-@outside_graphs
+@disable_dynamo
 def gather(
     x: torch.Tensor,
     *,
@@ -53,8 +54,8 @@ def gather(
             rows; otherwise it is refused in backward.
 
     Returns:
-        All rows, shape of `x` but for `dim`. A worker whose batch is borrowed (it has no
-        samples in this step) brings none.
+        All rows, shape of `x` but for `dim`. A rank that has no samples in this step, and computes
+        on another rank's batch with weight 0, brings none.
 
     Gradient:
         adjoint: d(sum over ranks of the losses)/d(this rank's rows). replicated: this rank's
@@ -62,7 +63,8 @@ def gather(
 
     Collective:
         Every rank of `group`, in the same order. Blocks. Forward: one small all-gather, one
-        all-gather. Backward: one roll call, and for "adjoint" one reduce-scatter.
+        all-gather. Backward: one monitored all-gather, and for "adjoint" one
+        reduce-scatter.
 
     Raises:
         RowsDifferError: the ranks' tensors do not fit together; raised on all ranks, before
@@ -73,15 +75,15 @@ def gather(
         CrossedWeightsError, LossesDifferError, PeerLostError: in backward.
     """
     name = "lockstep.gather(x)"
-    _checked("uneven", uneven, _UNEVEN)
-    _checked("backward", backward, _BACKWARD)
-    ranks = ranks_of(name, group)
+    _require_known("uneven", uneven, _UNEVEN)
+    _require_known("backward", backward, _BACKWARD)
+    ranks = group_for_call(name, group)
     settings = [dim, uneven, backward]
     layout = agree_on_rows(ranks, name, [x], dim=dim, uneven=uneven, settings=settings)
     if ranks.size == 1:
         return x
     mine = x.movedim(dim, 0)
-    mine = mine[:0] if brings_nothing() else mine
+    mine = mine[:0] if has_no_samples() else mine
     communication = None
     if x.requires_grad and torch.is_grad_enabled():
         communication = CommunicatingBackward(name, ranks, layout, returns_rows=True)
@@ -90,7 +92,7 @@ def gather(
     return rows.movedim(0, dim)
 
 
-@outside_graphs
+@disable_dynamo
 def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
     """Where the rows of this rank stand in ``gather(x)``; for labels, and to pick one's own.
 
@@ -114,7 +116,7 @@ def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
         As `gather` in forward.
     """
     name = "lockstep.rank_slice(x)"
-    ranks = ranks_of(name, group)
+    ranks = group_for_call(name, group)
     return agree_on_rows(ranks, name, [x], dim=dim, settings=[dim]).span(ranks.rank)
 
 
@@ -138,11 +140,11 @@ class _Gather(torch.autograd.Function):
         communication: CommunicatingBackward = ctx.communication
         rank = communication.group.rank
         replicated = ctx.backward == "replicated"
-        answers = communication.call_roll(gradient, one_loss=replicated)
-        weight = answers[rank].weight
+        infos = communication.exchange_backward_info(gradient, one_loss=replicated)
+        weight = infos[rank].weight
         if replicated:
-            # The other ranks' slices say the same: of one loss, weighed by all.
-            factor = sum(one.weight for one in answers) / weight if weight else 0.0
+            # The loss is the same on all ranks, so the other slices are equal up to their weights.
+            factor = sum(one.weight for one in infos) / weight if weight else 0.0
             mine = gradient[communication.layout.span(rank)] * factor
         else:
             # The gradient of a batch with weight zero may be NaN, and must not travel.
@@ -189,8 +191,8 @@ def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torc
     Collective:
         Every rank. Blocks. One reduce-scatter.
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    rows = rows.detach().to(wide).contiguous()
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    rows = rows.detach().to(dtype).contiguous()
     longest = layout.longest
     if not layout.is_even:
         padded = rows.new_zeros(group.size * longest, *rows.shape[1:])
@@ -202,7 +204,7 @@ def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torc
     return received[: layout.counts[group.rank]]
 
 
-def _checked(argument: str, value: str, known: tuple[str, ...]) -> None:
+def _require_known(argument: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigurationError(
             f"gather has no {argument}={value!r}",

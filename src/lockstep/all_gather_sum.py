@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small sum over few ranks: an all-gather of the parts, which each rank then adds up.
+"""A small all-reduce over few ranks as an all-gather, after which each rank adds up the parts.
 
 Over sockets the number of messages that follow one another takes the time of a small sum, and not
 their bytes: a ring all-reduce of N ranks takes 2 (N - 1) messages, an all-gather N - 1.
@@ -19,8 +19,8 @@ _MOST_BYTES: Final = 1 << 19
 _MOST_RANKS: Final = 4
 
 
-def is_quicker_gathered(tensor: torch.Tensor, size: int) -> bool:
-    """Whether `size` ranks add up tensors like this one faster when each rank has all parts."""
+def is_faster_by_all_gather(tensor: torch.Tensor, size: int) -> bool:
+    """Whether an all-gather and a sum on each of `size` ranks beat an all-reduce of `tensor`."""
     return (
         1 < size <= _MOST_RANKS
         and tensor.numel() > 1
@@ -31,8 +31,8 @@ def is_quicker_gathered(tensor: torch.Tensor, size: int) -> bool:
     )
 
 
-class GatheredSum:
-    """A sum whose parts are being gathered; has the ``wait`` of torch's ``Work``.
+class AllGatherSum:
+    """A sum whose all-gather is in flight; has the ``wait`` of torch's ``Work``.
 
     Args:
         work: of the all-gather.
@@ -54,7 +54,7 @@ class GatheredSum:
         try:
             self._work.wait()
         finally:
-            self._work = None  # a traceback would keep the work, and the work the sockets
+            self._work = None  # a traceback would keep the work alive, and the work the sockets
         # Every rank adds in the order of the ranks, so that all have the same bits.
         first, *middle, last = self._parts.view(-1, self._total.numel())
         for part in middle:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default training and validation loops: those that an operator does not override.
+"""The default training and validation loops, which run unless an operator overrides them.
 
 One optimizer step consumes one global batch, or `accumulate` of them. A worker computes its shards
 one after the other. Each shard's forward starts from the committed buffers and from the shard's own
 random numbers, and its loss is weighed by its samples. The backward of the last shard runs the
-reduction; a worker without shards takes part in it with nothing. So the step depends on the shards
+reduction; a worker without shards contributes zeros to it. So the step depends on the shards
 alone, and not on which worker computes them.
 
 The way of a batch: `BatchIterator.__next__` makes its `StepContext`; `train_epoch` passes it to the
@@ -22,18 +22,18 @@ import torch
 from lockstep.errors import NonFiniteError, NotAvailableError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
-from lockstep.operator.default_loss import (
+from lockstep.operator.default_forward import (
     class_accuracy,
     default_loss,
     loss_and_metrics,
-    registered,
-    the_only,
+    registered_parts,
+    require_single,
 )
 from lockstep.operator.operator_protocol import rank_and_step
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
-from lockstep.operator.sync_batch_norm import goes_shard_by_shard
+from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
-class _Recorder:
+class _MetricsRecorder:
     """Metrics of one pass, for the caller of the loop, and of the whole call, for the driver.
 
     A mean of means is wrong on uneven shards, so workers send sums. A call may touch several
@@ -63,7 +63,7 @@ class _Recorder:
         self._call = state.meters
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Count the metrics of the batch in hand."""
+        """Count the metrics of the current batch."""
         step, log = self._state.step, self._state.step_log
         samples = step.num_samples_of(metrics)
         partial, step.partial_weights = step.partial_weights, {}
@@ -87,15 +87,15 @@ def train_epoch(
     operator: Operator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
     state = operator._lockstep
-    state.step_actions.set_training(registered(operator), True)
+    state.step_actions.set_training(registered_parts(operator), True)
     state.ran_default_epoch = True
-    recorder = _Recorder(state)
+    recorder = _MetricsRecorder(state)
     with operator.timers.record("train_epoch"):
         for batch_idx, batch in enumerate(iterator, getattr(iterator, "first_index", 0)):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
-            _note_shards(state, batch, batch_info)
+            _record_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
-            metrics = checked_metrics(operator, "train_batch", result)
+            metrics = require_metrics(operator, "train_batch", result)
             step_batch_schedulers(state, info)
             recorder.add(metrics)
             if state.step.closes_window:
@@ -103,7 +103,7 @@ def train_epoch(
     return recorder.summary()
 
 
-def _note_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]) -> None:
+def _record_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]) -> None:
     """Keep the shards of the window, for `nan_origin` should a gradient not be finite."""
     step, noted = state.step, state.window.batches
     if step.opens_window:
@@ -120,7 +120,7 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
     step.has_scheduled = True
 
 
-def checked_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:
+def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:
     """The metrics that a user's method returned.
 
     Raises:
@@ -147,10 +147,10 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     Collective:
         Every rank: the gradients' reduction and the broadcast of buffers.
     """
-    run, state = registered(operator), operator._lockstep
-    optimizer, step = the_only(operator, "optimizer", run.optimizers), state.step
+    run, state = registered_parts(operator), operator._lockstep
+    optimizer, step = require_single(operator, "optimizer", run.optimizers), state.step
     shards, sync = step.shards_in(batch), run.sync
-    per_shard = goes_shard_by_shard(operator, batch)
+    per_shard = is_computed_per_shard(operator, batch)
     if step.opens_window:
         _open_window(state, run, optimizer)
     in_order = state.context.options.reproducible
@@ -160,7 +160,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)
         reduces = step.closes_window and position == len(shards) - 1
-        with step.computing(shard, per_shard=per_shard):
+        with step.activate_shard(shard, per_shard=per_shard):
             metrics, weight = _train_shard(operator, state, shard, batch_info, results, reduces)
         results.add(shard, metrics, weight)
         buffers.end_shard(position, counts=weight > 0)
@@ -192,7 +192,7 @@ def _step(state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optim
 def _open_window(
     state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optimizer
 ) -> None:
-    # Drop the gradients of a window that was abandoned: a state was loaded in the middle of it.
+    # Drop the gradients of an abandoned window: a state was loaded before the window closed.
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
     state.step_actions.zero_grad(optimizer)
@@ -214,24 +214,25 @@ def _train_shard(
     weight = results.weight_of(shard, metrics)
     with operator.timers.record("grad"):
         scaled = state.precision.scale(loss)
-        with state.step_actions.around_backward(scaled), _turn(state, shard, reduces):
+        with state.step_actions.around_backward(scaled), _sync_context(state, shard, reduces):
             backward(operator, scaled, weight)
-    return {"train_loss": _reported(operator, loss, shard), **metrics}, weight
+    return {"train_loss": _loss_per_sample(operator, loss, shard), **metrics}, weight
 
 
-def loss_again(
+def recompute_loss(
     operator: Operator, shard: ShardBatch, batch_info: Mapping[str, Any]
 ) -> torch.Tensor:
     """The loss of a shard once more, with the same random numbers, on this rank alone."""
     state = operator._lockstep
     # The other ranks do not compute this shard again, so a gather in its forward would hang.
-    with state.step.computing(shard, per_shard=True), state.precision.autocast():
+    with state.step.activate_shard(shard, per_shard=True), state.precision.autocast():
         return loss_and_metrics(operator, operator.to_device(shard.batch), batch_info)[0]
 
 
-def _turn(state: OperatorState, shard: ShardBatch, reduces: bool) -> AbstractContextManager[None]:
-    """Enter around a shard's backward: the backward reduces, or leaves its gradients for the last
-    shard's reduction."""
+def _sync_context(
+    state: OperatorState, shard: ShardBatch, reduces: bool
+) -> AbstractContextManager[None]:
+    """The context of a shard's backward, in which it reduces or leaves that to the last shard."""
     if state.sync is None:
         return nullcontext()
     if not reduces:
@@ -240,7 +241,7 @@ def _turn(state: OperatorState, shard: ShardBatch, reduces: bool) -> AbstractCon
     return state.sync.last_shard(shard.shard) if in_order else nullcontext()
 
 
-def _reported(operator: Operator, loss: torch.Tensor, shard: ShardBatch) -> torch.Tensor:
+def _loss_per_sample(operator: Operator, loss: torch.Tensor, shard: ShardBatch) -> torch.Tensor:
     """The loss per sample, for the metrics: sums over shards of different size do not compare."""
     per_sample = operator.loss_reduction == "mean" or shard.is_borrowed
     return loss.detach() if per_sample else loss.detach() / shard.num_samples
@@ -248,16 +249,16 @@ def _reported(operator: Operator, loss: torch.Tensor, shard: ShardBatch) -> torc
 
 @in_phase(Phase.BACKWARD)
 def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> None:
-    """Backpropagate a loss of the batch in hand, and reduce; see `TrainingOperator.backward`."""
+    """Backpropagate a loss of the current batch, and reduce; see `TrainingOperator.backward`."""
     state = operator._lockstep
     if state.sync is not None:
         state.sync.backward(
             loss, weight=state.step.weight_of_backward(weight, rank_and_step(operator))
         )
         return
-    delivered = state.step.delivered
+    joint_batch = state.step.joint_batch
     has_peers = state.context.world_size > 1 and state.registered is not None
-    is_own = weight is not None and delivered is not None and weight != delivered.num_samples
+    is_own = weight is not None and joint_batch is not None and weight != joint_batch.num_samples
     if has_peers and is_own:
         raise NotAvailableError(
             "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
@@ -272,12 +273,12 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
 
 def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
-    state.step_actions.set_training(registered(operator), False)
-    recorder = _Recorder(state)
+    state.step_actions.set_training(registered_parts(operator), False)
+    recorder = _MetricsRecorder(state)
     with torch.no_grad(), operator.timers.record("validation"):
         for batch_idx, batch in enumerate(iterator):
             result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
-            recorder.add(checked_metrics(operator, "validate_batch", result))
+            recorder.add(require_metrics(operator, "validate_batch", result))
     return recorder.summary()
 
 
@@ -286,13 +287,13 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
     state = operator._lockstep
     step = state.step
     own_loss = operator._overrides("compute_loss")
-    per_shard = goes_shard_by_shard(operator, batch)
+    per_shard = is_computed_per_shard(operator, batch)
     results = ShardResults(operator, "validation")
     for shard in step.shards_in(batch):
         with (
             operator.timers.record("eval_fwd"),
             state.precision.autocast(),
-            step.computing(shard, per_shard=per_shard),
+            step.activate_shard(shard, per_shard=per_shard),
         ):
             moved = operator.to_device(shard.batch)
             if own_loss:
@@ -301,5 +302,5 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
                 loss, output, target = default_loss(operator, moved)
                 metrics = class_accuracy(output, target)
         weight = results.weight_of(shard, metrics)
-        results.add(shard, {"val_loss": _reported(operator, loss, shard), **metrics}, weight)
+        results.add(shard, {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}, weight)
     return results.metrics()
