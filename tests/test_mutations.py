@@ -50,10 +50,10 @@ MUTATIONS = {
         (f"{EXACT}::test_as_one_process[Plain-plain-even]",),
     ),
     "mean_of_the_ranks_means": Mutation(
-        "sync/windowed_sync.py",
+        "sync/batch_weights.py",
         (
             (
-                "share = weight / self._unit(WEIGHTED) if self.averages else float(weight > 0)",
+                "share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)",
                 "share = float(weight > 0)",
             ),
         ),
@@ -70,36 +70,31 @@ MUTATIONS = {
         (f"{TABLE}::test_exact_or_refused[replicate-Plain-uneven-2]",),
     ),
     "missing_weight_at_the_root": Mutation(
-        "sync/window_weights.py",
+        "sync/batch_weights.py",
         (("root.register_hook(lambda gradient: gradient * carried)", "pass"),),
         (f"{EXACT}::test_as_one_process[Plain-weighted-uneven]",),
     ),
     "missing_weight_of_a_plain_backward": Mutation(
-        "sync/window_weights.py",
-        (
-            (
-                "return self._contribution(PLAIN, weight, weight, discards)",
-                "return self._contribution(PLAIN, weight, 1.0, discards)",
-            ),
-        ),
+        "sync/accumulation_window.py",
+        (("            made.scale = made.weight\n", ""),),
         (f"{EXACT}::test_as_one_process[Plain-plain-uneven]",),
     ),
     "no_hook_on_the_first_parameter": Mutation(
-        "sync/windowed_sync.py",
+        "sync/backward_listener.py",
         (
             (
-                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots",
-                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots[1:]",
+                "slot: self._hook(slot) for slot in slots}",
+                "slot: self._hook(slot) for slot in slots[1:]}",
             ),
         ),
         (f"{EXACT}::test_whichever_parameter_is_the_only_one_that_a_backward_reaches",),
     ),
     "no_hook_on_the_last_parameter": Mutation(
-        "sync/windowed_sync.py",
+        "sync/backward_listener.py",
         (
             (
-                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots",
-                "slot: self._hook(slot, arrivals=arrivals) for slot in self._slots[:-1]",
+                "slot: self._hook(slot) for slot in slots}",
+                "slot: self._hook(slot) for slot in slots[:-1]}",
             ),
         ),
         (f"{EXACT}::test_whichever_parameter_is_the_only_one_that_a_backward_reaches",),

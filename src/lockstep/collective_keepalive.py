@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that a backend's thread holds while a collective is under way.
 
-gloo says that a collective is done a moment before its thread lets go of the tensors. Where nobody
-but Python holds one besides, that thread needs the interpreter to let go of it. In a process that
-is ending it does not get it, and the process aborts, once in a dozen runs, after all its work was
-done (https://github.com/pytorch/pytorch/issues/190489). Where the group's destructor waits for that
-thread, both wait for ever. So a view is an owner beside Python until the thread has let go, and who
-waits for a collective waits for that as well.
+gloo says that a collective is done a moment before its thread lets go of the tensors. Where Python
+alone holds a tensor besides, that thread needs the interpreter to let go of it. In a process that
+is ending the thread does not get the interpreter, and the process aborts, once in a dozen runs,
+after all its work was done (https://github.com/pytorch/pytorch/issues/190489). Where the group's
+destructor waits for that thread, both wait for ever. So a view keeps each such tensor alive until
+the thread has let go, and a wait for a collective waits for that as well.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PATIENCE_S: Final = 0.1
-"""It takes microseconds. A backend may have a reason of its own to keep them."""
+"""The thread lets go within microseconds, unless a backend keeps tensors for its own reasons."""
 
 
 class CollectiveKeepalive:
-    """The tensors among a collective's arguments of which nobody else is an owner.
+    """The tensors among a collective's arguments that have no owner but Python.
 
-    What somebody else holds as well (a bucket, by the gradients that are views of it) is safe.
+    Other tensors (a bucket, say, which gradients hold as views of it) are safe.
 
     Args:
         arguments: as they are passed to the backend; lists may be nested.

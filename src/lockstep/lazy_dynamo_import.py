@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's compiler: imported by who compiles, and kept out of what it should not look into.
+"""Puts off the import of torch's compiler, `torch._dynamo`, until a program needs it.
 
-The first optimizer of a process imports torch's compiler, and with it sympy: 820 modules, as long
-as torch itself takes (1.0 s of a processor), and 70 MiB. It asks the compiler for two things, to
-stay out of some methods and to break its graph around a step, and both mean nothing in a process
-that compiles nothing. In the processes of workers they are put off until it is imported for
-something else: by who compiles, by DDP, by checkpointing of activations. From then on all is as
-torch has it. Where a torch is made in another way than 2.6 to 2.13 nothing is found to put off.
+The first optimizer of a process imports `torch._dynamo`, and with it sympy: 820 modules, as long as
+torch itself takes (1.0 s of a processor), and 70 MiB. The optimizer asks the compiler for two
+things, to stay out of some methods and to break its graph around a step, and both mean nothing in a
+process that compiles nothing. In workers these requests are put off until something else imports
+the compiler: ``torch.compile``, DDP, or checkpointing of activations. From then on everything is as
+torch has it. In a torch that differs here from 2.6 to 2.13 nothing is put off.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameter
 
         @functools.wraps(function)
         def plain(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            # Torch notes on what it keeps out that it has asked; a bound method takes no notes.
+            # Torch sets an attribute on the function; a bound method takes none.
             return function(*args, **kwargs)
 
         kept_out: Callable[Parameters, Result] = keep_out_of_graphs(plain)
@@ -79,7 +79,9 @@ def _is_known(step: Any) -> bool:
 
 
 class _PutOff:
-    """Functions that pass for kept out until the compiler is there; finds no modules.
+    """An import finder that finds nothing, but notices the import of the compiler.
+
+    Until then its functions pass for functions that the compiler stays out of.
 
     Attributes:
         is_on: for this process.
@@ -94,7 +96,7 @@ class _PutOff:
         self._functions.add(function)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Of `sys.meta_path`: asked before a module is imported."""
+        """See `sys.meta_path`; called before a module is imported."""
         if name == COMPILER:
             for function in self._functions:
                 vars(function).pop(HAS_ASKED, None)

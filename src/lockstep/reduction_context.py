@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reduction that is active now: who the peers are, and what this rank's batch counts for.
+"""The reduction context: the group and the batch weight of the loss that a thread computes now.
 
-`sync` and the trainer fill it, `collectives` read it. It sits at the very bottom so that
-neither has to know the other.
+`sync` and the operator's loops fill it, `collectives` read it. The module sits below both, so that
+neither has to know the other: a gather inside a loss needs the weight that the gradients of the
+loss will be multiplied by, and learns of it here.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class ReductionContext:
-    """What the loss being computed will take part in.
+    """The reduction in which the gradients of the present loss will take part.
 
     Attributes:
         group: the ranks whose gradients become one.
-        weight: what the delivered batch counts for (samples, tokens); None: one per rank.
+        weight: of the delivered batch (samples, tokens); None: one per rank.
         per_shard: the loss is computed shard by shard, so that a function which needs the
             whole global batch (a gather, a contrastive loss) must refuse.
         averages: the losses of the ranks are averaged by weight; False: added.
-        at_root: the weight was put on the root of the backward that runs. False: it will be
+        at_root: the root of the backward that runs carries the weight. False: the weight will be
             applied where the gradients are reduced.
         earlier: gradients that earlier steps left, by the ids of their parameters: out of sight
             during the backward, whose own are added to them when they are reduced.
@@ -59,7 +60,7 @@ _lock = threading.Lock()  # ranks that are threads enter and leave at the same t
 
 
 def active() -> ReductionContext | None:
-    """The active reduction of this thread, else the one last activated in this process."""
+    """The context of this thread, else the one that was activated last in this process."""
     current = _of_this_thread.current
     if current is not None:
         return current
@@ -104,7 +105,7 @@ def backward_of(
     """Around a backward that a `GradientSync` over `group` runs.
 
     Args:
-        weight: what was put on its root; None for a plain one.
+        weight: that the root of the backward carries; None for a plain backward.
         earlier: see `ReductionContext`.
     """
     # Of this thread: the user's, and on it no other rank runs.
@@ -117,12 +118,12 @@ def backward_of(
 
 
 def deliver(weight: float | None) -> None:
-    """Outside a trainer: what the batch of this thread's next plain backward counts for."""
+    """Outside a trainer: set the weight of the batch of this thread's next plain backward."""
     _of_this_thread.delivered = weight
 
 
 def delivered_weight() -> float | None:
-    """What the batch in hand counts for, as far as anybody said; None: one per rank."""
+    """The weight of the present batch; None where no program has set one: one per rank."""
     current = active()
     return _of_this_thread.delivered if current is None else current.weight
 
@@ -130,9 +131,9 @@ def delivered_weight() -> float | None:
 class Crossing:
     """A backward to come in which gradients travel between the ranks of `group`.
 
-    While one is ahead, no bucket may leave: where ranks run their backwards differently (a
-    rank without samples reduces nothing before its backward has ended), the bucket of one
-    would meet the crossing of another. Kept by the graph, and gone with it.
+    While a crossing is ahead, no bucket may leave: where ranks run their backwards differently
+    (a rank without samples reduces nothing before its backward has ended), one rank's bucket
+    would meet another rank's crossing. The graph keeps the crossing, which ends with it.
     """
 
     def __init__(self, group: Group) -> None:
@@ -141,7 +142,7 @@ class Crossing:
             _crossings.add(self)
 
     def is_over(self) -> None:
-        """Its backward has communicated."""
+        """The backward has communicated."""
         with _crossings_lock:
             _crossings.discard(self)
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from harness import gradients
+from lockstep.sync.autograd_grad_watch import AutogradGradWatch
 from lockstep.sync.buckets import Slot
-from lockstep.sync.captured_gradients import CapturedGradients
 from ranks.programs import X, mlp
 from ranks.test_replicate_exact import weights
 from ranks.ways import assert_exact, built, every_way, mean_square, momentum, on_ranks, refused
@@ -160,7 +160,7 @@ def by_hand(rank, lr=0.1):
 def test_an_addition_is_no_factor_also_where_few_elements_tell(shape):
     param = nn.Parameter(torch.ones(shape, dtype=torch.float64))
     slot = Slot(0, "weight", param)
-    captures = CapturedGradients([slot])
+    captures = AutogradGradWatch([slot])
     first = torch.zeros_like(param)
     first.view(-1)[0] = 2.0
     slot.deliver(first)

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from harness import assert_same, gradients, run_ranks
 from kinds import KINDS, NESTED
-from lockstep.sync.ddp import DDPSync
+from lockstep.sync.ddp_sync import DDPSync
 from ranks.programs import X, Y
 from ranks.test_replicate_exact import weights
 from ranks.ways import assert_exact, built, every_way, on_ranks, our_buckets

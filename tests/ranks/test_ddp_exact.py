@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from harness import assert_equal_on_all_ranks, assert_same, gradients, run_ranks
-from lockstep.sync.ddp import DDPSync
+from lockstep.sync.ddp_sync import DDPSync
 from ranks.programs import prepared
 from ranks.test_replicate_exact import weights
 from ranks.worlds import OneProcess, OnRanks

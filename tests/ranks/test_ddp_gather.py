@@ -7,7 +7,7 @@ from torch import nn
 
 from harness import assert_same, gradients, reset, run_ranks
 from lockstep.collectives import gather
-from lockstep.sync.ddp import DDPSync
+from lockstep.sync.ddp_sync import DDPSync
 from ranks.programs import X, mlp
 from ranks.wrapped_programs import Scaled
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import gradients, outcomes, reset
 from lockstep.errors import GradientNotReducedError, LockstepError, UnknownParameterError
-from lockstep.sync.ddp import DDPSync
+from lockstep.sync.ddp_sync import DDPSync
 from ranks.ways import assert_exact
 
 

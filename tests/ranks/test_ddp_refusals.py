@@ -18,7 +18,7 @@ from lockstep.errors import (
     WrongUseError,
 )
 from lockstep.group import Group
-from lockstep.sync.ddp import DDPSync
+from lockstep.sync.ddp_sync import DDPSync
 from ranks.programs import X, Y, mlp, sgd, squared
 from ranks.wrapped_programs import Experts, Scaled
 

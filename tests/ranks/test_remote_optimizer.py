@@ -419,7 +419,8 @@ def test_a_rank_that_goes_away_keeps_nobody_waiting(where):
         if where == "step":
             optimizer.step()
         # Straight to the server: through the group a peer's end would be noticed too.
-        sync._sum_at_server(sync.attached(), sync._reducer.layout.buckets[0])
+        rounds = sync._rounds
+        sync._sum_at_server(rounds.attached(), rounds.transport.reducer.layout.buckets[0])
 
     one, other = run(loop)
     assert isinstance(one, PeerLostError)

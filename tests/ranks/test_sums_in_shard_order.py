@@ -116,7 +116,7 @@ def test_two_ranks_add_while_backward_still_runs():
         launched = []
         # A hook on the parameter would be run on the reduced gradient.
         first = model[0].weight.view_as(model[0].weight).grad_fn.next_functions[0][0]
-        first.register_prehook(lambda _: launched.append(sync._reducer.has_launched))
+        first.register_prehook(lambda _: launched.append(sync._rounds.transport.is_half_sent))
         for _ in range(2):  # the first backward only looks which gradients come
             with sync.last_shard(group.rank):
                 sync.backward(model(rows(4, 6, seed=group.rank)).mean(), weight=4)

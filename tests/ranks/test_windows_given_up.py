@@ -8,7 +8,7 @@ from torch import nn
 from harness import gradients, outcomes, reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError, PeerLostError
 from lockstep.sync import replicate
-from lockstep.sync.ddp import DDPSync
+from lockstep.sync.ddp_sync import DDPSync
 from ranks.test_replicate_exact import weights
 from ranks.ways import assert_exact, built, every_way, mean_square, momentum, on_ranks
 

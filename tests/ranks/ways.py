@@ -19,7 +19,7 @@ from harness import assert_equal_on_all_ranks, assert_same, outcomes, reset
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
 from lockstep.sync import ParameterServerSync, replicate
-from lockstep.sync.ddp import DDPSync
+from lockstep.sync.ddp_sync import DDPSync
 from ranks.programs import X, Y, mlp
 from ranks.served import server
 from ranks.test_replicate_exact import weights

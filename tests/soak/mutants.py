@@ -43,36 +43,38 @@ MUTANTS = {
         "        super().__setitem__(key, hook)\n",
     ),
     "weight_zero_is_unused": Mutant(
-        "sync/gradient_sync.py", "        if self.is_borrowed:\n", "        if True:\n"
+        "sync/reduction_rounds.py",
+        "is_used = slot.param.grad is not None and not self.weights.is_borrowed",
+        "is_used = False",
     ),
     "borrowed_rows_count": Mutant(
-        "sync/window_weights.py", "discards = self.delivered == 0.0", "discards = False"
+        "sync/accumulation_window.py", "discards=self.delivered == 0.0", "discards=False"
     ),
     "a_graph_of_gradients_is_let_through": Mutant(
-        "sync/windowed_sync.py",
-        "            if torch.is_grad_enabled():\n",
-        "            if False:\n",
+        "sync/reduction_rounds.py",
+        "        if torch.is_grad_enabled():\n",
+        "        if False:\n",
     ),
     "earlier_gradients_are_not_compared": Mutant(
         "sync/round_checks.py", "    if sums.earlier != mine.earlier * group.size:", "    if False:"
     ),
     "earlier_gradients_are_reduced_again": Mutant(
-        "sync/windowed_sync.py",
-        "        window.aside, window.earlier, window.is_edited, held = set_aside(self._slots)\n",
+        "sync/reduction_rounds.py",
+        "        held = self._earlier.set_aside(self.transport.own_memory)\n",
         "        held: list[Slot] = []\n",
     ),
     "gradients_asked_for_are_not_suspected": Mutant(
-        "sync/captured_gradients.py",
+        "sync/autograd_grad_watch.py",
         "        found = [(slot, self._before.pop(slot)) for",
         "        return False\n        found = [(slot, self._before.pop(slot)) for",
     ),
     "updates_by_hand_are_not_seen": Mutant(
-        "sync/captured_gradients.py",
+        "sync/autograd_grad_watch.py",
         "        if last is not None and last[:2] == now[:2]",
         "        if False and last is not None",
     ),
     "rounds_of_other_steps_are_added_up": Mutant(
-        "sync/windowed_sync.py", "        self._step += 1\n", ""
+        "sync/reduction_rounds.py", "        self._step += 1\n", ""
     ),
     "late_parameters_are_not_seen": Mutant(
         "sync/late_parameters.py", "        if id(module) in self._members:", "        if False:"
@@ -100,14 +102,14 @@ MUTANTS = {
         'found = {"sparse": sparse}',
     ),
     "a_dropped_window_keeps_its_weight": Mutant(
-        "sync/windowed_sync.py",
-        "all(map(is_as_left, left, (s.param.grad for s in self._slots))):",
-        "True:",
+        "sync/accumulation_window.py",
+        "return all(map(_is_as_left, self._left, (slot.param.grad for slot in slots)))",
+        "return True",
     ),
     "a_failed_backward_leaves_nothing": Mutant(
-        "sync/windowed_sync.py",
-        "                slot.param.grad = earlier\n",
-        "                pass\n",
+        "sync/earlier_gradients.py",
+        "            if slot.param.grad is None:\n                self._put_back(slot)\n",
+        "            if slot.param.grad is None:\n                pass\n",
     ),
     "rows_are_not_exchanged": Mutant(
         "sync/fsdp.py", "        if not tensors:\n", "        if True:\n", ("--sync", "fsdp")

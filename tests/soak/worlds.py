@@ -223,7 +223,7 @@ class RankWorld(World):
     def _attached(self, modules, optimizers):
         small = {"bucket_cap_mb": 1e-4 if self.seed % 2 else 25, "averages": self.way != "sums"}
         if self.kind == "ddp":
-            from lockstep.sync.ddp import DDPSync
+            from lockstep.sync.ddp_sync import DDPSync
 
             chosen = {"find_unused_parameters": True} if self.seed % 3 else {}
             return DDPSync(modules, self.group, ddp_args=chosen, **small)

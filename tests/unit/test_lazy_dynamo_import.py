@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.lazy_dynamo_import import import_compiler_lazily, outside_graphs
-from lockstep.sync.window_weights import weighted_root
+from lockstep.sync.batch_weights import weighted_root
 
 OPTIMIZERS = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

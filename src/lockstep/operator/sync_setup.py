@@ -102,7 +102,7 @@ def _ddp(registered: TrainingParts, context: RankContext) -> Synchroniser:
     # Imported only for sync="ddp": torch's DDP brings the compiler.
     with gc_paused():
         import_module(COMPILER)
-    from lockstep.sync.ddp import DDPSync
+    from lockstep.sync.ddp_sync import DDPSync
 
     sync = DDPSync(
         registered.modules(),

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How N gradients become one."""
+"""How the N gradients of N ranks become one: `GradientSync`, and the ways beside it."""
 
 from __future__ import annotations
 
-from lockstep.sync.attach import replicate as replicate
+from typing import TypeAlias
+
 from lockstep.sync.buffer_broadcast import buffer_places as buffer_places
 from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
 from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
+from lockstep.sync.gradient_sync import replicate as replicate
 from lockstep.sync.local_parameters import is_local as is_local
 from lockstep.sync.local_parameters import local as local
 from lockstep.sync.manual_average import average_gradients as average_gradients
@@ -16,7 +18,9 @@ from lockstep.sync.parameter_server.server import ParameterServer as ParameterSe
 from lockstep.sync.parameter_server.server_sync import ParameterServerSync as ParameterServerSync
 from lockstep.sync.shard_tree_sum import ShardOrder as ShardOrder
 from lockstep.sync.single_process import SingleProcess as SingleProcess
-from lockstep.sync.synchroniser import Synchroniser as Synchroniser
+
+Synchroniser: TypeAlias = GradientSync | SingleProcess
+"""Makes one gradient of the ranks' gradients: over one transport or another, or without peers."""
 
 __all__ = [
     "GradientSync",

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flat buckets: where every gradient lives, and what travels behind the last one.
 
-A bucket is one contiguous tensor per (device, dtype); ``parameter.grad`` is a view into it,
-so that a reduced bucket needs no copying back. Buckets are filled in reverse registration
-order, which is about the order in which backward finishes them.
+A bucket is one contiguous tensor per (device, dtype); ``parameter.grad`` is a view into it, so that
+a reduced bucket needs no copying back. Buckets are filled in reverse registration order, which is
+about the order in which backward finishes them.
 
-Behind the last bucket travels the *tail*: one used-flag per parameter and a few sums. Only
-the last bucket can carry it, because only when backward has ended is everything known that it
-says. It must hold weights exactly, so where the last bucket is of low precision the tail is a
-bucket of its own.
+Behind the last bucket travels the *tail*: one used-flag per parameter and a few sums. Only the last
+bucket can carry the tail, because its numbers are known only when backward has ended. The tail must
+hold weights exactly, so where the last bucket is of low precision the tail is a bucket of its own.
 """
 
 from __future__ import annotations
 
 import weakref
-import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep._torch_compat import copy_each, storage_use_count, version_of, zero_each
-from lockstep.sync.tensor_bits import sum_of_bits
+from lockstep.sync.contribution import Sums
 from lockstep.sync.tensor_references import are_fresh, from_cpp, from_python, is_fresh
 
 if TYPE_CHECKING:
@@ -37,52 +35,12 @@ _LARGE = 4
 """A gradient that fills one part in so many of a bucket closes it."""
 
 
-class Sums(NamedTuple):
-    """What the tail says after the flags; every field is a sum over ranks.
-
-    Attributes:
-        weight: the weights of all contributions, in units (see `window`).
-        plain: how many ranks bring gradients of plain backwards.
-        weighted: how many ranks bring gradients that were weighted at the root.
-        faults: how many ranks have to report something; nothing is delivered then.
-        thaws: how many ranks unfroze a parameter that is not in any bucket yet.
-        delivered: how many ranks knew the weight of their plain gradients beforehand.
-        check: which model and which round each rank believes this to be; a small integer.
-        check_squared: the square of a part of it: ranks that disagree can have the same sum, and
-            not the same sum of squares as well.
-        earlier: what the ranks have done to gradients of earlier rounds; a small integer.
-    """
-
-    weight: float
-    plain: float
-    weighted: float
-    faults: float
-    thaws: float
-    delivered: float
-    check: float
-    check_squared: float
-    earlier: float
-
-
 class Slot:
     """One synchronised parameter, and the gradient that its last round left there.
 
     Attributes:
-        passed: the last round of its owner after which it had a gradient.
+        last_round: the last round of its owner after which it had a gradient.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_delivered",
-        "_version",
-        "bucket",
-        "name",
-        "number",
-        "owner",
-        "param",
-        "passed",
-        "view",
-    )
 
     def __init__(self, number: int, name: str, param: torch.Tensor, owner: object = None) -> None:
         self.number = number
@@ -91,12 +49,12 @@ class Slot:
         self.owner = owner
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
-        self.passed = 0
+        self.last_round = 0
         self._delivered: weakref.ref[torch.Tensor] | None = None
         self._version = 0
 
     def disown(self) -> None:
-        """``param.grad`` holds something of this rank alone."""
+        """``param.grad`` is a gradient of this rank alone."""
         self._delivered = None
 
     def deliver(self, gradient: torch.Tensor | None) -> None:
@@ -116,7 +74,7 @@ class Slot:
 
     @property
     def is_untouched(self) -> bool:
-        """It is that tensor, and nobody has written to it since (or since `accept_changes`)."""
+        """``param.grad`` is that tensor, not written since its round (or `accept_changes`)."""
         grad = self.param.grad
         if grad is None or not self.holds_delivered:
             return False
@@ -139,8 +97,8 @@ class Bucket:
     """Some parameters' gradients, reduced by one collective.
 
     Its memory is lent: after a round ``parameter.grad`` is a view of it, which saves a copy.
-    Before the bucket writes again it looks whether anybody holds such a view still (a list of
-    gradients, an alias, a graph); then the memory is theirs, and the bucket takes other memory.
+    Before the bucket writes again it counts references: where a list of gradients, an alias or a
+    graph still holds such a view, the memory is left to it, and the bucket takes other memory.
     A gradient that the user holds, or that lies in the user's own memory, stays
     ``parameter.grad`` and gets the reduced values by a copy.
 
@@ -189,12 +147,12 @@ class Bucket:
         return from_python(views), from_cpp(views), storage_use_count(self.flat)
 
     def claim(self) -> None:
-        """Before a write: leave memory that somebody else sees to them."""
+        """Before a write: take other memory if tensors elsewhere share the present one."""
         if self._references() != self._held_by_us:
             self._take_memory(self.flat.device, self.flat.dtype, len(self.tail))
 
     def expect(self) -> None:
-        """A new backward: nothing has arrived. What is frozen now is not waited for."""
+        """A backward begins: wait for the gradients of all parameters that are not frozen."""
         self.missing = {slot.number for slot in self.slots if slot.param.requires_grad}
 
     def pack(self, scale: float = 1.0) -> None:
@@ -239,7 +197,7 @@ class Bucket:
             zero_each(absent)
 
     def _pack_fresh(self, grads: list[torch.Tensor | None], scale: float) -> bool:
-        """The common case: every gradient there, made by this backward, and nobody has it."""
+        """The common case: all gradients are there, fresh from autograd, with no other holder."""
         if not are_fresh(grads):
             return False
         if scale != 1.0 and self._is_long:
@@ -266,7 +224,7 @@ class Bucket:
         self.delivered_version = version_of(self.flat)
 
     def silence(self) -> None:
-        """Contribute nothing, whatever the gradients hold (they may be NaN)."""
+        """Contribute zeros, whatever the gradients hold (they may be NaN)."""
         self.payload.zero_()
         self.used = [False] * len(self.slots)
 
@@ -333,33 +291,6 @@ class Layout:
     def read_flags(self) -> list[bool]:
         """Which parameters were used by any rank. On an accelerator this waits for the device."""
         return [count > 0 for count in self.tail[: len(self.slots)].tolist()]
-
-
-def set_aside(
-    slots: Iterable[Slot],
-) -> tuple[dict[Slot, torch.Tensor], int, bool, list[Slot]]:
-    """Take away the gradients that earlier rounds left; the parameters have None then.
-
-    Returns:
-        The gradients; a number that is alike on all ranks if the same parameters had one, and what
-        was done to them since, or assigned instead of them, is alike; whether anything was; and
-        those of them that were not zeroed.
-    """
-    aside: dict[Slot, torch.Tensor] = {}
-    changed: list[tuple[int, int]] = []
-    for slot in slots:
-        grad = slot.param.grad
-        if grad is not None:
-            if not slot.is_untouched:
-                changed.append((slot.number, sum_of_bits(grad)))
-            aside[slot] = grad
-            slot.param.grad = None
-    if not aside:
-        return aside, 0, False, []
-    which = [slot.number for slot in aside]
-    number = zlib.crc32(repr((which, changed)).encode()) % 4093 + 1
-    zeroed = {slot for slot, bits in changed if not bits}
-    return aside, number, bool(changed), [slot for slot in aside if slot.number not in zeroed]
 
 
 def _by_device_and_dtype(

@@ -1,101 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
 """One round under ``sync="ddp"``: the models' buckets, from full to global, by turns.
 
-A turn is one model's: the ranks agree that it is this model's (`ddp_header`), send its buckets,
-wait, and divide once by the sum of the weights. With one model its buckets leave while backward
-still runs; with several a model's leave together, so that those of two models that finish at the
-same time never mix, and a rank that only follows knows what comes.
+A turn is the reduction of one model: the ranks agree which model's turn it is (`ddp_round_header`),
+send the model's buckets, wait, and divide once by the sum of the weights. With one model its
+buckets leave while backward still runs; with several a model's leave together, so that those of two
+models that finish at the same time never mix, and a rank that only follows knows what comes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep import reduction_context
 from lockstep._torch_compat import call_at_end_of_task
 from lockstep.errors import GradientNotReducedError
-from lockstep.sync.ddp_header import Header, exchange, make_header
-from lockstep.sync.ddp_model import put_in, taken_out, views_of
+from lockstep.sync import round_checks
+from lockstep.sync.contribution import Contribution, Fault
+from lockstep.sync.ddp_round_header import Header, exchange, make_header
+from lockstep.sync.ddp_wrapper import put_in, taken_out, views_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from lockstep.group import Group, Pending
-    from lockstep.sync.buckets import Slot, Sums
-    from lockstep.sync.ddp_model import ReducedModel
-    from lockstep.sync.reducer import Contribution
-
-
-class Host(Protocol):
-    """What a round asks of the sync that it belongs to."""
-
-    @property
-    def place(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def averages(self) -> bool: ...
-    @property
-    def finds_unused(self) -> bool: ...
-    @property
-    def has_late_parameters(self) -> bool: ...
-    def attached(self) -> Group: ...
-    def contribution(self) -> Contribution: ...
-    def slot_of(self, param: torch.Tensor) -> Slot: ...
+    from lockstep.group import Pending
+    from lockstep.sync.buckets import Slot
+    from lockstep.sync.contribution import Sums
+    from lockstep.sync.ddp_wrapper import DDPWrapper
+    from lockstep.sync.transport import Gradients, RoundOwner
 
 
 @dataclass
-class _Cargo:
-    """One bucket on its way. `future` is what DDP waits for; None without a backward."""
+class _BucketInFlight:
+    """One bucket on its way; DDP waits for `future`, which is None without a backward."""
 
     flat: torch.Tensor
     params: Sequence[torch.Tensor]
     future: torch.futures.Future[torch.Tensor] | None = None
     pending: Pending | None = None
 
+    def views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter with the place of its gradient in the bucket."""
+        return zip(self.params, views_of(self.flat, self.params), strict=True)
+
 
 @dataclass
 class Turn:
-    """A model's reduction in this round.
+    """The reduction of one model in this round.
 
     Attributes:
-        cargo: its buckets so far.
+        buckets: of the model, so far.
         used: how many ranks used each of its parameters; None where all must be used.
         is_led: the ranks agreed that it is this model's turn.
         has_landed: its gradients are the global ones.
     """
 
-    cargo: list[_Cargo] = field(default_factory=list)
+    buckets: list[_BucketInFlight] = field(default_factory=list)
     used: torch.Tensor | None = None
     asked: Pending | None = None
     is_led: bool = False
     has_landed: bool = False
 
 
-class Round:
+class DDPRound:
     """The reductions of one backward, or of following one.
 
+    Args:
+        owner: the objective.
+        models: all of them, in an order that is the same on every rank.
+        slots: the synchronised parameters, by the ids of the tensors.
+        used: those that got a gradient on this rank since the last round; grows meanwhile.
+        finds_unused: the ranks ask each other which parameters were used.
+
     Attributes:
-        kept: while a backward of weight zero runs, what the window held before it.
-        used: the parameters that got a gradient on this rank since the last round.
-        sums: what the ranks brought; None before the first turn.
-        refusal: what a turn raised where raising would lose its type.
+        stand_in: while a backward of weight zero runs, the window's gradients before it.
+        contribution: of this rank.
+        sums: of all ranks' contributions; None before the first turn.
+        refusal: an exception of a turn, kept where raising it would lose its type.
     """
 
-    def __init__(self, host: Host, models: Sequence[ReducedModel], used: set[Slot]) -> None:
-        self._host = host
+    def __init__(
+        self,
+        owner: RoundOwner,
+        models: Sequence[DDPWrapper],
+        slots: Mapping[int, Slot],
+        used: Collection[Slot],
+        *,
+        finds_unused: bool,
+    ) -> None:
+        self._owner = owner
         self._models = models
+        self._slots = slots
+        self._used = used
+        self._finds_unused = finds_unused
         self._turns = {model: Turn() for model in models}
         self._ends_together = False
-        self.used = used
-        self.kept: Mapping[Slot, torch.Tensor] | None = None
+        self._step = 0
+        self.contribution = Contribution()
+        self.stand_in: Gradients | None = None
         self.sums: Sums | None = None
         self.refusal: BaseException | None = None
         self._gone: set[Slot] = set()
         self._late: list[Slot] = []
+
+    def bring(self, contribution: Contribution, step: int) -> None:
+        """Set this rank's contribution, and the optimizer step that it is for."""
+        self.contribution = contribution
+        self._step = step
+
+    def _slot_of(self, param: torch.Tensor) -> Slot:
+        slot = self._slots.get(id(param))
+        if slot is None:
+            fault = Fault.of("unknown", [f"one of shape {tuple(param.shape)}"])
+            raise round_checks.refused(*fault, where=self._owner.place)
+        return slot
 
     def note_arrival(self, slot: Slot) -> None:
         """A gradient was accumulated; too late if its bucket has left."""
@@ -107,26 +127,28 @@ class Round:
         """Peers wait for what does not come any more, if this round is not finished."""
         return any(turn.is_led for turn in self._turns.values())
 
-    def unfinished(self) -> list[ReducedModel]:
+    def unfinished(self) -> list[DDPWrapper]:
         """The models whose reducer waits for what will not come."""
-        return [m for m, turn in self._turns.items() if turn.cargo and not turn.has_landed]
+        return [m for m, turn in self._turns.items() if turn.buckets and not turn.has_landed]
 
-    def landed(self) -> list[ReducedModel]:
+    def landed(self) -> list[DDPWrapper]:
         """The models whose gradients are the global ones."""
         return [model for model, turn in self._turns.items() if turn.has_landed]
 
-    def led(self) -> list[ReducedModel]:
+    def led(self) -> list[DDPWrapper]:
         """The models whose own backward has reduced them."""
         turns = self._turns.items()
-        return [m for m, turn in turns if turn.has_landed and turn.cargo and turn.cargo[0].future]
+        return [
+            m for m, turn in turns if turn.has_landed and turn.buckets and turn.buckets[0].future
+        ]
 
     # ------------------------------------------------------------------ led by a backward
 
-    def carry(self, model: ReducedModel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """A bucket of DDP's is full.
 
         Returns:
-            What DDP waits for at the end of backward; `_land` completes it before that.
+            DDP waits for it at the end of backward; `_land` completes it before that.
 
         Collective:
             Every rank, in the order of the backward. With the last bucket, or with the first of
@@ -136,9 +158,9 @@ class Round:
         devices = [flat.device] if flat.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         turn = self._turns[model]
-        turn.cargo.append(_Cargo(flat, bucket.parameters(), future))
-        self._gone.update(map(self._host.slot_of, bucket.parameters()))
-        # What is raised here would lose its type in C++.
+        turn.buckets.append(_BucketInFlight(flat, bucket.parameters(), future))
+        self._gone.update(map(self._slot_of, bucket.parameters()))
+        # An exception that is raised here would lose its type in C++.
         if self.refusal is None:
             try:
                 self._send(model, turn, bucket.is_last())
@@ -148,63 +170,63 @@ class Round:
             _call_at_end_of_task(lambda: self._land(model, turn))
         return future
 
-    def _send(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
+    def _send(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
-        if reduction_context.crossing_ahead(self._host.attached()):
-            return  # `_land` sends them: what crosses ranks goes first, on every rank
+        if reduction_context.crossing_ahead(self._owner.attached()):
+            return  # `_land` sends them: a gather's gradients go first, on every rank
         self._send_all(model, turn, is_last)
 
-    def _send_all(self, model: ReducedModel, turn: Turn, is_last: bool) -> None:
+    def _send_all(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not turn.is_led:
-            mine = self._host.contribution()
-            late = self._host.has_late_parameters
-            header = make_header(mine, self._host.step, model=model.signature(), late=late)
-            self._note(exchange(self._host.attached(), header, mine))
+            mine = self.contribution
+            late = self._owner.has_late_parameters
+            header = make_header(mine, self._step, model=model.signature(), late=late)
+            self._note(exchange(self._owner.attached(), header, mine))
             turn.is_led = True
-        for cargo in turn.cargo:
-            if cargo.pending is None:
-                self._ship(cargo)
-        if is_last and self._host.finds_unused and turn.asked is None:
+        for bucket in turn.buckets:
+            if bucket.pending is None:
+                self._send_bucket(bucket)
+        if is_last and self._finds_unused and turn.asked is None:
             self._ask_who_used(model, turn)
 
-    def _note(self, sums: Header) -> None:
-        self.sums = self.sums or sums.sums()
-        follow = sums.leads < self._host.attached().size
-        self._ends_together = self._ends_together or follow or sums.late > 0
+    def _note(self, header: Header) -> None:
+        self.sums = self.sums or header.sums
+        follow = header.leads < self._owner.attached().size
+        self._ends_together = self._ends_together or follow or header.late > 0
 
-    def _ship(self, cargo: _Cargo) -> None:
-        """Make a bucket hold what this rank's window brings, and send it."""
-        mine, flat = self._host.contribution(), cargo.flat
+    def _send_bucket(self, bucket: _BucketInFlight) -> None:
+        """Put the gradients of this rank's window into a bucket, and send it."""
+        mine, flat = self.contribution, bucket.flat
         if mine.is_silent:
             flat.zero_()
-        elif self.kept is not None:
-            for param, view in zip(cargo.params, views_of(flat, cargo.params), strict=True):
-                put_in(view, self.kept.get(self._host.slot_of(param)))
+        elif self.stand_in is not None:
+            for param, view in bucket.views():
+                put_in(view, self.stand_in.get(self._slot_of(param)))
         if mine.scale != 1.0 and not mine.is_silent:
             flat.mul_(mine.scale)
-        cargo.pending = self._host.attached().all_reduce(flat)
+        bucket.pending = self._owner.attached().all_reduce(flat)
 
-    def _ask_who_used(self, model: ReducedModel, turn: Turn) -> None:
-        counts = not self._host.contribution().discards
-        used = [float(counts and slot in self.used) for slot in model.slots]
-        turn.used = torch.tensor(used, device=self._host.attached().device)
-        turn.asked = self._host.attached().all_reduce(turn.used)
+    def _ask_who_used(self, model: DDPWrapper, turn: Turn) -> None:
+        counts = not self.contribution.discards
+        used = [float(counts and slot in self._used) for slot in model.slots]
+        turn.used = torch.tensor(used, device=self._owner.attached().device)
+        turn.asked = self._owner.attached().all_reduce(turn.used)
 
-    def _land(self, model: ReducedModel, turn: Turn) -> None:
+    def _land(self, model: DDPWrapper, turn: Turn) -> None:
         """Wait for a model's buckets, divide them and give them to DDP."""
         if self.refusal is not None:
             raise self.refusal
-        if any(cargo.pending is None for cargo in turn.cargo):
+        if any(bucket.pending is None for bucket in turn.buckets):
             self._send_all(model, turn, is_last=True)
         assert self.sums is not None
-        for cargo in turn.cargo:
-            assert cargo.pending is not None
-            cargo.pending.wait()
-            if self._host.averages and self.sums.weight != 1.0:
-                cargo.flat.div_(self.sums.weight)
-            if cargo.future is not None:
-                cargo.future.set_result(cargo.flat)
+        for bucket in turn.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            if self._owner.weights.averages and self.sums.weight != 1.0:
+                bucket.flat.div_(self.sums.weight)
+            if bucket.future is not None:
+                bucket.future.set_result(bucket.flat)
         if turn.asked is not None:
             turn.asked.wait()
         turn.has_landed = True
@@ -212,7 +234,7 @@ class Round:
     # ------------------------------------------------------------------ following
 
     def follow(self) -> None:
-        """Take part in what the peers' backward reduces, with this rank's gradients or none.
+        """Take part in the reductions of the peers' backward, with this rank's gradients or none.
 
         Collective:
             Every rank: this, or a backward. The same calls as the peers' backward, and a small
@@ -221,35 +243,35 @@ class Round:
         Raises:
             GradientNotReducedError: the peers lead with a model that is another one here.
         """
-        group, mine = self._host.attached(), self._host.contribution()
+        group, mine = self._owner.attached(), self.contribution
         for model in self._models:
             model.follow_frozen()
         while True:
-            sums = exchange(group, make_header(mine, self._host.step), mine)
-            if sums.leads:
-                self._note(sums)
-                self._take_turn(self._led_model(round(sums.model / sums.leads)))
+            header = exchange(group, make_header(mine, self._step), mine)
+            if header.leads:
+                self._note(header)
+                self._take_turn(self._led_model(round(header.model / header.leads)))
                 continue
-            if not sums.ends and sums.brings_something:
-                # All follow, and some hold what a window left: every model, in order.
-                self.sums = sums.sums()
+            if not header.ends and header.sums.plain + header.sums.weighted > 0:
+                # All ranks follow, and some hold gradients of a window: every model, in order.
+                self.sums = header.sums
                 for model in self._models:
                     if model.reduced:
                         self._take_turn(model, asks=True)
             return
 
-    def _led_model(self, signature: int) -> ReducedModel:
+    def _led_model(self, signature: int) -> DDPWrapper:
         for model in self._models:
             if model.signature() == signature:
                 return model
         raise GradientNotReducedError(
             "other ranks reduce a model that is another one here",
-            where=self._host.place,
+            where=self._owner.place,
             cause="layers were frozen or unfrozen on some ranks only",
             fix="freeze the same layers on every rank",
         )
 
-    def _take_turn(self, model: ReducedModel, *, asks: bool = False) -> None:
+    def _take_turn(self, model: DDPWrapper, *, asks: bool = False) -> None:
         """Reduce `model` without a backward.
 
         Args:
@@ -258,66 +280,65 @@ class Round:
         turn = self._turns[model]
         turn.is_led = True
         for flat, params in model.empty_buckets():
-            cargo = _Cargo(flat, params)
-            turn.cargo.append(cargo)
-            for param, view in zip(params, views_of(flat, params), strict=True):
+            bucket = _BucketInFlight(flat, params)
+            turn.buckets.append(bucket)
+            for param, view in bucket.views():
                 put_in(view, param.grad)
-            self._ship(cargo)
-        if asks or self._host.finds_unused:
+            self._send_bucket(bucket)
+        if asks or self._finds_unused:
             self._ask_who_used(model, turn)
         self._land(model, turn)
-        for cargo in turn.cargo:
-            for param, view in zip(cargo.params, views_of(cargo.flat, cargo.params), strict=True):
-                param.grad = taken_out(view, param)
+        self._write_gradients(model, turn)
 
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> None:
-        """After the backward: tell followers how it has ended, and settle who used what.
+        """After the backward: tell followers how it has ended, and which parameters were used.
 
         Raises:
-            LockstepError: what this rank or another has to refuse; see `round_checks.judge`.
+            LockstepError: this rank or another has to refuse the round; see `round_checks.judge`.
         """
         if self.refusal is not None:
             raise self.refusal
         if self._late:
-            raise came_twice(self._host.place, f"`{self._late[0].name}`")
-        mine, halves = self._host.contribution(), self._half_sent()
+            raise came_twice(self._owner.place, f"`{self._late[0].name}`")
+        mine, halves = self.contribution, self._half_sent()
         if self._ends_together:
             for model in halves:
                 self._send_rest(model)
-        # With nothing led, peers may wait for what this rank has to refuse.
+        # With nothing led, peers may wait for this rank's faults.
         if self._ends_together if halves or self.led() else mine.faults:
-            ending = make_header(mine, self._host.step, ends=True)
-            exchange(self._host.attached(), ending, mine)
+            ending = make_header(mine, self._step, ends=True)
+            exchange(self._owner.attached(), ending, mine)
         for model, turn in self._turns.items():
             if turn.has_landed and turn.used is not None:
-                self._give_to_users(model, turn, turn.used)
+                self._write_gradients(model, turn)
 
-    def _half_sent(self) -> list[ReducedModel]:
+    def _half_sent(self) -> list[DDPWrapper]:
         return [m for m, turn in self._turns.items() if turn.is_led and not turn.has_landed]
 
-    def _send_rest(self, model: ReducedModel) -> None:
-        """Peers wait for all buckets of a model, and then for the word that it is refused."""
+    def _send_rest(self, model: DDPWrapper) -> None:
+        """Peers wait for all buckets of a model, and then for the message that refuses it."""
         turn = self._turns[model]
-        for flat, params in list(model.empty_buckets())[len(turn.cargo) :]:
-            turn.cargo.append(_Cargo(flat, params))
-            self._ship(turn.cargo[-1])
-        if self._host.finds_unused and turn.asked is None:
+        for flat, params in list(model.empty_buckets())[len(turn.buckets) :]:
+            turn.buckets.append(_BucketInFlight(flat, params))
+            self._send_bucket(turn.buckets[-1])
+        if self._finds_unused and turn.asked is None:
             self._ask_who_used(model, turn)
-        for pending in [*(cargo.pending for cargo in turn.cargo), turn.asked]:
+        for pending in [*(bucket.pending for bucket in turn.buckets), turn.asked]:
             if pending is not None:
                 pending.wait()
 
-    def _give_to_users(self, model: ReducedModel, turn: Turn, used: torch.Tensor) -> None:
-        """What nobody used has no gradient; what anybody used has one on every rank."""
-        counts = dict(zip(model.slots, used.tolist(), strict=True))
-        for cargo in turn.cargo:
-            for param, view in zip(cargo.params, views_of(cargo.flat, cargo.params), strict=True):
-                if not counts[self._host.slot_of(param)]:
-                    param.grad = None
-                else:
-                    param.grad = taken_out(view, param)
+    def _write_gradients(self, model: DDPWrapper, turn: Turn) -> None:
+        """A parameter that some rank used gets a gradient on every rank; the others have none."""
+        unused: set[Slot] = set()
+        if turn.used is not None:
+            counts = zip(model.slots, turn.used.tolist(), strict=True)
+            unused = {slot for slot, count in counts if not count}
+        for bucket in turn.buckets:
+            for param, view in bucket.views():
+                is_unused = self._slot_of(param) in unused
+                param.grad = None if is_unused else taken_out(view, param)
 
 
 def came_twice(place: str, what: str) -> GradientNotReducedError:

@@ -28,6 +28,7 @@ from lockstep.errors import (
     NotAvailableError,
     PeerLostError,
 )
+from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.parameter_shards import ParameterShards, rows_of
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
@@ -65,13 +66,18 @@ class FSDPSync(GradientSync):
         averages: bool = True,
     ) -> None:
         super().__init__(
-            modules, group, bucket_cap_mb=bucket_cap_mb, buffers=buffers, averages=averages
+            modules,
+            group,
+            bucket_cap_mb=bucket_cap_mb,
+            buffers=buffers,
+            averages=averages,
+            make_transport=partial(BucketTransport, meet=partial(self._meet_at, _ROUND)),
         )
         self._sharded: list[ShardedOptimizer] = []
         self._shards: ParameterShards | None = None
+        slots = self._rounds.slots
         try:
-            mesh = _mesh(group, self._slots[0].param.device)
-            self._shards = ParameterShards(self._slots, mesh)
+            self._shards = ParameterShards(slots, _mesh(group, slots[0].param.device))
             for optimizer in dict.fromkeys(optimizers):
                 if not steps_whole(optimizer):
                     self.shard(optimizer)
@@ -82,13 +88,16 @@ class FSDPSync(GradientSync):
     def shard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let each rank step its rows of what `optimizer` holds, until `detach`."""
         assert self._shards is not None, "detached"
-        meet = partial(self._meet_at, len(self._sharded))
+        meet = partial(self._meet_for_step, len(self._sharded))
         sharded = ShardedOptimizer(optimizer, self._shards, meet=meet, gather=self._gather)
         self._sharded.append(sharded)
 
-    def _end_round(self) -> None:
-        self._meet_at(_ROUND)
-        super()._end_round()
+    def _meet_for_step(self, number: int) -> None:
+        try:
+            self._meet_at(number)
+        except LockstepError:
+            self._rounds.break_off()
+            raise
 
     def _meet_at(self, here: int) -> None:
         """Refuse to go on where one rank steps and another one does not.
@@ -107,24 +116,19 @@ class FSDPSync(GradientSync):
             GradientNotReducedError: on every rank, if one is somewhere else.
             PeerLostError: a rank did not come.
         """
-        group = self.attached()
+        group = self._rounds.attached()
         if group.device.type != "cpu":
             return
-        try:
-            places = group.roll_call([here], "backward or step")
-            if any(place != places[0] for place in places):
-                raise GradientNotReducedError(
-                    "the ranks are at different places of a step",
-                    where=self.place,
-                    expected="the same backwards and the same optimizers' steps on every rank",
-                    got="; ".join(f"rank {r}: {_named(int(n))}" for r, [n] in enumerate(places)),
-                    cause="a step, or a backward, that some rank left out or has of its own",
-                    fix="step on every rank or on none, and the optimizers in the same order",
-                )
-        except LockstepError:
-            self._is_broken = True
-            self._reset()
-            raise
+        places = group.roll_call([here], "backward or step")
+        if any(place != places[0] for place in places):
+            raise GradientNotReducedError(
+                "the ranks are at different places of a step",
+                where=self._rounds.place,
+                expected="the same backwards and the same optimizers' steps on every rank",
+                got="; ".join(f"rank {r}: {_named(int(n))}" for r, [n] in enumerate(places)),
+                cause="a step, or a backward, that some rank left out or has of its own",
+                fix="step on every rank or on none, and the optimizers in the same order",
+            )
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the other ranks' rows of whole `tensors` with what those ranks have.
@@ -145,13 +149,13 @@ class FSDPSync(GradientSync):
         """
         if not tensors:
             return
-        group = self.attached()
+        group = self._rounds.attached()
         try:
             for source in range(group.size):
                 rows = [rows_of(tensor.detach(), source, group.size) for tensor in tensors]
                 broadcast_tensors(group, rows, cap_bytes=self._cap_bytes, source=source)
         except PeerLostError:
-            self._is_broken = True
+            self._rounds.break_off()
             raise
         # Neither DTensor's operations nor a broadcast raise a version counter.
         torch.autograd.graph.increment_version(tensors)

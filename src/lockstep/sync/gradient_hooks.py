@@ -2,11 +2,11 @@
 """The hooks of one synchronised parameter: ours, which autograd runs, and the user's, which wait.
 
 A hook on a parameter means to see the gradient of the global batch. While backward runs there is
-only this rank's share of it, scaled by its weight: whatever a hook adds, clamps or replaces
-would be another thing on each rank, and what it does after its bucket has left races the
-reduction. So autograd is shown our hooks alone; the user's are run once for each round, on the
-reduced gradient, in the order in which autograd would have run them. Who registered first does
-not matter then.
+only this rank's share of it, scaled by its weight: whatever a hook adds, clamps or replaces would
+be another thing on each rank, and a write after its bucket has left races the reduction. So
+autograd is shown our hooks alone; the user's are run once for each round, on the reduced gradient,
+in the order in which autograd would have run them. It does not matter then whether the user or
+lockstep registered first.
 
 Rejected: letting buckets leave one gradient later (the user's hooks then still see a share),
 applying weights in the bucket where there are hooks (exact for what a hook adds, wrong for a
@@ -40,8 +40,8 @@ _OURS: Final = -1
 class _WaitingHooks(OrderedDict[int, Any]):
     """A parameter's table of hooks, of which autograd sees the one entry that is ours.
 
-    Torch reads the table in C, past the methods here, and users write it through them. It stays
-    on the parameter after `release`, because handles that users hold remove from it.
+    Torch reads the table in C, past the methods here, and users write it through them. The table
+    stays on the parameter after `release`, because handles that users hold remove from it.
 
     Args:
         earlier: the table that the parameter had; handles to it stay good.
@@ -85,7 +85,7 @@ class _WaitingHooks(OrderedDict[int, Any]):
 
 
 def _nothing(_: torch.Tensor) -> None:
-    """Shown where only hooks of the user's wait."""
+    """Shown to autograd where only hooks of the user's wait."""
 
 
 def _table(found: Any) -> _WaitingHooks:
@@ -93,14 +93,14 @@ def _table(found: Any) -> _WaitingHooks:
 
 
 class ParameterHooks:
-    """What happens when a gradient of `param` comes.
+    """The hooks that run when a gradient of `param` comes.
 
     Args:
         param: the parameter; frozen ones take hooks too, and may be unfrozen later.
         comes: called with a gradient that autograd has computed, before anything is done with
             it: also under ``torch.autograd.grad``, which accumulates nothing. Returns None, or
             the gradient to go on with.
-        arrived: called when a gradient was added to ``param.grad``; None: nobody has to know.
+        arrived: called when a gradient was added to ``param.grad``; None: no call.
         tell: called when there are hooks of the user's: now, or when one is registered.
 
     Attributes:
@@ -120,7 +120,7 @@ class ParameterHooks:
         self._before = _table(hooks_before(param))
         self._before.begin(tell)
         self._before.show(comes)
-        # Set anew in any case: setting is what makes torch look into the table.
+        # Set anew in any case: torch looks into the table when the attribute is set.
         set_hooks_before(param, self._before)
         self._after: _WaitingHooks | None = None
         if arrived is not None or hooks_after(param) is not None:

@@ -1,53 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient sync that hangs on the parameters: no wrapper, no way round.
 
-A hook on every parameter notes that a gradient has arrived. The first one of a backward asks
-for a call when that backward ends; there the round is finished, so that when ``backward``
-returns the gradients are the global ones. `GradientSync.backward` drives the round itself.
-
-Everything that a backward can reach goes through here, whichever method of the model, or none,
-computed the loss. Rejected: hooks on ``forward`` (custom methods and ``model.module`` go
-around them), and patching ``Tensor.backward`` (``torch.autograd.backward`` goes around it).
+`GradientSync` is the surface for programs. Behind it `ReductionRounds` knows the global gradient, a
+`Transport` moves numbers between the ranks, and hooks on the parameters hear of every backward,
+whichever method of the model, or none, computed the loss: when ``backward`` returns the gradients
+are the global ones.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lockstep import reduction_context
-from lockstep._torch_compat import version_of
 from lockstep.errors import WrongUseError
-from lockstep.sync import guard, round_checks
-from lockstep.sync.bucket_assignment import BucketAssignment, ReducerFactory
-from lockstep.sync.ordered_reducer import OrderedReducer
-from lockstep.sync.reducer import WEIGHTED, Contribution, Reducer
-from lockstep.sync.replica_checks import check_options, compare_structures
-from lockstep.sync.synced_tensors import find_synced_tensors
+from lockstep.group import Group, resolve_group
+from lockstep.sync import optimizer_guard
+from lockstep.sync.bucket_transport import BucketTransport
+from lockstep.sync.buffer_broadcast import BufferBroadcast
+from lockstep.sync.reduction_rounds import ReductionRounds
+from lockstep.sync.replica_checks import check_options, compare_structures, compare_values
+from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 from lockstep.sync.tensor_broadcast import broadcast_tensors
-from lockstep.sync.window_weights import Units, WindowWeights
-from lockstep.sync.windowed_sync import WindowedSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
-    from lockstep.group import Group
-    from lockstep.sync.buckets import Slot, Sums
+    import torch
+
+    from lockstep.errors import WeightError
     from lockstep.sync.shard_tree_sum import ShardOrder
+    from lockstep.sync.transport import TransportFactory
 
 
-class GradientSync(WindowedSync):
+def replicate(
+    model: Any,
+    *,
+    group: Any = None,
+    bucket_cap_mb: float = 25,
+    broadcast: bool = True,
+    buffers: str = "after_backward",
+) -> GradientSync:
+    """Synchronise the gradients of a model on every rank. The model is not wrapped.
+
+    Args:
+        model: a module, or a sequence of modules that are trained together (several models, a
+            criterion with parameters). Modules that one backward goes through belong in one call.
+        group: a `Group`, a process group, or None for the world group (a rank alone, where
+            none is initialised).
+        bucket_cap_mb: the most that travels in one all-reduce, in MiB.
+        broadcast: start from rank 0's parameters and buffers. False: the ranks' values are
+            left as they are; structures are compared all the same.
+        buffers: "after_backward": rank 0's buffers are broadcast after each synchronised
+            backward; "manual": when `GradientSync.broadcast_buffers` is called.
+
+    Returns:
+        The sync, for its ``backward``, ``no_sync`` and ``detach``. A program need not keep it: the
+        hooks on the parameters hold it.
+
+    Gradient:
+        After each backward outside ``no_sync``: the mean over ranks, or by weights.
+
+    Collective:
+        Every rank. Blocks. Two small all-gathers, then broadcasts.
+
+    Raises:
+        ReplicasDifferError: the ranks' models differ; raised on all before any payload moves.
+        WrongTypeError: not a module, or one with parameters that belong to DDP, FSDP, DTensor.
+        ConfigurationError: a parameter is synchronised already.
+        PeerLostError: another rank went away.
+    """
+    return GradientSync(
+        as_modules(model),
+        resolve_group(group),
+        bucket_cap_mb=bucket_cap_mb,
+        broadcast=broadcast,
+        buffers=buffers,
+        owns_group=not isinstance(group, Group),
+    )
+
+
+class GradientSync:
     """The N gradients of some modules become one. Made by `replicate`.
 
     With ``averages=False`` the losses are sums over their batches: the gradients are added and
-    not divided, and of a weight only its being zero or not matters.
-    `making` says how buckets are summed, where it is not by one all-reduce each.
-
-    Attributes:
-        rounds: how many reductions there have been.
-        full_round: the last one after which every parameter had a gradient.
+    not divided, and of a weight only its being zero or not matters. Under an `order` the
+    gradients are those of shards, which are added up in a fixed order. `make_transport` says how
+    gradients travel where that is not in buckets with one all-reduce each, and `settings` what
+    else the ranks have to agree on.
     """
 
     def __init__(
@@ -61,31 +101,35 @@ class GradientSync(WindowedSync):
         owns_group: bool = False,
         averages: bool = True,
         order: ShardOrder | None = None,
-        making: Callable[[int, int, bool, ShardOrder | None], ReducerFactory] = ReducerFactory,
+        make_transport: TransportFactory | None = None,
+        settings: Sequence[Any] = (),
     ) -> None:
         check_options(buffers, bucket_cap_mb)
-        found = find_synced_tensors(modules)
-        guard.refuse_attached(found.parameters, "detach() the GradientSync that has it")
+        self._found = find_synced_tensors(modules)
+        fix = "detach() the GradientSync that has it"
+        optimizer_guard.refuse_attached(self._found.parameters, fix)
         self._cap_bytes = int(bucket_cap_mb * 2**20)
-        compare_structures(group, found, [self._cap_bytes, buffers, averages])
-        self._order = order
-        self._taken_weight = 0.0
-        self._last_shard: int | None = None
-        units = _units(group, order, averages=averages)
-        super().__init__(modules, group, found, units, averages=averages)
+        self._settings = [self._cap_bytes, buffers, averages, *settings]
+        compare_structures(group, self._found, self._settings)
         self._owns_group = owns_group
-        self._syncs_buffers = buffers == "after_backward"
+        self._buffers = BufferBroadcast(self._found.buffers.values())
         if broadcast:
-            params = [slot.param for slot in self._slots]
-            broadcast_tensors(group, params, cap_bytes=self._cap_bytes)
+            parameters = list(self._found.parameters.values())
+            broadcast_tensors(group, parameters, cap_bytes=self._cap_bytes)
             self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
-        self._unread: round_checks.Unread | None = None
-        how = making(self._cap_bytes, found.signature(), averages, order)
-        self._assignment = BucketAssignment(self._slots, group, how)
-        self._hook_parameters(arrivals=self._reducer.can_overlap or not self._assignment.is_whole)
-        guard.protect(self, self._slots)
+        self._rounds = ReductionRounds(
+            modules,
+            group,
+            self._found,
+            make_transport or partial(BucketTransport, order=order),
+            cap_bytes=self._cap_bytes,
+            averages=averages,
+            num_shards=None if order is None else order.num_shards,
+            after_round=self.broadcast_buffers if buffers == "after_backward" else None,
+        )
+        optimizer_guard.protect(self._rounds)
 
-    # ------------------------------------------------------------------ for users
+    # ------------------------------------------------------------------ gradients
 
     def backward(
         self, loss: torch.Tensor, weight: float | None = None, **backward_kwargs: Any
@@ -114,10 +158,22 @@ class GradientSync(WindowedSync):
             SparseGradientError: on every rank, if any rank got one.
             PeerLostError: another rank went away.
         """
-        self._backward(loss, weight, backward_kwargs)
+        self._rounds.backward(loss, weight, backward_kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate on this rank; the next backward outside closes the window.
+
+        Gradient:
+            Weighted backwards of the window are divided once by all their weights; plain ones
+            add up, as in torch.
+
+        Collective:
+            None inside the block.
+        """
+        return self._rounds.no_sync()
 
     def reduce_pending(self) -> None:
-        """Take part in the round that the peers run, with what is there, or with nothing.
+        """Take part in the round that the peers run, with the window's gradients or with none.
 
         For a rank that has nothing (left) to run backward through, and to close a window of
         `no_sync` backwards.
@@ -131,18 +187,11 @@ class GradientSync(WindowedSync):
         Raises:
             PeerLostError: another rank went away.
         """
-        self.attached()
-        self._settle()
-        self._check_left_gradients()
-        if self._window.kind is None:
-            self._keep_earlier()
-        self._begin_round()
-        self._end_round()
+        self._rounds.reduce_pending()
 
     def forget_window(self) -> None:
         """Drop the gradients since the last round. Every rank does, or none; no collective."""
-        _put_grads(dict.fromkeys(self._slots))
-        self._reset()
+        self._rounds.forget_window()
 
     def take_shard(self, shard: int) -> None:
         """With a shard order: the backwards since the last call were those of `shard`.
@@ -153,13 +202,9 @@ class GradientSync(WindowedSync):
         Collective:
             None.
         """
-        assert isinstance(self._reducer, OrderedReducer), "made without a shard order"
-        self._reducer.take_shard(shard, self._window.weight - self._taken_weight)
-        self._taken_weight = self._window.weight
-        self._leave_window_open()
+        self._rounds.take_shard(shard)
 
-    @contextmanager
-    def last_shard(self, shard: int) -> Iterator[None]:
+    def last_shard(self, shard: int) -> AbstractContextManager[None]:
         """With a shard order: the backward inside is that of `shard`, and ends the step's shards.
 
         Gradient:
@@ -168,11 +213,93 @@ class GradientSync(WindowedSync):
         Collective:
             Those of a synchronised backward.
         """
-        self._last_shard = shard
-        try:
-            yield
-        finally:
-            self._last_shard = None
+        return self._rounds.transport.last_shard(shard)
+
+    @property
+    def rounds(self) -> int:
+        """How many reductions there have been."""
+        return self._rounds.num_rounds
+
+    @property
+    def has_open_window(self) -> bool:
+        """Gradients have arrived since the last round."""
+        return self._rounds.has_open_window
+
+    @property
+    def needs_guard(self) -> bool:
+        """There are peers, so that a gradient of this rank alone is not the global one."""
+        return self._rounds.needs_guard
+
+    def watch_gradients(self) -> None:
+        """From now on, `has_added` says whether a backward has added to gradients of before.
+
+        Gradients of later rounds do not count, nor those that the program has cleared or zeroed.
+        """
+        self._rounds.watch_gradients()
+
+    @property
+    def has_added(self) -> bool:
+        """See `watch_gradients`."""
+        return self._rounds.has_added
+
+    # ------------------------------------------------------------------ batches and steps
+
+    def expect_weight(self, total: float | None) -> None:
+        """Say what the batches of all ranks weigh together in a usual step, the same on every rank.
+
+        Gradients of a step with that weight need no division; their values do not depend on it.
+        """
+        self._rounds.weights.expect(total)
+
+    def set_delivered_weight(self, weight: float | WeightError | None) -> None:
+        """Say what the batch of the next plain ``loss.backward()`` counts for.
+
+        Args:
+            weight: samples or tokens; None: one per rank (torch's mean over ranks); an error:
+                to raise from the next backward without an explicit weight, on this rank alone,
+                before it communicates.
+
+        Gradient:
+            Applied in the buckets, at the reduction.
+
+        Collective:
+            None.
+
+        Raises:
+            WeightError: negative, NaN or infinite.
+        """
+        self._rounds.weights.deliver(weight)
+
+    def delivered_weight(self) -> float | None:
+        """The argument of the last `set_delivered_weight`; an error is raised."""
+        return self._rounds.weights.delivered
+
+    def begin_step(self, step: int) -> None:
+        """Say which optimizer step the backwards from now on belong to; the same on every rank.
+
+        Gradient:
+            A round of ranks at different steps, or whose optimizers have stepped more or less
+            often, is refused on all of them: it would average what does not belong together.
+
+        Collective:
+            None.
+        """
+        self._rounds.begin_step(step)
+
+    def may_go_back_to(self, step: int | None) -> None:
+        """Say to which step of the run an interruption from now on leads back.
+
+        Here each rank keeps its own optimizers' state for that.
+
+        Args:
+            step: steps of the run that had happened; None: the present step stays.
+        """
+
+    def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` steps in another process, which also takes back its steps."""
+        return False
+
+    # ------------------------------------------------------------------ values and the group
 
     def broadcast_buffers(self) -> None:
         """Overwrite every rank's buffers with rank 0's.
@@ -183,212 +310,64 @@ class GradientSync(WindowedSync):
         Collective:
             Every rank. Blocks. One broadcast.
         """
-        self._buffers.broadcast(self.attached(), cap_bytes=self._cap_bytes)
+        self._buffers.broadcast(self._rounds.attached(), cap_bytes=self._cap_bytes)
+
+    def agree_on_values(self) -> None:
+        """Refuse to go on if the parameters differ between ranks.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank. Two small all-gathers.
+
+        Raises:
+            ReplicasDifferError: on every rank; names the parameters and the ranks.
+        """
+        params: dict[str, torch.Tensor] = {slot.name: slot.param for slot in self._rounds.slots}
+        compare_values(self._rounds.attached(), params, have_stepped=self._rounds.has_stepped)
+
+    def part(self) -> bool:
+        """Leave a group that has broken.
+
+        Returns:
+            Whether the sync can `join` another group, which depends on the transport. Otherwise
+            it is detached, and a new one has to be made.
+        """
+        if not self._rounds.listener.is_listening:
+            return False
+        if self._rounds.transport.can_rejoin:
+            self._rounds.leave()
+            return True
+        self.detach()
+        return False
+
+    def join(self, group: Group) -> None:
+        """Belong to `group`, whose ranks hold the same values, after a `part` that said yes.
+
+        Gradient:
+            None: gradients of an open window are dropped.
+
+        Collective:
+            Every rank of `group`. Two small all-gathers.
+
+        Raises:
+            ReplicasDifferError: the ranks' models differ.
+        """
+        if not self._rounds.listener.is_listening:
+            raise WrongUseError("this synchronisation was detached", fix="make another one")
+        compare_structures(group, self._found, self._settings)
+        self._rounds.join(group)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.
 
         Works after a failure as well. Idempotent; other calls raise afterwards.
         """
-        if self._group is None:
+        if not self._rounds.listener.is_listening:
             return
-        reduction_context.deliver(None)
-        self._unhook_parameters()
-        self._late.release()
-        self._reducer.close()
-        self._reset()
-        if self._owns_group:
+        group = self._rounds.detach()
+        optimizer_guard.release(self._rounds)
+        if self._owns_group and group is not None:
             # An exception's frames may keep the handle alive; it must not keep the sockets.
-            self._group.close()
-        self._group = None
-        self._unread = None
-        guard.release(self, self._slots)
-
-    def part(self) -> bool:
-        """See `Synchroniser`: buckets and hooks are made again, for another set of ranks."""
-        self.detach()
-        return False
-
-    def join(self, group: Group) -> None:
-        """See `Synchroniser`; never after a `part` that said no.
-
-        Collective:
-            None.
-        """
-        raise WrongUseError("this synchronisation was detached", fix="make another one")
-
-    @property
-    def _reducer(self) -> Reducer:
-        return self._assignment.reducer
-
-    def _begin_plain(self) -> None:
-        self._at_end(lambda: self._end_round() if self._is_open else None)
-        self._begin_round()
-
-    def _unit(self, kind: str) -> float:
-        self._settle()
-        return self._units[kind]
-
-    # ------------------------------------------------------------------ rounds
-
-    def _open_window(self, kind: str) -> None:
-        self.attached()
-        self._settle()
-        if self._order is not None:
-            self._check_in_order()
-        super()._open_window(kind)
-
-    def _check_in_order(self) -> None:
-        if not self._is_paused and self._last_shard is None:
-            raise round_checks.out_of_order(self.place)
-        # Unfrozen since the layout was made: every worker runs the same operator.
-        if self._window.kind is None and self._assignment.has_unfrozen:
-            self._assignment.admit_unfrozen(self.attached())
-
-    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
-        """Run a backward of our own; the round begins before it and ends after it."""
-        muted = weight == 0.0
-        self._is_running = True
-        kept: dict[Slot, torch.Tensor | None] = {}
-        try:
-            if muted:
-                # Weight zero: no value of it may stay, and zero times NaN would.
-                kept = {slot: slot.param.grad for slot in self._slots}
-                _put_grads(dict.fromkeys(kept))
-                self._arrive = None
-            elif not self._is_paused:
-                self._begin_round()
-            with reduction_context.backward_of(self.attached(), weight, self._window.aside_by_id):
-                run()
-        except BaseException:
-            if muted:
-                _put_grads(kept)
-            self._fail()
-            raise
-        finally:
-            self._is_running = False
-        if muted:
-            _put_grads(self._with_zeros(kept))
-            kept.clear()
-        if muted and not self._is_paused:
-            self._begin_round()
-        if self._is_paused:
-            self._leave_window_open()
-        else:
-            self._end_round()
-
-    def _with_zeros(self, kept: dict[Slot, torch.Tensor | None]) -> dict[Slot, torch.Tensor | None]:
-        """After a backward of weight zero: what it used has a gradient, unless it was borrowed."""
-        if self.is_borrowed:
-            return kept
-        return {
-            slot: torch.zeros_like(slot.param)
-            if before is None and slot.param.grad is not None
-            else before
-            for slot, before in kept.items()
-        }
-
-    def _begin_round(self) -> None:
-        contribution = self._window.contribution(self._units)
-        contribution.thaws = self._assignment.has_unfrozen
-        self._reducer.start(contribution, self._step)
-        if self._last_shard is not None and isinstance(self._reducer, OrderedReducer):
-            weight = self._window.weight - self._taken_weight
-            self._reducer.end_with(self._last_shard, weight)
-        self._is_open = True
-        self._arrive = self._assignment.listener()
-
-    def _end_round(self) -> None:
-        window, contribution = self._window, self._reducer.contribution
-        if window.kind == WEIGHTED:
-            contribution.weight = window.weight
-        self._arrive = None
-        unknown = self._late.with_gradient()
-        if unknown:
-            contribution.faults.append({"kind": "unknown", "names": unknown})
-        try:
-            sums = self._reducer.finish()
-            used_all = self._reducer.used_all() and self._assignment.is_whole
-            thawed: tuple[Sums, Contribution] | None = None
-            if contribution.thaws or (sums is not None and sums.thaws):
-                thawed = self._assignment.thaw(self.attached(), contribution)
-            self._assignment.finish_learning()
-        except BaseException:
-            self._is_broken = True
-            raise
-        finally:
-            self._reset()
-        if self._syncs_buffers:
-            self.broadcast_buffers()
-        try:
-            # Refusals last: every rank has made the same calls by now, and can go on.
-            self._judge_round(sums, contribution)
-            if thawed is not None:
-                self._judge(*thawed)
-        except BaseException:
-            self._put_back_earlier(window)
-            raise
-        if sums is None or sums.plain + sums.weighted:
-            self._note_round(used_all)
-        else:
-            self.rounds += bool(window.aside)  # the ranks have compared what earlier rounds left
-        if window.aside or self._hooked or self._captures.are_fresh:
-            self._complete(window, is_round=True)
-
-    def _judge_round(self, sums: Sums | None, mine: Contribution) -> None:
-        if sums is None:
-            self._unread = round_checks.Unread(self._reducer.layout.sums_on_device, mine)
-        else:
-            self._judge(sums, mine)
-
-    def _accept_changes(self) -> None:
-        for bucket in self._reducer.layout.buckets:
-            bucket.delivered_version = version_of(bucket.flat)
-            for slot in bucket.kept:
-                slot.accept_changes()
-        for slot in self._accumulated:
-            slot.accept_changes()
-
-    def _judge(self, sums: Sums, mine: Contribution) -> None:
-        group = self.attached()
-        self._is_broken = round_checks.is_out_of_step(sums, mine, group)
-        round_checks.judge(sums, mine, group, together=self._reducer.reads_are_free)
-        self._units.learn(sums)
-
-    def _note_round(self, used_all: bool) -> None:
-        self.rounds += 1
-        if used_all:
-            self.full_round = self.rounds
-        else:
-            for slot in [slot for slot in self._slots if slot.param.grad is not None]:
-                slot.passed = self.rounds
-
-    def _settle(self) -> None:
-        """Look at sums that were left on the accelerator so that the host need not wait."""
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            self._judge(unread.read(), unread.contribution)
-
-    def _reset(self) -> None:
-        # Peers wait for the buckets that did not follow, or have taken them for others.
-        self._is_broken = self._is_broken or self._reducer.has_launched
-        self._reducer.abandon()
-        self._window = WindowWeights()
-        self._taken_weight = 0.0
-        self._tasks.clear()
-        self._is_open = False
-        self._is_running = False
-        self._has_failed = False
-        self._arrive = None
-
-
-def _units(group: Group, order: ShardOrder | None, *, averages: bool) -> Units:
-    if not averages:
-        return Units(1, fixed=True)
-    # In a fixed order of shards nothing may follow the ranks.
-    return Units(group.size) if order is None else Units(order.num_shards, learns=False)
-
-
-def _put_grads(grads: dict[Slot, torch.Tensor | None]) -> None:
-    for slot, grad in grads.items():
-        slot.param.grad = grad
+            group.close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that come into a synchronised model later: nobody reduces their gradients.
+"""Parameters that a program adds to a synchronised model later: their gradients stay unreduced.
 
-Torch tells of every parameter and module that is registered anywhere; a look at the model's tree
-after each backward would cost more than the backward's hooks. The models are asked only after
+Torch calls a hook for every parameter and module that is registered anywhere; a look at the model's
+tree after each backward would cost more than the backward's hooks. The models are asked only after
 something was registered in them.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LateParameters:
-    """Parameters of some modules beside those that are known.
+    """The parameters of some modules that were not there when synchronisation began.
 
     Args:
         modules: the roots.
@@ -46,21 +46,21 @@ class LateParameters:
         _listeners.add(self)
 
     def heard(self, module: torch.nn.Module) -> None:
-        """Something was registered in `module`."""
+        """A parameter or module was registered in `module`."""
         if id(module) in self._members:
             self._has_changed = True
 
     def are_there(self) -> bool:
-        """Whether there are some that could get a gradient."""
+        """Whether a late parameter could get a gradient."""
         self._look()
         return any(param.requires_grad and not is_local(param) for _, param in self._found)
 
     def include(self, param: torch.Tensor) -> bool:
-        """Whether `param` is one, or was left out on purpose; a look at every module."""
+        """Whether `param` is in the modules now; looks at every module."""
         return any(one is param for one in self._parameters())
 
     def with_gradient(self) -> list[str]:
-        """The names of those that have got a gradient."""
+        """The names of late parameters that have got a gradient."""
         self._look()
         return [
             name for name, param in self._found if param.grad is not None and not is_local(param)
@@ -78,7 +78,7 @@ class LateParameters:
             ]
 
     def release(self) -> None:
-        """Listen no longer."""
+        """Look for late parameters no longer."""
         _listeners.discard(self)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -89,10 +89,13 @@ class LateParameters:
 
 
 class _Listeners:
-    """All of this process; torch's hooks are there while there are some. Ranks may be threads."""
+    """All `LateParameters` of this process; torch's hooks exist while one does.
+
+    Ranks may be threads.
+    """
 
     def __init__(self) -> None:
-        # Reentrant: what the garbage collector frees inside may be a synchronisation.
+        # Reentrant: the garbage collector may free a `LateParameters` inside.
         self._lock = threading.RLock()
         self._all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []

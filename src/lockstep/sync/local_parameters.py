@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marking what differs between ranks by design."""
+"""The mark on parameters, buffers and modules that differ between ranks by design."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def local(parameter_or_module: Owned) -> Owned:
 
 
 def is_local(parameter_or_module: torch.Tensor | torch.nn.Module) -> bool:
-    """Was it marked by `local`?"""
+    """Whether the program has marked the tensor or module with `local`."""
     return getattr(parameter_or_module, _MARK, False)

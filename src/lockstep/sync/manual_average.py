@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.group import resolve_group
-from lockstep.sync import guard
+from lockstep.sync import optimizer_guard
+from lockstep.sync.batch_weights import checked_weight
 from lockstep.sync.buckets import Slot
-from lockstep.sync.reducer import PLAIN, Contribution, Reducer
+from lockstep.sync.contribution import PLAIN, Contribution
+from lockstep.sync.reducer import Reducer
 from lockstep.sync.replica_checks import compare_structures
 from lockstep.sync.round_checks import judge
 from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
-from lockstep.sync.window_weights import checked_weight
 
 _CAP_BYTES = 25 * 2**20
 
@@ -46,7 +47,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     place = f"rank {ranks.rank} of {ranks.size}"
     share = 1.0 if weight is None else checked_weight(weight, place)
     found = find_synced_tensors(as_modules(model))
-    guard.refuse_attached(found.parameters, "leave average_gradients out")
+    optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
     compare_structures(ranks, found, [])
     slots = [
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round whose sum is added in the order of the shards: the same bits at any worker count.
 
-Every shard's gradient but the last is taken out of ``parameter.grad`` as soon as its backward
-has ended (`take_shard`), because adding the next one to it would add in the order in which this
-worker happens to carry them. The last one's is added to them bucket by bucket, as the buckets
-leave. Gradients of several batches of one accumulation window add up shard by shard first.
+Every shard's gradient but the last is taken out of ``parameter.grad`` as soon as its backward has
+ended (`take_shard`): autograd would add the next shard's gradient to it, in the order in which this
+worker happens to carry the shards. The last shard's gradient is added to the others bucket by
+bucket, as the buckets leave. Gradients of several batches of one accumulation window add up shard
+by shard first.
 
-What two workers hold of a sum, half of the shards each, is added by one all-reduce, which
-overlaps backward as it does without an order. More workers' parts are added when it is over.
+Two workers hold half of the shards each: one all-reduce adds their parts, and overlaps backward as
+it does without an order. The parts of more workers are added when backward is over.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Bucket, Slot
-    from lockstep.sync.reducer import Contribution
+    from lockstep.sync.contribution import Contribution
 
 
 class OrderedReducer(Reducer):
@@ -36,12 +37,13 @@ class OrderedReducer(Reducer):
         slots: Sequence[Slot],
         group: Group,
         cap_bytes: int,
-        order: ShardOrder,
         signature: int = 0,
         *,
+        order: ShardOrder,
         divides: bool = True,
     ) -> None:
-        super().__init__(slots, group, cap_bytes, self._sum_in_order, signature, divides=divides)
+        super().__init__(slots, group, cap_bytes, signature, divides=divides)
+        # An order of shards knows of no number of ranks.
         self._share = 1.0 / order.num_shards if divides else 1.0
         self._order = order
         self._adds_once = {
@@ -60,10 +62,10 @@ class OrderedReducer(Reducer):
         self._last: Node | None = None
 
     def take_shard(self, shard: int, weight: float) -> None:
-        """Move what one shard's backward left in ``parameter.grad`` to where it is added up.
+        """Move one shard's gradient from ``parameter.grad`` to the sums of the shards.
 
         Args:
-            weight: what its loss counted for, in units.
+            weight: of the shard's loss, in units.
         """
         node = (shard, shard + 1)
         with torch.no_grad():
@@ -76,9 +78,9 @@ class OrderedReducer(Reducer):
             slot.param.grad = None
 
     def end_with(self, shard: int, weight: float) -> None:
-        """The round that has begun reduces what is in ``parameter.grad``, or comes there, too.
+        """The round that has begun reduces the gradient of `shard` too, as it comes.
 
-        It is not taken beforehand: its buckets may leave while its backward still runs.
+        That gradient is not taken beforehand: its buckets may leave while its backward still runs.
 
         Args:
             weight: as of `take_shard`.
@@ -93,7 +95,7 @@ class OrderedReducer(Reducer):
         self._weights[node] = self._weights[node] + added if node in self._weights else added
 
     def _packs_shard(self, bucket: Bucket, node: Node) -> bool:
-        """Pack; what the shard brought earlier in the window is added."""
+        """Pack, and add the gradients that the shard brought earlier in the window."""
         if not self._packs_densely(bucket, self._share):
             return False
         earlier = self._leaves[bucket].get(node)
@@ -120,7 +122,7 @@ class OrderedReducer(Reducer):
                 if used:
                     slot.param.grad = slot.view
 
-    def _sum_in_order(self, group: Group, bucket: Bucket) -> Pending:
+    def _sum(self, group: Group, bucket: Bucket) -> Pending:
         is_last = bucket is self.layout.buckets[-1]
         weight = self.layout.sums_on_device[:1]
         nodes = self._order.subtrees(self._order.rank)

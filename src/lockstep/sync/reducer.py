@@ -3,98 +3,30 @@
 
 Invariants:
 
-- Every rank starts the same collectives in the same order, whatever it used: bucket 0, 1, ...
-  Nothing decides *whether* a bucket is sent, only *when*, and the last one leaves only when
-  backward has ended.
-- After a round every rank holds the same gradients, bit for bit: it divides the same sum by
-  the same number.
-- What one rank has to refuse is reported in the tail and refused by all, so that nobody waits
-  for a rank that raised.
+- Every rank starts the same collectives in the same order, whichever parameters its backward
+  used: bucket 0, 1, ... Nothing decides *whether* a bucket is sent, only *when*, and the last one
+  leaves only when backward has ended.
+- After a round every rank holds the same gradients, bit for bit: each rank divides the same sum
+  by the same number.
+- A rank that has to refuse a round reports it in the tail, and all ranks refuse together, so
+  that none waits for one that has raised.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from lockstep import reduction_context
-from lockstep.sync.buckets import Bucket, Layout, Slot, Sums
+from lockstep.sync.buckets import Bucket, Layout, Slot
+from lockstep.sync.contribution import Contribution, Fault, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.group import Group, Pending
-
-PLAIN: Final = "plain"
-WEIGHTED: Final = "weighted"
-
-
-@dataclass
-class Contribution:
-    """What this rank brings to a round.
-
-    Attributes:
-        kind: PLAIN, WEIGHTED, or None for a rank that brings nothing.
-        weight: what its gradients count for, in units.
-        scale: what its gradients are multiplied by in the bucket (1 if the root was weighted).
-        faults: what it has to refuse, JSON-able.
-        earlier: which gradients earlier rounds left, and what was done to them; alike on all
-            ranks, or refused.
-        is_edited: something was done to them.
-        is_delivered: the weight of its plain backwards was said beforehand.
-        discards: its gradients are of borrowed rows: they count as if there were none.
-        thaws: this rank unfroze a parameter that is not in any bucket yet.
-        check: which model and round this is meant for.
-    """
-
-    kind: str | None = None
-    weight: float = 0.0
-    scale: float = 1.0
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    earlier: int = 0
-    is_edited: bool = False
-    is_delivered: bool = False
-    discards: bool = False
-    thaws: bool = False
-    check: int = 0
-
-    @property
-    def check_squared(self) -> int:
-        """Of the round's part of `check`; as small, so that sums of it are as exact."""
-        return ((self.check + 128) % 256 - 128) ** 2
-
-    @property
-    def is_silent(self) -> bool:
-        return self.weight == 0.0
-
-    def sums(self, share: float) -> Sums:
-        """What the tail says of it, if its gradients are multiplied by `share` besides."""
-        return Sums(
-            weight=self.weight * share,
-            plain=float(self.kind == PLAIN),
-            weighted=float(self.kind == WEIGHTED),
-            faults=float(bool(self.faults)),
-            thaws=float(self.thaws),
-            check=float(self.check),
-            check_squared=float(self.check_squared),
-            earlier=float(self.earlier),
-            delivered=float(self.is_delivered),
-        )
-
-
-def sum_over_ranks(group: Group, bucket: Bucket) -> Pending:
-    """The plain way to combine a full bucket.
-
-    Gradient:
-        ``bucket.flat`` becomes its sum over ranks, once the result has been waited for.
-
-    Collective:
-        Every rank, same order. Does not block. One all-reduce.
-    """
-    return group.all_reduce(bucket.flat)
 
 
 class Reducer:
@@ -104,9 +36,8 @@ class Reducer:
         slots: the parameters that take part; the same on every rank.
         group: the ranks.
         cap_bytes: how large a bucket may grow.
-        combine: from "bucket full" to "bucket summed"; replaceable, for other orders of
-            summation.
         signature: tells the rounds of one model from those of another; below 64.
+        combine: sums a full bucket over the ranks, in the place of an all-reduce, and waits.
         divides: by the weights of all ranks; False leaves the sum.
     """
 
@@ -115,15 +46,15 @@ class Reducer:
         slots: Sequence[Slot],
         group: Group,
         cap_bytes: int,
-        combine: Callable[[Group, Bucket], Pending] = sum_over_ranks,
         signature: int = 0,
         *,
+        combine: Callable[[Group, Bucket], Pending] | None = None,
         divides: bool = True,
     ) -> None:
         self._divides = divides
         # Most of the division happens while gradients are packed: with equal weights, whose
-        # sum in units is then 1, all of it. An order of shards knows of no number of ranks.
-        self._share = 1.0 / group.size if divides and combine is sum_over_ranks else 1.0
+        # sum in units is then 1, all of it.
+        self._share = 1.0 / group.size if divides and combine is None else 1.0
         self.layout = Layout(slots, cap_bytes)
         self._group: Group | None = group
         self._combine = combine
@@ -140,7 +71,8 @@ class Reducer:
 
     @property
     def can_overlap(self) -> bool:
-        return len(self.layout.buckets) > 1
+        """Buckets may leave while backward still runs."""
+        return self._combine is None and len(self.layout.buckets) > 1
 
     def start(self, contribution: Contribution, step: int = 0) -> None:
         """Begin a round of optimizer step `step`. Nothing is communicated yet."""
@@ -157,7 +89,7 @@ class Reducer:
                 bucket.expect()
 
     def arrive(self, slot: Slot) -> None:
-        """A gradient is there; send what is complete and in turn.
+        """A gradient is there: send the buckets that are complete, in order.
 
         Gradient:
             Packed, scaled and on its way when its bucket is complete.
@@ -170,7 +102,7 @@ class Reducer:
             return
         with self._arriving:
             if bucket.is_launched:
-                self.contribution.faults.append({"kind": "late", "names": [slot.name]})
+                self.contribution.faults.append(Fault.of("late", [slot.name]))
                 return
             bucket.missing.discard(slot.number)
             assert self._group is not None
@@ -193,7 +125,17 @@ class Reducer:
                 self.layout.write_tail(self.contribution.sums(self._share))
             bucket.is_launched = True
             self._next += 1
-            bucket.pending = self._combine(self._group, bucket)
+            bucket.pending = self._sum(self._group, bucket)
+
+    def _sum(self, group: Group, bucket: Bucket) -> Pending:
+        """From "bucket full" to "bucket summed", once the result has been waited for.
+
+        Collective:
+            Every rank, same order. Does not block. One all-reduce; or what `combine` does.
+        """
+        if self._combine is not None:
+            return self._combine(group, bucket)
+        return group.all_reduce(bucket.flat)
 
     def _pack(self, bucket: Bucket) -> None:
         scale = self.contribution.scale * self._share
@@ -269,7 +211,7 @@ class Reducer:
         if self.reads_are_free:
             return True
         own = self.contribution
-        said = bool(own.faults) or own.is_edited or own.thaws
+        said = bool(own.faults) or own.is_edited or own.has_unfrozen
         return own.is_silent or said or not self.used_all()
 
     def used_all(self) -> bool:
@@ -311,7 +253,7 @@ class Reducer:
             slot.bucket = None
 
 
-def _misfits(bucket: Bucket) -> list[dict[str, Any]]:
+def _misfits(bucket: Bucket) -> list[Fault]:
     """Gradients that have no place in the bucket: sparse ones, and those of changed parameters."""
     pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.param.grad) is not None]
     sparse = [slot.name for slot, grad in pairs if grad.layout is not torch.strided]
@@ -324,4 +266,4 @@ def _misfits(bucket: Bucket) -> list[dict[str, Any]]:
         and (grad.shape, grad.dtype, grad.device) != (view.shape, view.dtype, view.device)
     ]
     found = {"sparse": sparse, "moved": moved}
-    return [{"kind": kind, "names": names} for kind, names in found.items() if names]
+    return [Fault.of(kind, names) for kind, names in found.items() if names]

@@ -1,50 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sums of a round say: whether the gradients may be used.
+"""Verdict on a round, from the sums of the ranks' contributions: may its gradients be used?
 
-What one rank has to refuse is raised on every rank, with the same words. A rank that raised
-alone would leave its peers waiting. So it sends zeros and a count in the tail, and when all
-have seen the count, they exchange what it stands for.
+Where one rank has to refuse, every rank raises, with the same words. A rank that raised alone
+would leave its peers waiting. So the rank contributes zeros and a count, and when all ranks have
+seen the count, they exchange the faults that it counts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import (
     GradientNotReducedError,
     LockstepError,
+    MixedWeightsError,
     NotAvailableError,
     SparseGradientError,
     UnknownParameterError,
     WeightError,
     WrongUseError,
 )
-from lockstep.sync.buckets import Sums
-from lockstep.sync.window_weights import mixed_weights
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.sync.reducer import Contribution
-
-Faults = list[dict[str, Any]]
-
-
-class Unread:
-    """Sums on their way to the host. Reading them later costs no wait in the normal case."""
-
-    def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
-        self.contribution = contribution
-        self._host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
-        self._host.copy_(sums, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record(torch.cuda.current_stream(sums.device))
-
-    def read(self) -> Sums:
-        """Wait until they have arrived."""
-        self._arrived.synchronize()
-        return Sums(*self._host.tolist())
+    from lockstep.sync.contribution import Contribution, Fault, Sums
 
 
 def is_out_of_step(sums: Sums, mine: Contribution, group: Group) -> bool:
@@ -58,7 +37,7 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
 
     Args:
         sums: of the round.
-        mine: what this rank brought.
+        mine: this rank's contribution to them.
         group: the ranks.
         together: all ranks read the sums of this round now, so that they can exchange.
 
@@ -68,7 +47,7 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
     Raises:
         GradientNotReducedError: the ranks are out of step.
         MixedWeightsError: some ranks brought weighted gradients, others plain ones.
-        SparseGradientError: and others, see `raise_together`.
+        SparseGradientError: and others, by the kind of fault.
         WeightError: the weights add up to zero.
     """
     place = f"rank {group.rank} of {group.size}"
@@ -83,18 +62,18 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
             fix="run the same backwards on every rank in every step; hand all models of a"
             " backward to one replicate([...]); a rank with nothing to run calls reduce_pending()",
         )
-    if sums.faults and together:
-        raise_together(group, mine.faults)
     if sums.faults:
-        raise_alone(place, mine.faults)
+        if together:
+            _refuse_together(group, mine.faults)
+        _refuse_alone(place, mine.faults)
     if 0 < sums.delivered < sums.plain:
         got = f"{sums.delivered:.0f} ranks know the weight of their batch, others do not"
-        raise mixed_weights(place, got, "some ranks ran another backward than the others")
+        raise refused("another", got, where=place)
     if sums.earlier != mine.earlier * group.size:
-        raise _as_error({"kind": "by_hand", "names": []}, place)
+        raise refused("by_hand", where=place)
     if sums.plain and sums.weighted:
         got = f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
-        raise mixed_weights(place, got)
+        raise refused("mixed", got, where=place)
     if sums.plain + sums.weighted and not sums.weight > 0.0:
         raise WeightError(
             "the weights of all ranks add up to zero",
@@ -104,28 +83,29 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         )
 
 
-def raise_together(group: Group, mine: Faults) -> None:
+def _refuse_together(group: Group, mine: list[Fault]) -> None:
     """Exchange the faults and raise the first one, by rank.
 
     Collective:
         Every rank of the round, because every rank has read the same count. Two all-gathers.
 
     Raises:
-        SparseGradientError, MixedWeightsError, GradientNotReducedError: what it was.
+        SparseGradientError, MixedWeightsError, GradientNotReducedError: by the kind of fault.
     """
-    everyone: list[Faults] = group.exchange(mine)
+    everyone = group.exchange(mine)
     ranks = [rank for rank, faults in enumerate(everyone) if faults]
-    raise _as_error(everyone[ranks[0]][0], f"rank {', '.join(map(str, ranks))} of {group.size}")
+    where = f"rank {', '.join(map(str, ranks))} of {group.size}"
+    raise refused(*everyone[ranks[0]][0], where=where)
 
 
-def raise_alone(place: str, mine: Faults) -> None:
+def _refuse_alone(place: str, mine: list[Fault]) -> None:
     """Raise without an exchange, where the ranks do not read the count at the same time.
 
     Raises:
         SparseGradientError, MixedWeightsError, GradientNotReducedError: this rank's, if any.
     """
     if mine:
-        raise _as_error(mine[0], place)
+        raise refused(*mine[0], where=place)
     raise GradientNotReducedError(
         "another rank refused the last reduction",
         where=place,
@@ -133,7 +113,7 @@ def raise_alone(place: str, mine: Faults) -> None:
     )
 
 
-_REFUSED_GRADIENTS: Final = {
+_GRADIENT_FAULTS: Final = {
     "graph": (
         "backward(create_graph=True) through synchronised parameters",
         "a penalty on parameter.grad would differentiate this rank's gradient and not the global"
@@ -173,66 +153,62 @@ _REFUSED_GRADIENTS: Final = {
         " other does not know what the loss counts for",
         "hand all models of a backward to one replicate([...])",
     ),
+    "unknown": (
+        "the model holds parameters that nobody synchronises",
+        "they were added or replaced after replicate() or register(), and have got a"
+        " gradient of this rank alone",
+        "build the model first; or detach(), and replicate() again on every rank; or mark"
+        " what is each rank's own: lockstep.local(parameter)",
+    ),
+    "sparse": (
+        "a sparse gradient cannot travel in a flat bucket",
+        "nn.Embedding(sparse=True) or a sparse tensor in the graph",
+        "use sparse=False, or mark the parameter: lockstep.local(parameter)",
+    ),
     "moved": (
         "parameters are of another shape, dtype or device than when they were synchronised",
         "model.to(...), model.double() or parameter.data = ... after replicate() or register()",
         "convert the model first; or detach(), and replicate() again on every rank",
     ),
-}
-"""By kind: what was found, the likely cause, and what to type."""
-
-
-def refused(kind: str, names: list[str], where: str) -> LockstepError:
-    """The error for a fault of `kind` in the parameters called `names`."""
-    return _as_error({"kind": kind, "names": names}, where)
-
-
-def _as_error(fault: dict[str, Any], where: str) -> LockstepError:
-    names = ", ".join(f"`{name}`" for name in fault["names"])
-    if fault["kind"] == "unknown":
-        return UnknownParameterError(
-            "the model holds parameters that nobody synchronises",
-            where=where,
-            got=names,
-            cause="they were added or replaced after replicate() or register(), and have got a"
-            " gradient of this rank alone",
-            fix="build the model first; or detach(), and replicate() again on every rank; or mark"
-            " what is each rank's own: lockstep.local(parameter)",
-        )
-    if fault["kind"] == "sparse":
-        return SparseGradientError(
-            "a sparse gradient cannot travel in a flat bucket",
-            where=where,
-            got=names,
-            cause="nn.Embedding(sparse=True) or a sparse tensor in the graph",
-            fix="use sparse=False, or mark the parameter: lockstep.local(parameter)",
-        )
-    if fault["kind"] in _REFUSED_GRADIENTS:
-        what, cause, fix = _REFUSED_GRADIENTS[fault["kind"]]
-        got = names or None
-        return GradientNotReducedError(what, where=where, got=got, cause=cause, fix=fix)
-    if fault["kind"] == "changed":
-        return mixed_weights(
-            where,
-            f"the delivered weight changed from {fault['names'][0]}",
-            cause="loss.backward() adds up batches of different sizes (is one the last of an"
-            " epoch?) as if each counted the same",
-        )
-    if fault["kind"] == "emptied":
-        return mixed_weights(
-            where,
-            f"whether the batch counts changed from {fault['names'][0]}",
-            cause="one batch of the window holds no samples, and what loss.backward() added for it"
-            " cannot be told from the others",
-        )
-    return GradientNotReducedError(
+    "late": (
         "a gradient arrived after its bucket had left",
-        where=where,
-        got=names,
-        cause="reentrant checkpointing runs backward through this parameter more than once, "
+        "reentrant checkpointing runs backward through this parameter more than once, "
         "and did not in the first step",
-        fix="use torch.utils.checkpoint(..., use_reentrant=False)",
-    )
+        "use torch.utils.checkpoint(..., use_reentrant=False)",
+    ),
+}
+"""By kind of fault: the finding, its likely cause, and what to type."""
+
+_OTHER_ERRORS: Final[dict[str, type[LockstepError]]] = {
+    "unknown": UnknownParameterError,
+    "sparse": SparseGradientError,
+}
+
+_MIXED_WEIGHTS: Final = {
+    "mixed": "loss.backward() and gradients.backward(loss, weight=...) were both used",
+    "another": "some ranks ran another backward than the others",
+    "changed": "loss.backward() adds up batches of different sizes (is one the last of an"
+    " epoch?) as if each counted the same",
+    "emptied": "one batch of the window holds no samples, and what loss.backward() added for it"
+    " cannot be told from the others",
+}
+"""By kind of fault: the likely cause."""
+
+
+def refused(kind: str, got: str = "", *, where: str) -> LockstepError:
+    """The error for a `Fault` of `kind`."""
+    if kind in _MIXED_WEIGHTS:
+        return MixedWeightsError(
+            "weighted and plain backwards in one accumulation window",
+            where=where,
+            got=got,
+            cause=_MIXED_WEIGHTS[kind],
+            fix="use gradients.backward(loss, weight=...) for every backward of the window;"
+            " in an operator self.backward(loss)",
+        )
+    what, cause, fix = _GRADIENT_FAULTS[kind]
+    error = _OTHER_ERRORS.get(kind, GradientNotReducedError)
+    return error(what, where=where, got=got or None, cause=cause, fix=fix)
 
 
 def detached(where: str) -> NotAvailableError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process and plain autograd: what every way to synchronise is held to.
+"""One process and plain autograd: the reference for `GradientSync`.
 
-Independent of the others on purpose. No hooks, no buckets, no communication: a backward is
+It shares no code with that class on purpose. No hooks, no buckets, no communication: a backward is
 torch's, and a window of weighted backwards is their weighted mean, as one writes it by hand.
 """
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class SingleProcess:
-    """A `Synchroniser` without peers.
+    """Has the methods of `GradientSync`, without peers.
 
     Args:
-        modules: what is trained.
+        modules: the trained modules.
         averages: False if the losses are sums over their batches.
 
     Attributes:
@@ -57,7 +57,7 @@ class SingleProcess:
         """Torch's backward; in a window of `no_sync`, its part of the weighted mean.
 
         Gradient:
-            sum over the window of weight * d loss / sum of weights, added to what was there.
+            sum over the window of weight * d loss / sum of weights, added to earlier gradients.
 
         Collective:
             None.
@@ -80,7 +80,7 @@ class SingleProcess:
             self.reduce_pending()
 
     def _mark_used(self, loss: torch.Tensor, backward_kwargs: dict[str, Any]) -> None:
-        """What a loss of weight zero has used has a gradient: zero, also where the loss is NaN."""
+        """Parameters that a loss of weight zero has used get zero gradients, NaN or not."""
         before = [parameter.grad for parameter in self._parameters]
         self._put([None] * len(before))
         loss.backward(**backward_kwargs)
@@ -111,7 +111,7 @@ class SingleProcess:
         self.rounds += 1
 
     def forget_window(self) -> None:
-        """Drop the gradients that were accumulated in it."""
+        """Drop the gradients of the open window."""
         self._weight, self._earlier = None, []
         self._put([None] * len(self._parameters))
 
@@ -136,7 +136,7 @@ class SingleProcess:
             parameter.grad = grad
 
     def watch_gradients(self) -> None:
-        """See `Synchroniser`. Not held: a gradient that is cleared gives its memory back."""
+        """See `GradientSync.watch_gradients`; a weak reference lets a cleared gradient go."""
         grads = [p.grad for p in self._parameters if p.grad is not None]
         self._watched = [(weakref.ref(grad), version_of(grad)) for grad in grads]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who else holds a tensor: memory that somebody sees is not written again.
+"""References to a tensor: memory to which others refer is not written again.
 
 Counted are references from Python (a list of gradients), from C++ (a graph that has saved the
-tensor for its backward) and to the memory (a view, ``.detach()``, a numpy array). The numbers for
-a tensor that nobody else holds are measured, not known: they are details of CPython and torch.
+tensor for its backward) and to the memory (a view, ``.detach()``, a numpy array). The counts of a
+tensor with a single holder are measured, not known: they are details of CPython and torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def from_cpp(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def are_fresh(grads: Sequence[torch.Tensor | None]) -> bool:
-    """Every one is there, was made by autograd, and only its parameter (and `grads`) holds it."""
+    """Every gradient is there, autograd made it, and only its parameter (and `grads`) holds it."""
     python, cpp = _fresh()
     try:
         return not (
@@ -44,7 +44,7 @@ def are_fresh(grads: Sequence[torch.Tensor | None]) -> bool:
 
 
 def is_fresh(grads: Sequence[torch.Tensor | None]) -> list[bool]:
-    """`are_fresh`, for each."""
+    """`are_fresh`, for each gradient by itself."""
     python, cpp = _fresh()
     counts = list(map(sys.getrefcount, grads))
     return [

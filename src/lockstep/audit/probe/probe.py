@@ -343,7 +343,7 @@ class Probe:
         """Does one of lockstep's own ways to synchronise weigh the gradients of this process?"""
         if self.run is not None:
             return self.run.synchronised
-        guard = sys.modules.get("lockstep.sync.guard")
+        guard = sys.modules.get("lockstep.sync.optimizer_guard")
         return guard is not None and len(guard._registry._owners) > 0
 
     def forget_gathered(self) -> None:

@@ -7,13 +7,12 @@ summed in another way: every rank sends its own to the server, and gets the sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.group import Pending
-from lockstep.sync.bucket_assignment import ReducerFactory
+from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.parameter_server.messages import Message, ServerAddress, connect_to_server
 from lockstep.sync.parameter_server.parameter_store import InProcessServer
@@ -22,15 +21,14 @@ from lockstep.sync.parameter_server.remote_optimizer import (
     optimizers_to_serve,
     pickled_optimizers,
 )
-from lockstep.sync.reducer import Reducer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from lockstep.group import Group
-    from lockstep.sync.buckets import Bucket, Slot
+    from lockstep.sync.buckets import Bucket
     from lockstep.sync.parameter_server.messages import Channel
 
 
@@ -74,8 +72,8 @@ class ParameterServerSync(GradientSync):
             connect_to_server(address, group.rank) if address else InProcessServer()
         )
         try:
-            through_server = partial(_ThroughServer, combine=self._sum_at_server)
-            super().__init__(modules, group, making=through_server, **options)
+            transport = partial(BucketTransport, combine=self._sum_at_server)
+            super().__init__(modules, group, make_transport=transport, **options)
         except BaseException:
             self._channel.close()
             raise
@@ -96,7 +94,7 @@ class ParameterServerSync(GradientSync):
         Collective:
             Every rank. Blocks: no rank goes on before the server has rank 0's optimizers.
         """
-        parameters = {slot.number: slot.param for slot in self._slots}
+        parameters = {slot.number: slot.param for slot in self._rounds.slots}
         body: bytes | int | None = None
         if leads:
             body = pickled_optimizers(optimizers, parameters) if goes_on_at is None else goes_on_at
@@ -112,7 +110,7 @@ class ParameterServerSync(GradientSync):
             )
 
     def may_go_back_to(self, step: int | None) -> None:
-        """See `Synchroniser`: the server logs, for undoing, what its next steps change.
+        """See `GradientSync`: the server logs, for undoing, what its next steps change.
 
         Gradient:
             None.
@@ -124,7 +122,7 @@ class ParameterServerSync(GradientSync):
             each.may_go_back_to = step
 
     def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See `Synchroniser`."""
+        """See `GradientSync`."""
         return any(each.optimizer is optimizer for each in self._served)
 
     def _sum_at_server(self, group: Group, bucket: Bucket) -> Pending:
@@ -156,32 +154,3 @@ class ParameterServerSync(GradientSync):
                 each.release(keep_state=False)
         self._channel.close()
         super().detach()
-
-
-class _AfterBackward(Reducer):
-    """Nothing travels before backward has ended.
-
-    A worker that waited for the server inside a backward could keep a peer waiting that needs it
-    in a collective of the model's own (SyncBatchNorm), and the server waiting for that peer.
-    """
-
-    @property
-    def can_overlap(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class _ThroughServer(ReducerFactory):
-    """Reducers whose buckets are summed by `combine`, after backward."""
-
-    combine: Callable[[Group, Bucket], Pending]
-
-    def reducer(self, group: Group, slots: Sequence[Slot]) -> Reducer:
-        return _AfterBackward(
-            slots,
-            group,
-            self.cap_bytes,
-            combine=self.combine,
-            signature=self.signature,
-            divides=self.divides,
-        )

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run of backward a hook is in, and how to be called when the outermost one ends.
+"""The graph task that a hook runs in, and calls at the end of the outermost one.
 
-Autograd calls one run of the engine a graph task. Reentrant checkpointing starts a second one
-from inside a node of the first; callbacks belong to the task in which they are queued, and
-there is no way to queue one for the enclosing task while the inner one runs. But an inner task
-is destroyed before the engine returns to the node of the outer one, and its callbacks with it.
-So a callback that is queued in an inner task does nothing when called and, when destroyed,
-queues itself anew, which is then in the enclosing task.
+A graph task is one run of autograd's engine. Reentrant checkpointing starts a second one from
+inside a node of the first; callbacks belong to the task in which they are queued, and there is no
+way to queue one for the enclosing task while the inner one runs. But an inner task is destroyed
+before the engine returns to the node of the outer one, and its callbacks with it. So a callback
+that is queued in an inner task does nothing when called and, when destroyed, queues itself anew,
+which is then in the enclosing task.
 
-If a later torch should destroy tasks at another moment, no reduction would run, and the
-optimizer guard refuses the step: a clear failure.
+If a later torch should destroy tasks at another moment, no reduction would run, and the optimizer
+guard refuses the step: a clear failure.
 """
 
 from __future__ import annotations

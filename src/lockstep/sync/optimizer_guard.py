@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Before an optimizer steps: has every gradient that it will use passed a reduction?
 
-One hook on all optimizers (torch's global step pre-hook), installed with the first
-`GradientSync` and removed with the last. It sees what no wrapper can: a gradient assigned by
-hand after ``autograd.grad``, a window of ``no_sync`` backwards that nobody closed, a parameter
-that nobody synchronises. What happens to a gradient *after* its reduction is the user's right,
-where all ranks do the same; after ``torch.autograd.grad`` that is compared (see `captures`).
+One hook on all optimizers (torch's global step pre-hook), installed with the first `GradientSync`
+and removed with the last. The hook sees cases that no wrapper can: a gradient assigned by hand
+after ``autograd.grad``, an open window of ``no_sync`` backwards, a parameter outside of every
+`GradientSync`. A program may change gradients *after* their reduction, if all ranks do the same;
+after ``torch.autograd.grad`` the ranks compare that (see `autograd_grad_watch`).
 
-Fast path: one comparison per GradientSync. Only when the last round did not reduce everything
-are parameters looked at one by one.
+Fast path: one comparison per GradientSync. Only when the last round did not reduce everything are
+parameters looked at one by one.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,60 +27,25 @@ from lockstep.sync.round_checks import judge_losses
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.group import Group
     from lockstep.sync.buckets import Slot
-
-_STALE: Final = (
-    "assigned by hand (after autograd.grad?), or no backward since the last step",
-    "use loss.backward(); lockstep.average_gradients serves models that nothing synchronises, and"
-    " what a trainer's operator has registered is synchronised",
-)
-"""Why a gradient was not reduced, and what to type; a way of its own may say `stale_advice`."""
-
+    from lockstep.sync.reduction_rounds import ReductionRounds
 
 _EXACT: Final = 2**52
 """Below it float64 holds every whole number."""
 
 
-class Guarded(Protocol):
-    """What the guard has to know of a way to synchronise."""
-
-    rounds: int
-    full_round: int
-    has_accumulated: bool
-
-    @property
-    def place(self) -> str: ...
-    @property
-    def slots(self) -> Sequence[Slot]: ...
-    @property
-    def needs_guard(self) -> bool: ...
-    @property
-    def has_open_window(self) -> bool: ...
-    @property
-    def holds_nothing(self) -> bool: ...
-    def holds(self, param: torch.Tensor) -> bool: ...
-    def note_step(self) -> None: ...
-    def suspects_changes(self, slots: Sequence[Slot]) -> bool: ...
-    def reduce_pending(self) -> None: ...
-    def forget_window(self) -> None: ...
-    def attached(self) -> Group: ...
-
-
 class _Watch:
-    """What the guard remembers of one optimizer."""
+    """The guard's memory of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, version: int) -> None:
         self.version = version
         self.held = _held_by(optimizer)
-        self.slots: dict[Guarded, list[Slot]] = {}
+        self.slots: dict[ReductionRounds, list[Slot]] = {}
         self.unknown: list[tuple[str, torch.Tensor]] = []
-        self.rounds: weakref.WeakKeyDictionary[Guarded, int] = weakref.WeakKeyDictionary()
+        self.rounds: weakref.WeakKeyDictionary[ReductionRounds, int] = weakref.WeakKeyDictionary()
         self.steps = 0
         for group_number, group in enumerate(optimizer.param_groups):
             for number, param in enumerate(group["params"]):
@@ -90,17 +55,17 @@ class _Watch:
                 elif not is_local(param):
                     self.unknown.append((f"param_groups[{group_number}][{number}]", param))
         if not self.slots and self.unknown:
-            # Of models that are each rank's own, or of a synchronised one that got new ones?
+            # Of models that are each rank's own, or new parameters of a synchronised model?
             self.unknown = [one for one in self.unknown if _registry.knows_module_of(one[1])]
 
 
 class _Registry:
-    """Who synchronises which parameter, in this process. Ranks may be threads."""
+    """The synchronised parameters of this process, with their owners. Ranks may be threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
-        self._owners: weakref.WeakSet[Guarded] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[ReductionRounds] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
         self.version = 0
         self.watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
@@ -109,9 +74,9 @@ class _Registry:
         slot = self._slots.get(id(param))
         return slot if slot is not None and slot.param is param else None
 
-    def add(self, owner: Guarded, slots: list[Slot]) -> None:
+    def add(self, owner: ReductionRounds) -> None:
         with self._lock:
-            for slot in slots:
+            for slot in owner.slots:
                 self._slots[id(slot.param)] = slot
             self._owners.add(owner)
             self.version += 1
@@ -119,9 +84,9 @@ class _Registry:
                 # Not traced: under torch.compile'd steps every counter would become a guard.
                 self._hook = register_optimizer_step_pre_hook(outside_graphs(_before_step))
 
-    def remove(self, owner: Guarded, slots: list[Slot]) -> None:
+    def remove(self, owner: ReductionRounds) -> None:
         with self._lock:
-            for slot in slots:
+            for slot in owner.slots:
                 if self.find(slot.param) is slot:
                     del self._slots[id(slot.param)]
             self._owners.discard(owner)
@@ -149,14 +114,14 @@ class _Registry:
 _registry = _Registry()
 
 
-def protect(owner: Guarded, slots: list[Slot]) -> None:
-    """Guard the parameters of `slots` from now on."""
-    _registry.add(owner, slots)
+def protect(owner: ReductionRounds) -> None:
+    """Guard the parameters of `owner` from now on."""
+    _registry.add(owner)
 
 
-def release(owner: Guarded, slots: list[Slot]) -> None:
+def release(owner: ReductionRounds) -> None:
     """Guard them no longer."""
-    _registry.remove(owner, slots)
+    _registry.remove(owner)
 
 
 def refuse_attached(parameters: dict[str, torch.nn.Parameter], fix: str) -> None:
@@ -196,12 +161,12 @@ def _before_step(
     watch.steps += 1
 
     def evaluate_and_check() -> Any:
-        before = {owner: (owner.rounds, _held(slots)) for owner, slots in watch.slots.items()}
+        before = {owner: (owner.num_rounds, _held(slots)) for owner, slots in watch.slots.items()}
         loss = closure()
         for owner, slots in watch.slots.items():
             rounds, held = before[owner]
             new = any(a is not b for a, b in zip(_held(slots), held, strict=True))
-            if new and owner.rounds == rounds:
+            if new and owner.num_rounds == rounds:
                 # New gradients without a reduction: earlier rounds do not vouch for them.
                 watch.rounds[owner] = rounds
         _check(watch)
@@ -240,11 +205,11 @@ def _check(watch: _Watch) -> None:
             )
         if not owner.needs_guard:
             continue
-        if owner.full_round <= since:
+        if owner.last_full_round <= since:
             _check_each(owner, watch, slots, since)
         if owner.suspects_changes(slots):
             _compare(owner, watch, slots)
-        watch.rounds[owner] = owner.rounds
+        watch.rounds[owner] = owner.num_rounds
         owner.note_step()
     _refuse_unknown(watch)
 
@@ -261,45 +226,39 @@ def _refuse_unknown(watch: _Watch) -> None:
             )
 
 
-def _check_each(owner: Guarded, watch: _Watch, slots: list[Slot], since: int) -> None:
-    has_new = any(slot.passed > since for slot in slots)
+def _check_each(owner: ReductionRounds, watch: _Watch, slots: list[Slot], since: int) -> None:
+    has_new = any(slot.last_round > since for slot in slots)
     # Reduced gradients may be used twice, but not in the place of those that a rank without
-    # samples was to accumulate. Where one was zeroed or changed, a round compares what was done.
+    # samples was to accumulate. Where the program zeroed or changed one, a round compares that.
     held = [slot for slot in slots if slot.param.grad is not None]
     has_old = bool(held) and not owner.has_accumulated and all(s.is_untouched for s in held)
     if not has_new and not has_old and not _by_hand(slots):
-        # Nothing to reduce here. Peers may have had something: without this they would wait.
+        # Nothing to reduce here. Peers that have gradients to reduce would wait without this.
         owner.reduce_pending()
-        if owner.full_round > since:
+        if owner.last_full_round > since:
             return
     stale = [
         slot.name
         for slot in slots
-        if slot.param.grad is not None and slot.passed <= since and not slot.is_untouched
+        if slot.param.grad is not None and slot.last_round <= since and not slot.is_untouched
     ]
     if stale:
-        cause, fix = getattr(owner, "stale_advice", _STALE)
-        raise _not_reduced(
-            owner,
-            watch,
-            stale,
-            cause=cause,
-            fix=fix,
-        )
+        cause, fix = owner.transport.stale_advice
+        raise _not_reduced(owner, watch, stale, cause=cause, fix=fix)
 
 
 def _by_hand(slots: list[Slot]) -> bool:
     return any(slot.param.grad is not None and not slot.holds_delivered for slot in slots)
 
 
-def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
+def _compare(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
     """Compare the gradients of `slots`, and all weights, between the ranks.
 
     A change that is the same on every rank is the user's right.
 
     Collective:
-        Every rank: one roll call. Each rank finds for itself that it has to come, and not an
-        all-gather: a rank that has nothing to compare goes on to another collective.
+        Every rank: one roll call, and not an all-gather: each rank decides for itself to come, and
+        a rank that has nothing to compare goes on to another collective.
 
     Raises:
         GradientNotReducedError: on every rank, with the names of those that differ.
@@ -325,7 +284,7 @@ def _compare(owner: Guarded, watch: _Watch, slots: list[Slot]) -> None:
 
 
 def _not_reduced(
-    owner: Guarded, watch: _Watch, names: list[str], *, cause: str, fix: str
+    owner: ReductionRounds, watch: _Watch, names: list[str], *, cause: str, fix: str
 ) -> GradientNotReducedError:
     shown = ", ".join(f"`{name}`" for name in names[:8])
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""

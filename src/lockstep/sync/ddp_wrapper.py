@@ -64,12 +64,12 @@ _OURS: Final = {
 
 
 class Carrier(Protocol):
-    """Who carries a model's buckets to the peers."""
+    """Carries a model's buckets to the peers."""
 
     @property
     def is_paused(self) -> bool: ...
     def refuse_broken(self) -> None: ...
-    def carry(self, model: ReducedModel, bucket: Any) -> torch.futures.Future[torch.Tensor]: ...
+    def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]: ...
 
 
 def checked_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def checked_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @in_order_of_backward
-class ReducedModel(DistributedDataParallel):
-    """torch's DDP around one module; `DDPSync` makes and owns it.
+class DDPWrapper(DistributedDataParallel):
+    """torch's DDP around one module; `DDPTransport` makes and owns it.
 
     Attributes:
         place: its number among the models.
@@ -182,7 +182,7 @@ class ReducedModel(DistributedDataParallel):
             yield bucket.buffer(), bucket.parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        # A copy (an average of the weights, say) is nobody's replica.
+        # A copy (an average of the weights, say) is no replica.
         copied: torch.nn.Module = copy.deepcopy(self.module, memo)
         return copied
 

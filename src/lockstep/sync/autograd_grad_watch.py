@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of parameters that ``torch.autograd.grad`` has computed: this rank's own.
 
-They pass no reduction, and what a program does with them cannot be seen. What can be seen is what
-has changed since: weights, although nothing was reduced and no optimizer stepped (an update by
-hand), or reduced gradients, in another way than by a factor or a limit.
+These gradients pass no reduction, and their use by a program cannot be seen. Its traces can:
+weights that have changed although nothing was reduced and no optimizer stepped (an update by
+hand), or reduced gradients that have changed otherwise than by a factor or a limit.
 
 Clipping is told apart from additions by some elements of each gradient, and not by asking the
 other ranks: a rank that computes gradients for its log alone must not wait for peers.
@@ -34,10 +34,10 @@ class _Moment(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """A parameter before the program went on with what it had asked for.
+    """A parameter when the program had called ``torch.autograd.grad``.
 
     Attributes:
-        version: of the weight, when it was asked for.
+        version: of the weight, at the call.
         sample: of the gradient that the last round left; None if there is none.
     """
 
@@ -45,8 +45,8 @@ class _Before(NamedTuple):
     sample: torch.Tensor | None
 
 
-class CapturedGradients:
-    """What ``torch.autograd.grad`` was called for.
+class AutogradGradWatch:
+    """Notes calls of ``torch.autograd.grad``, and finds the traces that its gradients leave.
 
     Args:
         slots: the parameters.
@@ -58,7 +58,7 @@ class CapturedGradients:
         self._before: dict[Slot, _Before] = {}
 
     def note(self, place: str, rounds: int, steps: int) -> None:
-        """It computes gradients now.
+        """``torch.autograd.grad`` computes gradients now.
 
         Args:
             place: this rank, for the error.
@@ -86,7 +86,7 @@ class CapturedGradients:
 
     @property
     def are_fresh(self) -> bool:
-        """There were some, and not every optimizer has stepped since."""
+        """``torch.autograd.grad`` was called, and not every optimizer has stepped since."""
         return bool(self._before)
 
     def remember_gradients(self) -> None:
@@ -130,8 +130,8 @@ def _judged_together(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each gradient's sample by itself, for programs clip module by module.
 
-    A gradient of which one number is not zero is judged with others: one number is always some
-    factor of what it was.
+    A gradient with one nonzero number is judged together with others: one number alone is always
+    some multiple of its former value.
     """
 
     def stacked(some: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ def _is_scaled(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool
     """Every element was multiplied by one factor, or set to zero."""
     before, now = before.flatten(), now.flatten()
     largest = int((now.abs() > 0).double().mul(before.abs()).argmax())
-    # One number alone (and the norm of it) is always some factor of what it was.
+    # One number alone (and its norm) is always some multiple of its former value.
     if before[largest] == 0 or now.count_nonzero() <= 2:
         return bool((now == before).all())
     scaled = before * (now[largest] / before[largest])
@@ -183,7 +183,7 @@ def _sample_of(slot: Slot) -> torch.Tensor | None:
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
     """Copies of some elements, as real numbers, and the norm of all: shape (_SAMPLED + 1,).
 
-    Elements alone miss what is added where they are zero (behind a ReLU, say).
+    The sampled elements alone would miss an addition to the others; zeros are common behind a ReLU.
     """
     flat = gradient.detach().reshape(-1)
     if flat.is_complex():

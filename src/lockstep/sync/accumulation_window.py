@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One accumulation window: the backwards of one rank since the last round of reduction."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep._torch_compat import version_of
+from lockstep.sync import round_checks
+from lockstep.sync.contribution import PLAIN, WEIGHTED, Contribution, Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lockstep.sync.batch_weights import BatchWeights
+    from lockstep.sync.buckets import Slot
+    from lockstep.sync.earlier_gradients import EarlierGradients
+
+_Left = tuple[weakref.ref[torch.Tensor], int]
+"""A gradient as a backward has left it, and its version."""
+
+
+def _as_left(grad: torch.Tensor | None) -> _Left | None:
+    """A gradient that a backward has left in ``parameter.grad``; None where there is none."""
+    # A weak reference: the tensor is the user's to free, and a freed tensor's id is soon
+    # another tensor's.
+    return None if grad is None else (weakref.ref(grad), version_of(grad))
+
+
+def _is_as_left(left: _Left | None, grad: torch.Tensor | None) -> bool:
+    """Is `grad` the tensor that the backward left, with the same version?"""
+    if left is None or grad is None:
+        return left is None and grad is None
+    return left[0]() is grad and left[1] == version_of(grad)
+
+
+@dataclass
+class AccumulationWindow:
+    """The backwards since the last round, on this rank.
+
+    Attributes:
+        kind: PLAIN, WEIGHTED, or None before the first.
+        weight: of the weighted backwards so far, in units.
+        delivered: the weight that the first plain backward carried (None: one per rank).
+        faults: reasons for all ranks to refuse the round.
+    """
+
+    kind: str | None = None
+    weight: float = 0.0
+    delivered: float | None = None
+    faults: list[Fault] = field(default_factory=list)
+    _left: list[_Left | None] | None = None
+
+    def enter(self, kind: str, weights: BatchWeights, where: str) -> None:
+        """Note a backward of `kind`, and what its batch counts.
+
+        Args:
+            where: for the error.
+
+        Raises:
+            MixedWeightsError: the window holds backwards of the other kind.
+            WeightError: the program has given the batch a bad weight.
+        """
+        if kind == WEIGHTED:
+            self._enter(WEIGHTED, where)
+        elif weights.averages:
+            self._enter_plain(weights.delivered, where)
+        else:
+            self._enter_sum(weights.delivered, where)
+
+    def _enter(self, kind: str, where: str) -> bool:
+        """Note a backward of `kind`. True if it is the first of the window."""
+        if self.kind is None:
+            self.kind = kind
+            return True
+        if self.kind != kind:
+            got = f"a {self.kind} backward, then a {kind} one"
+            raise round_checks.refused("mixed", got, where=where)
+        return False
+
+    def _enter_plain(self, delivered: float | None, where: str) -> None:
+        """Note a plain backward of a batch that counts `delivered`."""
+        if self._enter(PLAIN, where):
+            self.delivered = delivered
+        elif self.delivered != delivered:
+            # The sum of local gradients cannot be taken apart any more. Reported and not
+            # raised: on the other ranks the weights may have stayed the same.
+            got = f"the delivered weight changed from {self.delivered} to {delivered}"
+            self.faults.append(Fault("changed", got))
+
+    def _enter_sum(self, delivered: float | None, where: str) -> None:
+        """Note a plain backward whose loss is a sum, of a batch that counts unless zero."""
+        counts = None if delivered is None else float(delivered > 0)
+        if self._enter(WEIGHTED, where):
+            self.delivered = counts
+        elif self.delivered != counts:
+            got = f"whether the batch counts changed from {self.delivered} to {counts}"
+            self.faults.append(Fault("emptied", got))
+        self.weight += 1.0 if counts is None else counts
+
+    def contribution(self, weights: BatchWeights, earlier: EarlierGradients) -> Contribution:
+        """This rank's part of the round that closes the window."""
+        made = Contribution(
+            kind=self.kind,
+            faults=self.faults,
+            earlier=earlier.number,
+            is_edited=earlier.is_edited,
+            discards=self.delivered == 0.0,
+        )
+        if self.kind == WEIGHTED:
+            made.weight = self.weight
+        elif self.kind == PLAIN:
+            made.weight = (1.0 if self.delivered is None else self.delivered) / weights.unit(PLAIN)
+            made.scale = made.weight
+            made.is_delivered = self.delivered is not None
+        return made
+
+    def note_left(self, slots: Sequence[Slot]) -> None:
+        """A backward of the window has ended: note the tensor in each ``parameter.grad``."""
+        self._left = [_as_left(slot.param.grad) for slot in slots]
+
+    def holds_what_was_left(self, slots: Sequence[Slot]) -> bool:
+        """Every ``parameter.grad`` is the tensor, in the version, that `note_left` has seen."""
+        if self._left is None:
+            return True
+        return all(map(_is_as_left, self._left, (slot.param.grad for slot in slots)))
+
+    def has_reached(self, slots: Iterable[Slot]) -> bool:
+        """The window's backwards have left a gradient in every one of these parameters."""
+        return all(self._left is None or self._left[slot.number] is not None for slot in slots)

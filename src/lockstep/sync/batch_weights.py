@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a rank's batches, which multiply the roots of backwards.
+
+A weighted backward multiplies its root by weight / unit, and the reduced sum is divided by the
+sum of weight / unit. The unit cancels, but keeps what flows backward near 1: a root times
+100 000 tokens would overflow float16. All ranks take the same one, known beforehand or from
+the sums of the same earlier round: where a gather sends gradients across ranks, roots of
+different units would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep import reduction_context
+from lockstep.errors import ConfigurationError, WeightError
+from lockstep.sync.contribution import PLAIN, WEIGHTED
+
+if TYPE_CHECKING:
+    from lockstep.group import Group
+    from lockstep.sync.contribution import Sums
+
+
+def checked_weight(weight: Any, where: str) -> float:
+    """A weight as a float.
+
+    Raises:
+        WeightError: it is not a number, or negative, NaN or infinite.
+    """
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        value = math.nan
+    if math.isfinite(value) and value >= 0.0:
+        return value
+    raise WeightError(
+        "a batch's weight must be a finite number, zero or more",
+        where=where,
+        got=repr(weight),
+        fix="gradients.backward(loss, weight=len(batch)), or the number of tokens",
+    )
+
+
+def weighted_root(
+    loss: torch.Tensor, given: torch.Tensor | None, scale: float, where: str
+) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+    """Where backward starts, so that its gradients carry `scale`.
+
+    A gradient that backward is given has its shape compared, for which torch imports sympy, a
+    third of a second: in a worker that would be the step after a death, when fewer workers carry
+    unequal parts. So the 1 that backward takes by itself is multiplied on its way.
+
+    Args:
+        loss: a scalar, or with `given` of any shape.
+        given: the user's own ``gradient=``.
+        scale: weight / unit.
+        where: for the error.
+
+    Returns:
+        The scale as the root's dtype can hold it (the gradients will carry the rounded scale, so
+        they must also be divided by it), the root, and its ``gradient=``.
+
+    Gradient:
+        Of `scale` times the loss.
+
+    Raises:
+        ConfigurationError: the loss is not a scalar and `given` is None.
+    """
+    # Equal weights, the usual case: every dtype holds 1, and asking it costs 2 us a step.
+    carried = 1.0 if scale == 1.0 else _rounded(scale, loss.dtype)
+    if given is not None:
+        return carried, loss, given * carried
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            "the loss is not a scalar",
+            where=where,
+            got=f"shape {tuple(loss.shape)}",
+            fix="reduce it to its mean, or pass gradient=",
+        )
+    if not loss.dtype.is_floating_point:
+        return carried, loss, torch.full_like(loss, carried)
+    if carried == 1.0 or not loss.requires_grad:
+        return carried, loss, None
+    # A view: hooks of the user's own on the loss see what arrives there.
+    with torch.enable_grad():  # backward itself does not ask whether it is
+        root = loss.view_as(loss)
+    root.register_hook(lambda gradient: gradient * carried)
+    return carried, root, None
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype, device="cpu").item())
+
+
+class BatchWeights:
+    """The weights of one rank's batches, in units that all ranks have in common.
+
+    A unit is about the mean weight of a batch: in units of it a weight is a number near 1. Where
+    `expect` was not called, or with samples where batches count tokens, a unit follows the
+    power of two nearest to the last round's weights, for each kind of backward: a power of
+    two, so that the result does not depend on what that round was.
+
+    Args:
+        group: the ranks.
+        num_shards: a step's batches are those of so many shards; None: one for each rank.
+        averages: False if the losses are sums over their batches: of a weight only its being
+            zero or not matters, and the unit is 1.
+    """
+
+    def __init__(self, group: Group, num_shards: int | None, *, averages: bool) -> None:
+        self.averages = averages
+        self._place = f"rank {group.rank} of {group.size}"
+        self._num_batches = num_shards or group.size
+        # In a fixed order of shards nothing may follow the number of ranks.
+        self._learns = averages and num_shards is None
+        self._of_kind = {PLAIN: 1.0, WEIGHTED: 1.0}
+        self._mean = 1.0
+        self._delivered: float | WeightError | None = None
+
+    def unit(self, kind: str) -> float:
+        """The divisor of the weight of a backward of `kind`."""
+        return self._mean * self._of_kind[kind]
+
+    def expect(self, total: float | None) -> None:
+        """See `GradientSync.expect_weight`; equal weights then need no division."""
+        self._mean = total / self._num_batches if total and self.averages else 1.0
+
+    def learn(self, sums: Sums) -> None:
+        """Take the next unit from a round's sums; they are the same on every rank."""
+        if not self._learns:
+            return
+        for kind, ranks in ((PLAIN, sums.plain), (WEIGHTED, sums.weighted)):
+            if ranks and math.isfinite(sums.weight) and sums.weight > 0.0:
+                found = sums.weight * self._num_batches / ranks * self._of_kind[kind]
+                self._of_kind[kind] = 2.0 ** round(math.log2(found))
+
+    def deliver(self, weight: float | WeightError | None) -> None:
+        """See `GradientSync.set_delivered_weight`."""
+        is_number = weight is not None and not isinstance(weight, WeightError)
+        number = checked_weight(weight, self._place) if is_number else None
+        self._delivered = weight if isinstance(weight, WeightError) else number
+        reduction_context.deliver(number)
+
+    @property
+    def delivered(self) -> float | None:
+        """The argument of the last `deliver`; an error is raised."""
+        if isinstance(self._delivered, WeightError):
+            raise self._delivered
+        return self._delivered
+
+    @property
+    def is_borrowed(self) -> bool:
+        """The batch in hand belongs to another rank: this one has no samples."""
+        return self._delivered == 0.0
+
+    def root(
+        self, loss: torch.Tensor, given: torch.Tensor | None, weight: float
+    ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+        """Where the backward of a loss that counts `weight` starts; see `weighted_root`."""
+        share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)
+        return weighted_root(loss, given, share, self._place)

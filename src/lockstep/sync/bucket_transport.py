@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport of flat buckets of our own: an all-reduce each, a tree over shards, or a server.
+
+Which parameters have a place in a bucket follows ``requires_grad``: a parameter that is frozen
+when the buckets are made waits outside. When any rank unfreezes it, all ranks give it a place;
+they learn of it from the sums of a round, and reduce its gradient in a second round.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lockstep._torch_compat import version_of
+from lockstep.sync import round_checks
+from lockstep.sync.contribution import WEIGHTED, Contribution, UnreadSums
+from lockstep.sync.ordered_reducer import OrderedReducer
+from lockstep.sync.reducer import Reducer
+from lockstep.sync.transport import RoundResult, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from lockstep.group import Group, Pending
+    from lockstep.sync.buckets import Bucket, Slot
+    from lockstep.sync.contribution import Fault, Sums
+    from lockstep.sync.shard_tree_sum import ShardOrder
+    from lockstep.sync.transport import Gradients, RoundOwner
+
+_STALE: Final = (
+    "assigned by hand (after autograd.grad?), or no backward since the last step",
+    "use loss.backward(); lockstep.average_gradients serves models that nothing synchronises, and"
+    " what a trainer's operator has registered is synchronised",
+)
+
+
+class BucketTransport(Transport):
+    """See `Transport`.
+
+    Args:
+        owner: the objective.
+        slots: the synchronised parameters.
+        signature: tells the rounds of one model from those of another; below 64.
+        cap_bytes: how large a bucket may grow.
+        order: the gradients are those of shards, added up in this order.
+        combine: sums a full bucket, in the place of an all-reduce, and waits for the sum. Nothing
+            travels before backward has ended: inside it, a rank that waited for a server could
+            keep a peer waiting that needs it in a collective of the model's own.
+        meet: called first where a round ends; raises if a rank is somewhere else.
+
+    Attributes:
+        reducer: of the parameters that are in buckets.
+    """
+
+    stale_advice = _STALE
+
+    def __init__(
+        self,
+        owner: RoundOwner,
+        slots: Sequence[Slot],
+        signature: int,
+        cap_bytes: int,
+        *,
+        order: ShardOrder | None = None,
+        combine: Callable[[Group, Bucket], Pending] | None = None,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
+        self._owner = owner
+        self._slots = slots
+        self._signature = signature
+        self._cap_bytes = cap_bytes
+        self._order = order
+        self._combine = combine
+        self._meet = meet
+        self._taken_weight = 0.0
+        self._last_shard: int | None = None
+        self._is_finishing = False
+        self._listener: Callable[[Slot], None] | None = None
+        self._admit([slot for slot in slots if slot.param.requires_grad])
+
+    # ------------------------------------------------------------------ places in buckets
+
+    def _admit(self, active: list[Slot]) -> None:
+        """Make the buckets anew, for the parameters in `active`."""
+        self.reducer = self._reducer_of(active)
+        members = {slot.number for slot in active}
+        self._outside = [slot for slot in self._slots if slot.number not in members]
+        # No overlap in the first backward: what arrives twice in one backward (a parameter in
+        # two reentrant checkpoints) must not leave after the first time, so look first.
+        self._arrivals: dict[int, int] | None = {} if self.reducer.can_overlap else None
+
+    def _reducer_of(self, slots: Sequence[Slot]) -> Reducer:
+        group, divides = self._owner.attached(), self._owner.weights.averages
+        how = (slots, group, self._cap_bytes, self._signature)
+        if self._order is not None:
+            return OrderedReducer(*how, order=self._order, divides=divides)
+        return Reducer(*how, combine=self._combine, divides=divides)
+
+    @property
+    def _has_unfrozen(self) -> bool:
+        """A parameter outside requires a gradient now."""
+        return any(slot.param.requires_grad for slot in self._outside)
+
+    def _reduce_unfrozen(self, first: Contribution) -> tuple[Sums, Contribution]:
+        """A second round, for unfrozen parameters; from the next backward on they have buckets.
+
+        Returns:
+            The sums over the ranks, and this rank's contribution to them.
+
+        Gradient:
+            As of a round of its own, for the parameters that any rank unfroze.
+
+        Collective:
+            Every rank: one exchange, and the all-reduces of the new buckets.
+        """
+        mine = [slot.number for slot in self._outside if slot.param.requires_grad]
+        numbers = set().union(*self._owner.attached().exchange(mine))
+        second = self._reducer_of([slot for slot in self._slots if slot.number in numbers])
+        contribution = replace(first, faults=list(first.faults), has_unfrozen=False)
+        second.start(contribution)
+        sums = second.finish(must_read=True)
+        assert sums is not None
+        gradients = {slot: slot.param.grad for slot in self._slots}
+        active = numbers | {slot.number for slot in self.reducer.layout.slots}
+        self._admit([slot for slot in self._slots if slot.number in active])
+        for slot, gradient in gradients.items():
+            slot.deliver(gradient)  # a view of the buckets of before
+        return sums, contribution
+
+    # ------------------------------------------------------------------ arrivals
+
+    @property
+    def hears_arrivals(self) -> bool:
+        """See `Transport`: with one bucket nothing leaves before backward has ended."""
+        return self.reducer.can_overlap or bool(self._outside)
+
+    @property
+    def listener(self) -> Callable[[Slot], None] | None:
+        """See `Transport`."""
+        return self._listener
+
+    def _count(self, slot: Slot) -> None:
+        assert self._arrivals is not None
+        self._arrivals[slot.number] = self._arrivals.get(slot.number, 0) + 1
+
+    def _settle_arrivals(self) -> None:
+        """A backward is over: from now on buckets whose gradients come once may leave early."""
+        if not self._arrivals:
+            return
+        for bucket in self.reducer.layout.buckets:
+            often = any(self._arrivals.get(number, 0) > 1 for number in bucket.numbers)
+            bucket.may_leave_early = not often
+        self._arrivals = None
+
+    # ------------------------------------------------------------------ backwards
+
+    def open_window(self, *, is_first: bool) -> None:
+        """See `Transport`: under a shard order a backward has to be that of a shard."""
+        if self._order is None:
+            return
+        if not self._owner.is_paused and self._last_shard is None:
+            raise round_checks.out_of_order(self._owner.place)
+        # Unfrozen since the buckets were made: every worker runs the same operator.
+        if is_first and self._has_unfrozen:
+            self._admit([slot for slot in self._slots if slot.param.requires_grad])
+
+    def backward(self, stand_in: Gradients | None) -> AbstractContextManager[None]:
+        """See `Transport`: a stand-in is in ``parameter.grad`` before `finish`."""
+        if stand_in is not None:
+            self._listener = None
+        return nullcontext()
+
+    # ------------------------------------------------------------------ rounds
+
+    def begin(self, contribution: Contribution, step: int) -> None:
+        """See `Transport`.
+
+        Collective:
+            As gradients arrive: all-reduces of full buckets, not waited for.
+        """
+        contribution.has_unfrozen = self._has_unfrozen
+        self.reducer.start(contribution, step)
+        if self._last_shard is not None and isinstance(self.reducer, OrderedReducer):
+            weight = contribution.weight if contribution.kind == WEIGHTED else 0.0
+            self.reducer.end_with(self._last_shard, weight - self._taken_weight)
+        if self.reducer.can_overlap:
+            self._listener = self.reducer.arrive if self._arrivals is None else self._count
+
+    def finish(self, faults: Sequence[Fault]) -> RoundResult:
+        """See `Transport`.
+
+        Collective:
+            The all-reduces of the remaining buckets.
+        """
+        self._is_finishing = True
+        if self._meet is not None:
+            self._meet()
+        self._listener = None
+        contribution = self.reducer.contribution
+        contribution.faults += faults
+        reducer, is_whole = self.reducer, not self._outside
+        sums = reducer.finish()
+        used_all = reducer.used_all() and is_whole
+        verdicts = [] if sums is None else [(sums, contribution)]
+        unread = None
+        if sums is None:
+            unread = UnreadSums(reducer.layout.sums_on_device, contribution)
+        if contribution.has_unfrozen or (sums is not None and sums.unfrozen):
+            verdicts.append(self._reduce_unfrozen(contribution))
+        self._settle_arrivals()
+        self._is_finishing = False
+        return RoundResult(
+            took_place=True,
+            has_gradients=sums is None or sums.plain + sums.weighted > 0,
+            used_all=used_all,
+            verdicts=verdicts,
+            unread=unread,
+            read_together=reducer.reads_are_free,
+        )
+
+    @property
+    def is_half_sent(self) -> bool:
+        """See `Transport`."""
+        return self.reducer.has_launched or self._is_finishing
+
+    def reset(self, *, has_failed: bool) -> None:
+        """See `Transport`."""
+        self.reducer.abandon()
+        self._is_finishing = False
+        self._taken_weight = 0.0
+        self._listener = None
+
+    def accept_changes(self) -> None:
+        """See `Transport`."""
+        for bucket in self.reducer.layout.buckets:
+            bucket.delivered_version = version_of(bucket.flat)
+            for slot in bucket.kept:
+                slot.accept_changes()
+
+    # ------------------------------------------------------------------ shards
+
+    def take_shard(self, shard: int, weight: float) -> None:
+        """See `Transport`."""
+        assert isinstance(self.reducer, OrderedReducer), "made without a shard order"
+        self.reducer.take_shard(shard, weight - self._taken_weight)
+        self._taken_weight = weight
+
+    @contextmanager
+    def last_shard(self, shard: int) -> Iterator[None]:
+        """See `Transport`."""
+        self._last_shard = shard
+        try:
+            yield
+        finally:
+            self._last_shard = None
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self.reducer.close()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that travel beside the gradients of a round: one rank's, and their sums.
+
+They are the same for every transport. The sums decide whether the ranks may use the gradients of
+the round; see `round_checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PLAIN: Final = "plain"
+WEIGHTED: Final = "weighted"
+
+
+class Fault(NamedTuple):
+    """A reason for which a rank has to refuse a round; travels to the other ranks as JSON.
+
+    Attributes:
+        kind: see `round_checks`.
+        got: of the error: names of parameters, say.
+    """
+
+    kind: str
+    got: str = ""
+
+    @classmethod
+    def of(cls, kind: str, names: Iterable[str]) -> Fault:
+        """A fault of the parameters with these names."""
+        return cls(kind, ", ".join(f"`{name}`" for name in names))
+
+
+class Sums(NamedTuple):
+    """The ranks' contributions, added up; every field is a sum over ranks.
+
+    Attributes:
+        weight: the weights of all contributions, in units (see `BatchWeights`).
+        plain: how many ranks bring gradients of plain backwards.
+        weighted: how many ranks bring gradients that were weighted at the root.
+        faults: how many ranks have a fault to report; no gradient is delivered then.
+        unfrozen: how many ranks unfroze a parameter that is not in any bucket yet.
+        delivered: how many ranks knew the weight of their plain gradients beforehand.
+        check: which model and which round each rank believes this to be; a small integer.
+        check_squared: the square of a part of it: ranks that disagree can have the same sum, and
+            not the same sum of squares as well.
+        earlier: see `EarlierGradients.number`.
+    """
+
+    weight: float
+    plain: float
+    weighted: float
+    faults: float
+    unfrozen: float
+    delivered: float
+    check: float
+    check_squared: float
+    earlier: float
+
+
+@dataclass
+class Contribution:
+    """One rank's part of a round, apart from the gradients.
+
+    Attributes:
+        kind: PLAIN, WEIGHTED, or None for a rank that brings nothing.
+        weight: of the rank's gradients, in units.
+        scale: factor of the gradients in the bucket (1 if the root was weighted).
+        faults: reasons for all ranks to refuse the round.
+        earlier: see `EarlierGradients.number`; alike on all ranks, or refused.
+        is_edited: the program has changed gradients of earlier rounds.
+        is_delivered: the program has said the weight of its plain backwards beforehand.
+        discards: the rank's gradients are of borrowed rows: they count as if there were none.
+        has_unfrozen: this rank unfroze a parameter that is not in any bucket yet.
+        check: number of the model and round that this is meant for.
+    """
+
+    kind: str | None = None
+    weight: float = 0.0
+    scale: float = 1.0
+    faults: list[Fault] = field(default_factory=list)
+    earlier: int = 0
+    is_edited: bool = False
+    is_delivered: bool = False
+    discards: bool = False
+    has_unfrozen: bool = False
+    check: int = 0
+
+    @property
+    def check_squared(self) -> int:
+        """The square of the round's part of `check`, made small, so that sums are exact."""
+        return ((self.check + 128) % 256 - 128) ** 2
+
+    @property
+    def is_silent(self) -> bool:
+        return self.weight == 0.0
+
+    def sums(self, share: float) -> Sums:
+        """The contribution as `Sums` of one rank, whose gradients are multiplied by `share`."""
+        return Sums(
+            weight=self.weight * share,
+            plain=float(self.kind == PLAIN),
+            weighted=float(self.kind == WEIGHTED),
+            faults=float(bool(self.faults)),
+            unfrozen=float(self.has_unfrozen),
+            check=float(self.check),
+            check_squared=float(self.check_squared),
+            earlier=float(self.earlier),
+            delivered=float(self.is_delivered),
+        )
+
+
+class UnreadSums:
+    """Sums of a round on their way from an accelerator to the host, which need not wait for them.
+
+    Args:
+        sums: as the accelerator has them, or will have them.
+        contribution: of this rank to them.
+    """
+
+    def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
+        self.contribution = contribution
+        self._host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
+        self._host.copy_(sums, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(sums.device))
+
+    def read(self) -> Sums:
+        """The sums; waits for the accelerator, which has them as a rule before they are read."""
+        self._arrived.synchronize()
+        return Sums(*self._host.tolist())

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport whose buckets are those of torch's DistributedDataParallel.
+
+DDP wraps each model that has something to train, and fills its buckets; `DDPRound` carries them
+to the peers. What DDP adds is its rule: a gradient is reduced if, and only if, it came out of the
+wrapper's own forward. One that did not (``model.module(x)``, a method, a second backward) stays
+this rank's, and the optimizer guard refuses to step with it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.errors import PeerLostError
+from lockstep.sync import round_checks
+from lockstep.sync.autograd_graph_task import nesting_depth
+from lockstep.sync.contribution import WEIGHTED, Fault
+from lockstep.sync.ddp_round import DDPRound, came_twice
+from lockstep.sync.ddp_wrapper import DDPWrapper
+from lockstep.sync.synced_tensors import refuse_shared
+from lockstep.sync.transport import RoundResult, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from lockstep.sync.buckets import Slot
+    from lockstep.sync.contribution import Contribution
+    from lockstep.sync.transport import Gradients, RoundOwner
+
+_STALE: Final = (
+    "it did not come out of the forward of the model that register() returned (model.module,"
+    " another method, the unwrapped model), a parameter of the model got none, or a second"
+    " backward followed one forward",
+    "call the model that register() returned; one backward for each forward; for layers that are"
+    ' not always used: register(..., ddp_args={"find_unused_parameters": True})',
+)
+
+
+class DDPTransport(Transport):
+    """See `Transport`.
+
+    Args:
+        owner: the objective.
+        slots: the synchronised parameters.
+        modules: those that the parameters are of.
+        arguments: what DDP is made with.
+
+    Attributes:
+        models: the wrapped modules, for use instead of the modules, in their order.
+    """
+
+    can_rejoin = True
+    ends_late = True  # DDP writes its buckets into parameter.grad at the end of a backward
+    stale_advice = _STALE
+
+    def __init__(
+        self,
+        owner: RoundOwner,
+        slots: Sequence[Slot],
+        modules: Sequence[torch.nn.Module],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        self._owner = owner
+        self._slots = slots
+        self._finds_unused = bool(arguments.get("find_unused_parameters"))
+        self._lends_buckets = bool(arguments.get("gradient_as_bucket_view"))
+        self._addresses = [slot.param.data_ptr() for slot in slots]
+        self._kinds = [_kind(slot.param) for slot in slots]
+        self._of_param = {id(slot.param): slot for slot in slots}
+        self.models = self._wrapped(modules, arguments)
+        self._reduced = [model for model in self.models if isinstance(model, DDPWrapper)]
+        self._model_of = {slot: model for model in self._reduced for slot in model.slots}
+        self._used: set[Slot] = set()  # since the last round
+        self._arrived: set[Slot] = set()  # in the backward that runs
+        self._new_round()
+
+    def _wrapped(
+        self, modules: Sequence[torch.nn.Module], arguments: Mapping[str, Any]
+    ) -> list[torch.nn.Module]:
+        refuse_shared(modules, 'put both into one module, or leave out sync="ddp"')
+        wrapped: list[torch.nn.Module] = []
+        for place, module in enumerate(modules):
+            slots = [s for p in module.parameters() if (s := self._of_param.get(id(p)))]
+            trains = any(slot.param.requires_grad for slot in slots)
+            wrapped.append(DDPWrapper(module, place, slots, self, arguments) if trains else module)
+        return wrapped
+
+    def _new_round(self) -> None:
+        self._used.clear()
+        self._arrived.clear()
+        self._round = DDPRound(
+            self._owner,
+            self._reduced,
+            self._of_param,
+            self._used,
+            finds_unused=self._finds_unused,
+        )
+
+    # ------------------------------------------------------------------ what DDP calls
+
+    @property
+    def is_paused(self) -> bool:
+        """Inside `no_sync`."""
+        return self._owner.is_paused
+
+    def refuse_broken(self) -> None:
+        """Before a forward: its backward could not be reduced."""
+        self._owner.attached()
+        pairs = zip(self._slots, self._kinds, strict=True)
+        moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
+        if moved:
+            raise round_checks.refused(*Fault.of("moved", moved), where=self._owner.place)
+        addresses = [slot.param.data_ptr() for slot in self._slots]
+        if addresses != self._addresses:
+            # To another dtype and back: autograd accumulates where DDP's hooks are not.
+            self._addresses = addresses
+            for model in self._reduced:
+                model.forget()
+
+    def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: a bucket is full."""
+        if not self._owner.is_paused:
+            return self._round.carry(model, bucket)
+        # The forward ran outside `no_sync` and its backward inside: these stay local.
+        flat = bucket.buffer()
+        devices = [flat.device] if flat.is_cuda else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(flat)
+        return future
+
+    # ------------------------------------------------------------------ a backward
+
+    hears_arrivals = True
+
+    def listener(self, slot: Slot) -> None:
+        """See `Transport`."""
+        if self._round.stand_in is None or not self._owner.weights.is_borrowed:
+            self._used.add(slot)
+        slot.last_round = 0
+        self._arrived.add(slot)
+        if self._finds_unused and slot in self._model_of:
+            self._model_of[slot].marked.add(slot)
+        self._round.note_arrival(slot)
+
+    def check_backward(self, slot: Slot) -> None:
+        """See `Transport`: refuses what DDP would fail at in C++."""
+        if torch.is_grad_enabled():
+            fault = Fault.of("graph", [slot.name])
+            raise round_checks.refused(*fault, where=self._owner.place)
+        # DDP takes parameters that a reentrant checkpoint hides for unused, and fails when their
+        # gradients come after all.
+        is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
+        if self._finds_unused and nesting_depth() > 0 and is_awaited:
+            raise came_twice(self._owner.place, slot.name)
+
+    @contextmanager
+    def backward(self, stand_in: Gradients | None) -> Iterator[None]:
+        """See `Transport`."""
+        self._round.stand_in = stand_in
+        try:
+            yield
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise came_twice(self._owner.place, str(error).splitlines()[0]) from error
+        finally:
+            self._round.stand_in = None
+
+    def own_memory(self, gradients: Gradients) -> Gradients:
+        """See `Transport`: copies, where DDP's next bucket uses the memory of the last one's."""
+        if not self._lends_buckets:
+            return gradients
+        return {slot: grad.clone() for slot, grad in gradients.items()}
+
+    @property
+    def landed(self) -> Collection[Slot]:
+        """See `Transport`."""
+        return {slot for model in self._round.landed() for slot in model.reduced}
+
+    # ------------------------------------------------------------------ rounds
+
+    def begin(self, contribution: Contribution, step: int) -> None:
+        """See `Transport`.
+
+        Collective:
+            As DDP fills buckets: for each model a small all-reduce, then one per bucket; with
+            several models they do not overlap backward.
+        """
+        self._round.bring(contribution, step)
+        for model in self._reduced:
+            model.show_marked()
+
+    def follow(self, contribution: Contribution, step: int, faults: Sequence[Fault]) -> RoundResult:
+        """See `Transport`."""
+        self._round.bring(contribution, step)
+        contribution.faults += faults
+        self._round.follow()
+        return self.finish([])
+
+    def finish(self, faults: Sequence[Fault]) -> RoundResult:
+        """See `Transport`."""
+        self._end_together(faults)
+        landed, reduced = bool(self._round.landed()), self.landed
+        for model in self._round.led():
+            model.has_reduced()
+        for slot in reduced:
+            if self._lends_buckets and slot.param.grad is not None:
+                # A view of DDP's bucket, which the next backward writes: the user may keep it.
+                slot.param.grad = slot.param.grad.clone()
+            slot.deliver(slot.param.grad)
+        sums, mine = self._round.sums, self._round.contribution
+        own = set(self._slots).difference(reduced)
+        if not self._owner.needs_guard:
+            # A rank alone has whole gradients, also where DDP has not looked at them.
+            self._divide(own, mine)
+            own = set()
+        self._forget_unfinished()
+        return RoundResult(
+            took_place=landed,
+            has_gradients=landed,
+            used_all=False,  # the guard looks at each gradient
+            verdicts=[] if sums is None else [(sums, mine)],
+            unreduced=own,
+        )
+
+    def _end_together(self, faults: Sequence[Fault]) -> None:
+        """Tell the peers how this rank's backward has ended.
+
+        Raises:
+            LockstepError: the backward has left gradients that no rank may use.
+        """
+        found = [*faults, *self._faults_at_end()]
+        self._round.contribution.faults += found
+        refusal = None
+        if found:
+            refusal = round_checks.refused(*found[0], where=self._owner.place)
+        try:
+            self._round.finish()
+        except PeerLostError as lost:
+            # The peers are somewhere else, and this is why.
+            raise refusal or lost from lost
+        if refusal is not None:
+            raise refusal
+
+    def _faults_at_end(self) -> list[Fault]:
+        left = self._arrived.difference(self.landed)
+        halves = [m for m in self._reduced if m.is_waiting and not left.isdisjoint(m.reduced)]
+        missing = {s.name: None for m in halves for s in m.reduced if s not in self._arrived}
+        waits = self._owner.has_user_hooks
+        hooked = [s.name for s in left if waits(s) and self._owner.needs_guard]
+        found = {"unfinished": list(missing), "waiting": sorted(hooked)}
+        return [Fault.of(kind, names[:8]) for kind, names in found.items() if names]
+
+    def _divide(self, slots: Collection[Slot], mine: Contribution) -> None:
+        if self._owner.weights.averages and mine.kind == WEIGHTED and mine.weight > 0.0:
+            for slot in slots:
+                if slot.param.grad is not None:
+                    slot.param.grad.div_(mine.weight)
+
+    @property
+    def is_half_sent(self) -> bool:
+        """See `Transport`."""
+        return self._round.has_sent
+
+    def reset(self, *, has_failed: bool) -> None:
+        """See `Transport`."""
+        if has_failed:
+            for model in self._reduced:
+                model.forget()  # DDP waits for what did not come, also where no bucket was full
+        self._forget_unfinished()
+
+    def _forget_unfinished(self) -> None:
+        for model in self._round.unfinished():
+            model.forget()
+        for model in self._reduced:
+            model.hide_marked(self._arrived)
+        self._new_round()
+
+    def accept_changes(self) -> None:
+        """See `Transport`."""
+        for slot in self._slots:
+            slot.accept_changes()
+
+    def close(self) -> None:
+        """See `Transport`: the wrappers become their modules."""
+        for model in self._reduced:
+            model.release()
+
+
+def _kind(param: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """The properties of a parameter on which DDP's buckets depend."""
+    return param.shape, param.dtype, param.device

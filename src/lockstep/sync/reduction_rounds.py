@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objective: the global gradient of some parameters, and when optimizers may use it.
+
+Backwards come in windows. A window holds the backwards since the last round: one, or several
+under `no_sync`. The backward that closes it is the only one with a round of reduction, in which
+every rank contributes its window's gradients and their weight. The global gradient is
+
+    sum over ranks and window of weight * d loss / sum of weights
+
+added to the gradients that earlier rounds have left. The numbers travel through a `Transport`,
+which knows nothing of this; `GradientSync` is the surface that programs see.
+
+Invariants:
+
+- Every rank takes part in the same rounds in the same order, with a backward or without one.
+- A rank that has to refuse something contributes zeros and a fault. All ranks then refuse
+  together, after the round's last collective, so that none waits for one that has raised.
+- Once a part of a round has been sent and the rest has not, the ranks are at different places:
+  nothing more is reduced over this group (`broken`).
+- After a refusal or a failure, gradients that earlier rounds have left are back in
+  ``parameter.grad``.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep import reduction_context
+from lockstep.sync import round_checks
+from lockstep.sync.accumulation_window import AccumulationWindow
+from lockstep.sync.autograd_grad_watch import AutogradGradWatch
+from lockstep.sync.autograd_graph_task import call_at_end
+from lockstep.sync.backward_listener import BackwardListener
+from lockstep.sync.batch_weights import BatchWeights, checked_weight
+from lockstep.sync.buckets import Slot
+from lockstep.sync.contribution import PLAIN, WEIGHTED, Contribution, Fault
+from lockstep.sync.earlier_gradients import EarlierGradients
+from lockstep.sync.late_parameters import LateParameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lockstep.group import Group
+    from lockstep.sync.contribution import Sums, UnreadSums
+    from lockstep.sync.synced_tensors import SyncedTensors
+    from lockstep.sync.transport import (
+        Gradients,
+        RoundResult,
+        TransportFactory,
+    )
+
+
+class ReductionRounds:
+    """One rank's side of the rounds.
+
+    Args:
+        modules: the roots of the synchronised modules.
+        group: the peers; until `detach`.
+        found: the parameters and buffers on which the ranks have agreed.
+        make_transport: makes the transport for these parameters.
+        cap_bytes: how large a bucket may grow.
+        averages: False if the losses are sums over their batches: the gradients are added and
+            not divided.
+        num_shards: see `BatchWeights`.
+        after_round: a collective after each round (buffers), before anything is refused.
+
+    Attributes:
+        place: this rank among its peers, for errors.
+        num_rounds: how many rounds there have been.
+        last_full_round: the last one to which this rank has brought every gradient.
+        slots: the synchronised parameters.
+        weights: of this rank's batches.
+        transport: moves the gradients between the ranks.
+        listener: hears of backwards.
+        is_paused: inside `no_sync`.
+        has_added: see `watch_gradients`.
+        has_accumulated: the program left `no_sync` since the last optimizer step.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        group: Group,
+        found: SyncedTensors,
+        make_transport: TransportFactory,
+        *,
+        cap_bytes: int,
+        averages: bool,
+        num_shards: int | None,
+        after_round: Callable[[], None] | None,
+    ) -> None:
+        self.place = f"rank {group.rank} of {group.size}"
+        self._num_shards = num_shards
+        self.weights = BatchWeights(group, num_shards, averages=averages)
+        self.num_rounds = self.last_full_round = 0
+        self.slots = [
+            Slot(number, name, param, self)
+            for number, (name, param) in enumerate(found.parameters.items())
+        ]
+        self.is_paused = self.has_accumulated = self.has_added = False
+        self._group: Group | None = group
+        self._after_round = after_round
+        self._is_broken = self._has_failed = False
+        self._step = 0  # of the run, or of the optimizers, to which rounds belong
+        self._steps_taken = 0
+        self._watched_from = 0
+        self._unread: UnreadSums | None = None
+        self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
+        self._captures = AutogradGradWatch(self.slots)
+        self._late = LateParameters(modules, found.parameters.values())
+        self._new_window()
+        self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
+        self.listener = BackwardListener(
+            self.slots, self.transport, self._backward_began, self._gradients_asked_for
+        )
+
+    def _new_window(self) -> None:
+        self._window = AccumulationWindow()
+        self._earlier = EarlierGradients(self.slots)
+        self._contribution: Contribution | None = None  # of the round that has begun
+
+    # ------------------------------------------------------------------ windows
+
+    def begin_step(self, step: int) -> None:
+        """See `GradientSync.begin_step`."""
+        self._step = 16 * step + self._steps_taken  # a step that was left out shows in the next
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `GradientSync.no_sync`."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+            self.has_accumulated = True
+
+    def watch_gradients(self) -> None:
+        """See `GradientSync.watch_gradients`."""
+        self._watched_from, self.has_added = self.num_rounds, False
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | None, backward_kwargs: dict[str, Any]
+    ) -> None:
+        """See `GradientSync.backward`."""
+        scale: float | None = None
+        if weight is None:
+            self._open_window(PLAIN)
+        else:
+            weight = checked_weight(weight, self.place)
+            self._settle()  # the weights of the last round set the unit of the next one
+            given = backward_kwargs.get("gradient")
+            scale, loss, given = self.weights.root(loss, given, weight)
+            backward_kwargs["gradient"] = given
+            self._open_window(WEIGHTED)
+            self._window.weight += scale
+        self._drive(lambda: loss.backward(**backward_kwargs), scale)
+
+    def _open_window(self, kind: str) -> None:
+        """A backward begins, maybe the first of its window: `kind` and weight are noted."""
+        self.attached()
+        self._settle()
+        self.transport.open_window(is_first=self._window.kind is None)
+        if self._has_failed:
+            self._reset()
+            self.attached()
+        self._check_left_gradients()
+        is_first = self._window.kind is None
+        self._window.enter(kind, self.weights, self.place)
+        if is_first:
+            self._set_earlier_aside()
+
+    def _set_earlier_aside(self) -> None:
+        """Gradients of earlier rounds are not reduced again, and pass no hook again."""
+        self.listener.look_for_hooks()
+        held = self._earlier.set_aside(self.transport.own_memory)
+        since = self._watched_from
+        if any(max(slot.last_round, self.last_full_round) <= since for slot in held):
+            self.has_added = True
+
+    def _check_left_gradients(self) -> None:
+        """The next backward of a window comes: what did the program do to its gradients?
+
+        Zeroed gradients are a window that was given up, with its weights. Others cannot be told
+        from the sum of the window's backwards, and no rank knows what they count for.
+        """
+        if self._window.holds_what_was_left(self.slots):
+            return
+        grads = [slot.param.grad for slot in self.slots if slot.param.grad is not None]
+        # An earlier gradient may be out of the program's sight: was it to be zeroed, too?
+        is_hidden = not self._window.has_reached(self._earlier.by_slot)
+        if is_hidden or any(bool(grad.any()) for grad in grads):
+            self._window.faults.append(Fault("touched"))
+        else:
+            self.forget_window()
+
+    def forget_window(self) -> None:
+        """Drop the gradients since the last round. Every rank does, or none; no collective."""
+        for slot in self.slots:
+            slot.param.grad = None
+        self._reset()
+
+    def take_shard(self, shard: int) -> None:
+        """See `GradientSync.take_shard`."""
+        self.transport.take_shard(shard, self._window.weight)
+        self._leave_window_open()
+
+    def _leave_window_open(self) -> None:
+        """A backward under `no_sync` has ended: note the gradients that it left."""
+        self.listener.is_running = False
+        self._window.note_left(self.slots)
+
+    # ------------------------------------------------------------------ backwards
+
+    def _backward_began(self, slot: Slot) -> None:
+        """A backward that adds to ``parameter.grad`` brings its first gradient, that of `slot`.
+
+        It is one that `_drive` runs, a part of one that runs already (a reentrant checkpoint),
+        or a plain ``loss.backward()`` of the program's own.
+        """
+        is_plain = not self.listener.is_running
+        if is_plain:
+            self._refuse_weight_of_another(slot)
+            self._open_window(PLAIN)
+        if torch.is_grad_enabled():
+            self._window.faults.append(Fault.of("graph", [slot.name]))
+        if is_plain:
+            self.listener.is_running = True
+            if self.is_paused:
+                self._at_end(self._leave_window_open)
+            else:
+                self._at_end(self._finish_plain)
+                self._begin_round()
+        self.transport.check_backward(slot)
+
+    def _refuse_weight_of_another(self, slot: Slot) -> None:
+        driving, group = reduction_context.active(), self._group
+        # Other ranks may be threads of this process.
+        if driving and driving.at_root and group and driving.group.rank == group.rank:
+            raise round_checks.refused(*Fault.of("driven", [slot.name]), where=self.place)
+
+    def _at_end(self, function: Callable[[], None]) -> None:
+        """Call `function` when the running backward has ended and its gradients are in place."""
+        if self.transport.ends_late:
+            # Twice: the transport's own call at the end is queued in between.
+            call_at_end(lambda: call_at_end(function, self._fail), self._fail)
+        else:
+            call_at_end(function, self._fail)
+
+    def _gradients_asked_for(self) -> None:
+        """``torch.autograd.grad`` computes gradients of this rank alone."""
+        if self.needs_guard and not self.is_paused:
+            self._captures.note(self.place, self.num_rounds, self._steps_taken)
+
+    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
+        """Run a backward whose root carries `weight`; the round begins before it."""
+        stand_in: Gradients | None = None
+        self.listener.is_running = True
+        try:
+            if weight == 0.0:
+                # No value of this backward may stay, and zero times NaN would.
+                stand_in = self._taken_gradients()
+            if not self.is_paused:
+                self._begin_round()
+            by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
+            around = reduction_context.backward_of(self.attached(), weight, by_id)
+            with self.transport.backward(stand_in), around:
+                run()
+        except BaseException:
+            if stand_in is not None:
+                for slot in self.slots:
+                    slot.param.grad = stand_in.get(slot)
+            self._fail()
+            raise
+        finally:
+            self.listener.is_running = False
+        if stand_in is not None:
+            self._return_gradients(stand_in)
+        if self.is_paused:
+            self._leave_window_open()
+        else:
+            self._finish_round(self.transport.finish)
+
+    def _taken_gradients(self) -> Gradients:
+        taken: Gradients = {}
+        for slot in self.slots:
+            if slot.param.grad is not None:
+                taken[slot] = slot.param.grad
+                slot.param.grad = None
+        return self.transport.own_memory(taken)
+
+    def _return_gradients(self, taken: Gradients) -> None:
+        """A parameter that a backward of weight zero used has a gradient, but for borrowed rows."""
+        landed = self.transport.landed
+        for slot in self.slots:
+            if slot in landed:
+                continue
+            is_used = slot.param.grad is not None and not self.weights.is_borrowed
+            zeros = torch.zeros_like(slot.param) if is_used and slot not in taken else None
+            slot.param.grad = taken.get(slot, zeros)
+
+    def _fail(self) -> None:
+        """A backward or a round has raised midway."""
+        self._earlier.add_to_failed()
+        self._reset(has_failed=True)
+
+    # ------------------------------------------------------------------ rounds
+
+    def _begin_round(self) -> None:
+        self._contribution = self._window.contribution(self.weights, self._earlier)
+        self.transport.begin(self._contribution, self._step)
+
+    def reduce_pending(self) -> None:
+        """See `GradientSync.reduce_pending`."""
+        self.attached()
+        self._settle()
+        self._check_left_gradients()
+        if self._window.kind is None:
+            self._set_earlier_aside()
+        mine = self._window.contribution(self.weights, self._earlier)
+        self._contribution = mine
+        self._finish_round(lambda faults: self.transport.follow(mine, self._step, faults))
+
+    def _finish_plain(self) -> None:
+        if self._contribution is not None:
+            self._finish_round(self.transport.finish)
+
+    def _finish_round(self, finish: Callable[[Sequence[Fault]], RoundResult]) -> None:
+        earlier, contribution = self._earlier, self._contribution
+        assert contribution is not None
+        if self._window.kind == WEIGHTED:
+            contribution.weight = self._window.weight
+        unknown = self._late.with_gradient()
+        try:
+            result = finish([Fault.of("unknown", unknown)] if unknown else [])
+        except BaseException:
+            self._fail()
+            raise
+        self._reset()
+        if self._after_round is not None and result.took_place:
+            self._after_round()
+        try:
+            # Refusals last: every rank has made the same calls by now, and can go on.
+            self._unread = result.unread
+            for sums, mine in result.verdicts:
+                self._judge(sums, mine, together=result.read_together)
+        except BaseException:
+            earlier.put_back()
+            raise
+        self._note_round(result, earlier)
+        if earlier.by_slot or self.listener.hooked or self._captures.are_fresh:
+            self._complete(result, earlier)
+
+    def _judge(self, sums: Sums, mine: Contribution, *, together: bool) -> None:
+        group = self.attached()
+        self._is_broken = round_checks.is_out_of_step(sums, mine, group)
+        round_checks.judge(sums, mine, group, together=together)
+        self.weights.learn(sums)
+
+    def _settle(self) -> None:
+        """Judge sums that were left on the accelerator so that the host need not wait."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._judge(unread.read(), unread.contribution, together=False)
+
+    def _note_round(self, result: RoundResult, earlier: EarlierGradients) -> None:
+        if not result.has_gradients:
+            # The ranks have compared what earlier rounds left.
+            self.num_rounds += result.took_place and bool(earlier.by_slot)
+            return
+        self.num_rounds += 1
+        if result.used_all:
+            self.last_full_round = self.num_rounds
+            return
+        for slot in self.slots:
+            if slot.param.grad is not None and slot not in result.unreduced:
+                slot.last_round = self.num_rounds
+
+    def _complete(self, result: RoundResult, earlier: EarlierGradients) -> None:
+        """The round's gradients pass the user's hooks, and are added to those of earlier rounds."""
+        self._accumulated = list(earlier.by_slot)
+        new_round = self.num_rounds if result.took_place else None
+        try:
+            earlier.add_to_round(self.listener, self._captures, result.unreduced, new_round)
+        except BaseException:
+            # As if a hook had raised inside the user's backward.
+            self._fail()
+            raise
+
+    def _reset(self, *, has_failed: bool = False) -> None:
+        # Peers wait for the buckets that did not follow, or have taken other messages for them.
+        self._is_broken = self._is_broken or self.transport.is_half_sent
+        self.transport.reset(has_failed=has_failed)
+        self.listener.forget_tasks()
+        self._new_window()
+        self.listener.is_running = False
+        self._has_failed = has_failed
+
+    # ------------------------------------------------------------------ the group
+
+    def attached(self) -> Group:
+        """The group, while gradients can be reduced over it.
+
+        Raises:
+            NotAvailableError: after `detach`.
+            GradientNotReducedError: an earlier failure left the ranks at different places.
+        """
+        if self._group is None:
+            raise round_checks.detached(self.place)
+        if self._is_broken:
+            raise round_checks.broken(self.place)
+        return self._group
+
+    def break_off(self) -> None:
+        """The ranks are at different places: nothing more is reduced over this group."""
+        self._is_broken = True
+        self._reset()
+
+    def leave(self) -> None:
+        """Forget a group that has broken; the hooks stay on the parameters."""
+        reduction_context.deliver(None)
+        self._reset(has_failed=True)
+        self._group = None
+
+    def join(self, group: Group) -> None:
+        """Belong to `group`, after `leave`."""
+        self.place = f"rank {group.rank} of {group.size}"
+        self.weights = BatchWeights(group, self._num_shards, averages=self.weights.averages)
+        self._captures = AutogradGradWatch(self.slots)  # a step that is made again asks again
+        self._step = self._steps_taken = 0  # a rank that is new has taken none
+        self._group = group
+        self._is_broken = False
+        self._reset()
+
+    def detach(self) -> Group | None:
+        """Take the hooks off and forget the group; returns it, if there was one to forget."""
+        reduction_context.deliver(None)
+        self.listener.release()
+        self._late.release()
+        self.transport.close()
+        self._reset()
+        group, self._group = self._group, None
+        self._unread = None
+        return group
+
+    # ------------------------------------------------------------------ for the guard
+
+    def note_step(self) -> None:
+        """An optimizer is about to step, with gradients that it may use."""
+        if self._group is not None:
+            self._group.confirm()
+        self._step += 1
+        self._steps_taken += 1
+        self.has_accumulated = False
+        self.transport.accept_changes()
+        for slot in self._accumulated:
+            slot.accept_changes()
+
+    @property
+    def has_stepped(self) -> bool:
+        """An optimizer has used gradients."""
+        return self._steps_taken > 0
+
+    def suspects_changes(self, slots: Sequence[Slot]) -> bool:
+        """Gradients of this rank alone may have got into gradients or weights of `slots`."""
+        return self._captures.suspects(slots)
+
+    @property
+    def needs_guard(self) -> bool:
+        """There are peers; a rank alone has whole gradients, wherever they come from."""
+        return self._group is not None and self._group.size > 1
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Every gradient was zeroed, and the open window hides none of earlier rounds."""
+        return not self._earlier.by_slot and all(slot.param.grad is None for slot in self.slots)
+
+    @property
+    def has_open_window(self) -> bool:
+        """Gradients have arrived since the last round, or a backward failed midway.
+
+        A failed backward leaves the same gradients with a rank alone as in one process.
+        """
+        return self._window.kind is not None or (self._has_failed and self.needs_guard)
+
+    def has_user_hooks(self, slot: Slot) -> bool:
+        """The user has registered hooks on the parameter."""
+        return slot.number in self.listener.hooked
+
+    @property
+    def has_late_parameters(self) -> bool:
+        """Parameters came later: a rank may have their gradients, and another not."""
+        return self._late.are_there()
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """`param` is in the modules that are synchronised, maybe since later."""
+        return self._late.include(param)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How gradients travel between the ranks: the interface of transports.
+
+`ReductionRounds` is the objective: it knows which backwards belong to one round, what each rank's
+gradients weigh, which faults make the ranks refuse, and whether they may use a round's gradients. A
+transport moves numbers: it sums the ranks' gradients, divides them by the sum of the weights, and
+puts them into ``parameter.grad``. A transport knows no windows and no hooks of the user's.
+
+A new transport (one that scatters the sums over the ranks, say) implements `Transport`; the
+objective, the guard before the optimizers and the tests of the oracle hold for it as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from lockstep.errors import WrongUseError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from lockstep.group import Group
+    from lockstep.sync.batch_weights import BatchWeights
+    from lockstep.sync.buckets import Slot
+    from lockstep.sync.contribution import Contribution, Fault, Sums, UnreadSums
+
+Gradients = dict["Slot", "torch.Tensor"]
+
+
+class RoundOwner(Protocol):
+    """The part of the objective that a transport may use."""
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def weights(self) -> BatchWeights: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def needs_guard(self) -> bool: ...
+    @property
+    def has_late_parameters(self) -> bool: ...
+    def has_user_hooks(self, slot: Slot) -> bool: ...
+    def attached(self) -> Group: ...
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The outcome of a round, from the transport; the objective judges it.
+
+    Attributes:
+        took_place: the ranks have met, and compared what earlier rounds left.
+        has_gradients: some rank has brought gradients.
+        used_all: this rank has brought a gradient for every parameter.
+        verdicts: sums over the ranks that the objective has to judge, each with this rank's
+            contribution to them.
+        unread: sums that are judged later, so that the host need not wait for an accelerator.
+        read_together: every rank reads these sums at this place, so that the ranks can exchange
+            what they have to refuse.
+        unreduced: the parameters whose gradients are still this rank's own.
+    """
+
+    took_place: bool
+    has_gradients: bool
+    used_all: bool
+    verdicts: Sequence[tuple[Sums, Contribution]] = ()
+    unread: UnreadSums | None = None
+    read_together: bool = True
+    unreduced: Collection[Slot] = ()
+
+
+class Transport(Protocol):
+    """How the gradients of the ranks become one.
+
+    A round is `begin`, a backward inside `backward`, and `finish`; or `follow`, where this rank
+    runs no backward. `reset` ends any of them. A transport derives from this class, because methods
+    with a body here suit most transports.
+
+    Attributes:
+        can_rejoin: another group may take the place of one that has broken.
+        ends_late: gradients are complete only after callbacks that the transport itself queues
+            at the end of a backward.
+        stale_advice: for the guard: why a gradient was not reduced, and what to type.
+    """
+
+    can_rejoin: ClassVar[bool] = False
+    ends_late: ClassVar[bool] = False
+    stale_advice: ClassVar[tuple[str, str]]
+
+    @property
+    def hears_arrivals(self) -> bool:
+        """`listener` may ever be set."""
+
+    @property
+    def listener(self) -> Callable[[Slot], None] | None:
+        """Called with each parameter whose gradient has just been accumulated.
+
+        None while nothing can be sent before backward has ended.
+        """
+
+    @property
+    def is_half_sent(self) -> bool:
+        """The peers wait for buckets that this rank has not sent yet."""
+
+    @property
+    def landed(self) -> Collection[Slot]:
+        """The parameters whose gradient is the global one before `finish` is called."""
+        return ()
+
+    def open_window(self, *, is_first: bool) -> None:
+        """A backward will begin, maybe the first of its window; may refuse it."""
+        return
+
+    def check_backward(self, slot: Slot) -> None:
+        """A backward brings its first gradient, that of `slot`; may refuse it."""
+        return
+
+    def backward(self, stand_in: Gradients | None) -> AbstractContextManager[None]:
+        """Around a backward that the objective runs.
+
+        Args:
+            stand_in: of a backward of weight zero: the gradients that the ranks reduce instead
+                of those which arrive.
+        """
+
+    def own_memory(self, gradients: Gradients) -> Gradients:
+        """`gradients`, where the transport will not write; they outlive the next backward."""
+        return gradients
+
+    def begin(self, contribution: Contribution, step: int) -> None:
+        """Begin a round of optimizer step `step`: gradients may leave as they arrive."""
+
+    def finish(self, faults: Sequence[Fault]) -> RoundResult:
+        """End the round whose backward has ended.
+
+        Args:
+            faults: that the objective has found since `begin`.
+
+        Gradient:
+            ``parameter.grad`` becomes the sum over the ranks, divided by the sum of their
+            weights; None where no rank used the parameter.
+
+        Collective:
+            Every rank: this, or `follow`. Blocks.
+        """
+
+    def follow(self, contribution: Contribution, step: int, faults: Sequence[Fault]) -> RoundResult:
+        """Take part in a round without a backward; see `finish`."""
+        self.begin(contribution, step)
+        return self.finish(faults)
+
+    def reset(self, *, has_failed: bool) -> None:
+        """Forget the gradients that have arrived since the last round.
+
+        Args:
+            has_failed: a backward or a round has raised midway.
+        """
+
+    def accept_changes(self) -> None:
+        """An optimizer uses the gradients as they are now."""
+
+    def take_shard(self, shard: int, weight: float) -> None:
+        """Under a shard order: take the gradient of `shard` out of ``parameter.grad``.
+
+        Args:
+            weight: of all backwards of the window so far, in units.
+        """
+        raise _no_shards()
+
+    def last_shard(self, shard: int) -> AbstractContextManager[None]:
+        """Under a shard order: the backward inside is that of this rank's last shard."""
+        raise _no_shards()
+
+    def close(self) -> None:
+        """Let go of the parameters; their gradients become tensors of their own."""
+
+
+def _no_shards() -> WrongUseError:
+    return WrongUseError('sums over shards in a fixed order need sync="replicate"')
+
+
+TransportFactory = Callable[[RoundOwner, Sequence["Slot"], int, int], Transport]
+"""Makes a transport for an objective and its parameters; the two numbers are one that tells its
+model from others (below 64), and the most bytes of a bucket."""
