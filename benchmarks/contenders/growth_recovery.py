@@ -64,7 +64,7 @@ class CrowdEngine(RayEngine):
 
     def __init__(self, actor: Any, size: int) -> None:
         self.workers = Crowd(actor, size)
-        self.spec = SimpleNamespace(num_workers=size, num_shards=size)
+        self.spec = SimpleNamespace(num_workers=size, num_shards=size, log_every=0)
         self._fetcher = None
 
     def _check_session(self) -> None:
