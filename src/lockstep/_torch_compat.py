@@ -474,10 +474,7 @@ COMPILERS_SETTINGS: Final = "torch._inductor.config"
 """The module that the public ``torch.use_deterministic_algorithms`` imports, to set it."""
 
 DISABLE_DYNAMO_WRAPPER: Final = "_disable_dynamo.<locals>.inner"
-"""The qualified name of the wrapper that `torch._compile._disable_dynamo` puts around a function.
-
-A call of the wrapper imports the compiler.
-"""
+"""The qualified name of the wrapper that `torch._compile._disable_dynamo` puts on a function."""
 
 DYNAMO_DISABLE_CACHE_ATTR: Final = "__dynamo_disable"
 """The attribute in which `torch._compile._disable_dynamo` caches `torch._dynamo.disable(fn)`."""
@@ -489,10 +486,7 @@ NAMES_IN_USE_GRAD_WRAPPER: Final = frozenset(
     {"torch", COMPILER, "_dynamo", "graph_break", "cast", "Optimizer"}
     | {"is_grad_enabled", "set_grad_enabled", "defaults"}
 )
-"""The `co_names` of that wrapper in torch 2.6 to 2.13.
-
-`import_compiler_lazily` does not replace a wrapper that uses any other name.
-"""
+"""The `co_names` of that wrapper; a wrapper that uses any other name is not replaced."""
 
 
 def disable_dynamo_at_first_call(function: Callable[..., Any]) -> Any:

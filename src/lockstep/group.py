@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Group`: an explicit handle on the ranks that work together, and its collectives.
-
-No code here reads torch's default group, but for `resolve_group`.
+"""`Group`: an explicit handle on the ranks that work together. Nothing reads the default group.
 
 Two rules make it possible to leave a broken group and to form a new one in the same process:
 
@@ -343,10 +341,9 @@ class Group:
     ) -> list[list[float]]:
         """Every rank's `numbers`, by rank; the error names the ranks that sent none.
 
-        As torch's ``monitored_barrier``, for the moments at which a rank may be absent for a reason
-        of its own, such as a backward that it leaves out. Where metadata travels on the CPU, each
-        rank receives a message from each other one, and so knows which are missing. NCCL's ranks
-        run an all-gather, whose timeout is NCCL's own.
+        As torch's ``monitored_barrier``, for calls that one rank alone may leave out, such as a
+        backward. Where metadata travels on the CPU, each rank receives a message from each other
+        one, and so knows which are missing. NCCL's ranks run an all-gather with NCCL's timeout.
 
         Args:
             numbers: as many finite or infinite numbers on every rank, no NaN.
