@@ -63,8 +63,8 @@ MUTATIONS = {
         "operator/shard_results.py",
         (
             (
-                "weight = _checked(operator, given) if is_own else shard.num_samples",
-                "weight = _checked(operator, given) if is_own else 1",
+                "weight = _parse_weight(operator, given) if is_own else shard.num_samples",
+                "weight = _parse_weight(operator, given) if is_own else 1",
             ),
         ),
         (f"{TABLE}::test_exact_or_refused[replicate-Plain-uneven-2]",),

@@ -160,7 +160,7 @@ class Group:
         Raises:
             PeerLostError: the group is closed, or the collective could not be started.
         """
-        if self._is_silent("all_reduce"):
+        if self._is_local_only("all_reduce"):
             return _DONE
         if op is SUM and is_faster_by_all_gather(tensor, self.size):
             parts = tensor.new_empty(self.size * tensor.numel())
@@ -182,7 +182,7 @@ class Group:
         Raises:
             PeerLostError: another rank went away or the group is closed.
         """
-        if self._is_silent("broadcast"):
+        if self._is_local_only("broadcast"):
             return
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -201,7 +201,7 @@ class Group:
         Raises:
             PeerLostError: another rank went away or the group is closed.
         """
-        if self._is_silent("all_gather"):
+        if self._is_local_only("all_gather"):
             return [tensor.clone()]
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self.all_gather_into(gathered.view(-1), tensor.contiguous().view(-1))
@@ -223,7 +223,7 @@ class Group:
         Raises:
             PeerLostError: another rank went away or the group is closed.
         """
-        if self._is_silent("all_gather"):
+        if self._is_local_only("all_gather"):
             gathered.copy_(tensor)
             return
         self._start("all_gather", ALL_GATHER_ONE, gathered, tensor).wait()
@@ -244,7 +244,7 @@ class Group:
         Raises:
             PeerLostError: the group is closed, or the collective could not be started.
         """
-        if self._is_silent("reduce"):
+        if self._is_local_only("reduce"):
             return _DONE
         options: Any = dist.ReduceOptions()
         options.reduceOp = SUM
@@ -267,7 +267,7 @@ class Group:
         Raises:
             PeerLostError: another rank went away or the group is closed.
         """
-        if self._is_silent("reduce_scatter"):
+        if self._is_local_only("reduce_scatter"):
             received.copy_(sent)
             return
         options: Any = dist.ReduceScatterOptions()
@@ -298,7 +298,7 @@ class Group:
         Raises:
             PeerLostError: another rank went away or the group is closed.
         """
-        if self._is_silent("all_to_all"):
+        if self._is_local_only("all_to_all"):
             received.copy_(sent)
             return
         counts = list(received_rows), list(sent_rows)
@@ -359,7 +359,7 @@ class Group:
         Raises:
             PeerLostError: names the ranks that did not come. The group cannot be used any more.
         """
-        if self._is_silent("monitored_all_gather"):
+        if self._is_local_only("monitored_all_gather"):
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         if self.device.type != "cpu":
@@ -456,7 +456,7 @@ class Group:
                 fix="look for the first failure among the other ranks",
             )
 
-    def _is_silent(self, what: str) -> bool:
+    def _is_local_only(self, what: str) -> bool:
         if self._closed:
             raise PeerLostError(
                 f"{what} on a group that was closed",

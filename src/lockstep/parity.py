@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of N workers beside those of one process: how far apart, and what that means.
+"""Compares gradients of N workers with those of one process, and explains differences.
 
 The measure is relative to the parameter's own gradient, but never finer than a thousandth of
 the whole gradient's norm: where the true gradient is zero up to rounding, rounding is all
@@ -57,7 +57,7 @@ class ParityRow:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The result of the row in words."""
         if self.ok:
             return self.explanation or "equal"
         return f"rank {self.rank}: {self.explanation}"
@@ -99,8 +99,8 @@ class ParityReport:
     def _conclusion(self) -> str:
         wrong = sum(not row.ok for row in self.rows)
         workers = "1 worker" if self.world_size == 1 else f"{self.world_size} workers"
-        unheld = self.inconclusive or any(row.explanation for row in self.rows)
-        alike = "no difference in what could be compared" if unheld else "equal"
+        is_partial = self.inconclusive or any(row.explanation for row in self.rows)
+        alike = "no difference in what could be compared" if is_partial else "equal"
         found = f"{wrong} of {len(self.rows)} parameters differ" if wrong else alike
         return f"{workers} against one process: {found}"
 
@@ -131,7 +131,7 @@ def compare(
     notes: Sequence[str] = (),
     tolerance: float | None = None,
 ) -> ParityReport:
-    """Set every rank's gradients beside one process's.
+    """Compare every rank's gradients with those of one process.
 
     Args:
         truth: gradient by parameter name, from one process; None where it has none.
@@ -169,7 +169,7 @@ def _row(
     reference = _flat(true)
     values = [_flat(grad) for grad in found if grad is not None]
     if not all(bool(value.isfinite().all()) for value in (reference, *values)):
-        return _unbounded_row(name, reference, values)
+        return _non_finite_row(name, reference, values)
     norm = max(float(reference.norm()), floor)
     errors = [float((value - reference).norm()) / norm if norm else 0.0 for value in values]
     rank = max(range(world_size), key=errors.__getitem__)
@@ -185,7 +185,9 @@ def _row(
     return ParityRow(name, errors[rank], scale, cosine, rank, ok, text)
 
 
-def _unbounded_row(name: str, reference: torch.Tensor, values: Sequence[torch.Tensor]) -> ParityRow:
+def _non_finite_row(
+    name: str, reference: torch.Tensor, values: Sequence[torch.Tensor]
+) -> ParityRow:
     """A gradient with NaN or infinity is right where one process has them in the same places."""
     same = [torch.allclose(value, reference, equal_nan=True) for value in values]
     if all(same):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ReductionContext:
-    """The reduction in which the gradients of the present loss will take part.
+    """The group, weight and reduction of the loss that a thread computes.
 
     Attributes:
         group: the ranks whose gradients become one.
@@ -34,8 +34,8 @@ class ReductionContext:
         averages: the losses of the ranks are averaged by weight; False: added.
         at_root: the root of the backward that runs carries the weight. False: the weight will be
             applied where the gradients are reduced.
-        earlier: gradients that earlier steps left, by the ids of their parameters: out of sight
-            during the backward, whose own are added to them when they are reduced.
+        earlier: gradients that earlier rounds left, by the ids of their parameters: they are not in
+            ``parameter.grad`` during the backward, and are added to its reduced gradients.
     """
 
     group: Group
@@ -118,7 +118,7 @@ def activate_for_backward(
 
 
 def deliver(weight: float | None) -> None:
-    """Outside a trainer: set the weight of the batch of this thread's next plain backward."""
+    """Outside a trainer: set the batch weight of this thread's next plain backward."""
     _of_this_thread.delivered = weight
 
 
@@ -129,11 +129,11 @@ def batch_weight() -> float | None:
 
 
 class ExpectedExchange:
-    """A backward to come in which gradients travel between the ranks of `group`.
+    """An upcoming exchange of gradients between the ranks of `group`, in a backward.
 
-    While a crossing is ahead, no bucket may leave: where ranks run their backwards differently
+    While an exchange is expected, no bucket may leave: where ranks run their backwards differently
     (a rank without samples reduces nothing before its backward has ended), one rank's bucket
-    would meet another rank's crossing. The graph keeps the crossing, which ends with it.
+    would meet another rank's exchange. The autograd graph keeps this object alive.
     """
 
     def __init__(self, group: Group) -> None:
@@ -142,7 +142,7 @@ class ExpectedExchange:
             _crossings.add(self)
 
     def finish(self) -> None:
-        """The backward has communicated."""
+        """Note that the backward has communicated."""
         with _crossings_lock:
             _crossings.discard(self)
 

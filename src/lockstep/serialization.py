@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses processes as bytes: arguments and results, states with tensors, exceptions.
+"""Serialises what crosses processes: arguments and results, states with tensors, exceptions.
 
 Everything is a cloudpickle. A state is pickled in two parts: its tensors are taken out of the
 pickle as byte buffers, so that nothing large is copied into a pickle, and each sender chooses how
@@ -92,7 +92,7 @@ def split(state: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def join(head: bytes, buffers: Sequence[Buffer]) -> Any:
-    """What `split` was given. The tensors lie in `buffers`, which may be read-only arrays."""
+    """The state that `split` took apart. The tensors lie in `buffers`, maybe read-only arrays."""
     return _Unpickler(io.BytesIO(head), buffers).load()
 
 

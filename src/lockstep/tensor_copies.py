@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of tensors of any layout, to go back to; and what they are in bytes.
+"""`TensorCopies`: copies of tensors of any layout, to restore them; and tensors as bytes.
 
-The one place that knows which tensors are numbers in memory and strides (a block), and how the
+Only this module knows which tensors are numbers in memory with strides (a block), and how the
 others (sparse, quantized, nested, expanded, conjugated) are copied and written over.
 """
 
@@ -50,7 +50,7 @@ class TensorCopies:
 
 
 def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Each of `targets` gets the value of its counterpart."""
+    """Copy each of `values` into its counterpart in `targets`."""
     plain: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []
     with torch.no_grad():
@@ -65,9 +65,9 @@ def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
 
 
 def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy, also where several elements of `tensor` are one number in memory (``expand``)."""
+    """Copy `value` into `tensor`, whose elements may share memory (``expand``)."""
     if not is_block(tensor):
-        # Not through `detach`: a sparse tensor holds its numbers itself, and would keep its own.
+        # Not through `detach`: a detached sparse tensor has memory of its own.
         with torch.no_grad():
             tensor.copy_(value)
         return
@@ -79,18 +79,18 @@ def write_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def fits(value: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """The numbers of `value` can take the place of those of `tensor`, whatever they are."""
+    """Whether both are blocks of the same shape and dtype, so that one can hold the other."""
     are_blocks = is_block(value) and is_block(tensor)
     return are_blocks and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
 
 
 def is_block(tensor: torch.Tensor) -> bool:
-    """The tensor is numbers in memory and strides, nothing else."""
+    """Whether the tensor consists of numbers in memory and strides, and nothing else."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def is_expanded(block: torch.Tensor) -> bool:
-    """Several elements of the block are one number in memory."""
+    """Whether several elements of the block share one number in memory."""
     return any(
         not stride and size > 1 for size, stride in zip(block.shape, block.stride(), strict=True)
     )
@@ -104,7 +104,7 @@ def as_bytes(block: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Every element is a number of its own in memory, as it is."""
+    """Whether every element has its own number in memory, stored as it is."""
     if not is_block(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
     return not is_expanded(tensor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of tensors: batches, outputs of models, states. Their containers are the user's.
+"""Functions on trees of tensors (batches, outputs of models, states), as in torch's pytree.
 
 A container is a mapping, a list, a tuple (named ones too) or a dataclass; everything else is a
 leaf. A list or tuple of nothing but plain values is a leaf, too: rows of a batch, as torch's
@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 PLAIN_TYPES: Final = (str, bytes, int, float, complex, bool, np.generic, type(None))
-"""What a row of a batch may be without being a tensor."""
+"""The types of a batch's rows that are no tensors."""
 
 
 class Key(NamedTuple):
-    """Which child of a container: a mapping's key, a sequence's number, a dataclass's field."""
+    """The key of a container's child: a mapping's key, a sequence's index, a dataclass's field."""
 
     form: str
     value: Any
@@ -39,7 +39,7 @@ KeyPath = tuple[Key, ...]
 """The keys from the root of a tree to a leaf."""
 
 Rebuild = Callable[[Any, list[Any]], Any]
-"""From a container, and what its children have become, to the container around those."""
+"""A function from a container and new children to a container around those."""
 
 
 def keystr(path: KeyPath) -> str:
@@ -61,11 +61,11 @@ def children_of(tree: Any) -> list[tuple[Key, Any]] | None:
 
 
 def is_rows(tree: Any) -> bool:
-    """A sequence of plain values, one for each row of a batch."""
+    """Whether the tree is a sequence of plain values, one for each row of a batch."""
     return isinstance(tree, list | tuple) and all(isinstance(row, PLAIN_TYPES) for row in tree)
 
 
-def rebuilt(like: Any, values: list[Any]) -> Any:
+def rebuild_container(like: Any, values: list[Any]) -> Any:
     """A container of the kind of `like` around other children, in the order of `children_of`."""
     if isinstance(like, Mapping):
         named: Any = dict(zip(like, values, strict=True))
@@ -85,7 +85,9 @@ def rebuilt(like: Any, values: list[Any]) -> Any:
     return type(like)(values)
 
 
-def tree_map(function: Callable[[Any], Any], tree: Any, rebuild: Rebuild = rebuilt) -> Any:
+def tree_map(
+    function: Callable[[Any], Any], tree: Any, rebuild: Rebuild = rebuild_container
+) -> Any:
     """The same structure around ``function(leaf)`` of every leaf."""
     return tree_map_with_path(lambda _, leaf: function(leaf), tree, rebuild)
 
@@ -93,7 +95,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any, rebuild: Rebuild = rebui
 def tree_map_with_path(
     function: Callable[[KeyPath, Any], Any],
     tree: Any,
-    rebuild: Rebuild = rebuilt,
+    rebuild: Rebuild = rebuild_container,
     path: KeyPath = (),
 ) -> Any:
     """The same structure around ``function(path, leaf)`` of every leaf."""

@@ -23,7 +23,7 @@ from torch import nn
 from harness import reset
 from lockstep.errors import PeerLostError
 from lockstep.sync.fsdp import FSDPSync
-from lockstep.sync.parameter_shards import whole_of
+from lockstep.sync.parameter_shards import gather_whole
 from ranks.programs import X, Y
 
 
@@ -211,7 +211,7 @@ def state_there_and_back(group):
     state = pair.optimizer.state_dict()
     full = copy.deepcopy(state)
     full["state"] = {
-        number: {name: whole_of(value) for name, value in own.items()}
+        number: {name: gather_whole(value) for name, value in own.items()}
         for number, own in state["state"].items()
     }
     moments = pair.optimizer.state[pair.model.first.weight]["exp_avg"]

@@ -166,7 +166,7 @@ def test_an_addition_is_no_factor_also_where_few_elements_tell(shape):
     slot.deliver(first)
     captures.note("rank 0", 1, 0)
     first.view(-1)[-1] += 1.0  # a vector's last element is not among the samples
-    assert captures.suspects([slot])
+    assert captures.has_suspicious_changes([slot])
 
 
 @every_way

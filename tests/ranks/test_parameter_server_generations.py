@@ -103,7 +103,7 @@ def _gradients(sync, optimizer):
     return [served._number_of[id(p)] for p in params], [p.grad for p in params]
 
 
-def generation(ranks, server, *, goes_on_at=None, moment=None, victim=None):
+def generation(ranks, server, *, resume_step=None, moment=None, victim=None):
     """What becomes of each of `ranks`; None for one that trained to the end."""
     thread = threading.Thread(target=server.serve)
     thread.start()
@@ -112,14 +112,14 @@ def generation(ranks, server, *, goes_on_at=None, moment=None, victim=None):
     def one_rank(group):
         rank = ranks[group.rank]
         sync = ParameterServerSync(
-            [rank.model], rank.optimizers, group, server.address, goes_on_at=goes_on_at
+            [rank.model], rank.optimizers, group, server.address, resume_step=resume_step
         )
         strike = killed_at(moment, rank, sync) if group.rank == victim else lambda reached: None
         try:
             rank.train(sync, parts[group.rank], strike)
         finally:
             group.close()
-            sync.part()
+            sync.leave_group()
 
     results = outcomes(len(ranks), one_rank)
     thread.join()
@@ -148,6 +148,6 @@ def test_no_step_is_lost_and_none_is_made_twice(moment, victim):
     for rank in left:
         rank.go_to(furthest.state())
     after = ParameterServer("127.0.0.1", 2, b"another secret", 20.0, before=server)
-    assert generation(left, after, goes_on_at=furthest.committed) == [None, None]
+    assert generation(left, after, resume_step=furthest.committed) == [None, None]
     assert_equal_on_all_ranks([weights([rank.model]) for rank in left])
     assert_same(weights([left[0].model]), weights([truth.model]))

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import ReplicasDifferError
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
-from lockstep.sync.parameter_server.remote_optimizer import pickled_optimizers
+from lockstep.sync.parameter_server.remote_optimizer import pickle_optimizers
 
 
 class Counting(torch.optim.Optimizer):
@@ -59,8 +59,8 @@ class Run:
             settings = {name: value for name, value in group.items() if name != "params"}
             self.groups.append([(settings, numbers)])
         self.store, self.size = ParameterStore(size), size
-        self.pickled_optimizers = pickled_optimizers(optimizers, self.parameters)
-        self.attach(self.pickled_optimizers)
+        self.pickle_optimizers = pickle_optimizers(optimizers, self.parameters)
+        self.attach(self.pickle_optimizers)
 
     def attach(self, body):
         for rank in range(1, self.size):
@@ -100,7 +100,7 @@ class Run:
         return [param.detach().clone() for param in self.store._parameters.values()]
 
     def regrouped(self, committed, size=1):
-        self.store, self.size = self.store.succeeded_by(size), size
+        self.store, self.size = self.store.make_successor(size), size
         answer = self.attach(committed)
         for number, weight in zip(answer.body, answer.tensors, strict=True):
             assert torch.equal(weight, self.store._parameters[number])
@@ -233,9 +233,9 @@ def test_workers_that_are_left_further_behind_than_was_kept():
 @pytest.mark.parametrize("is_first", [True, False], ids=["first generation", "another one"])
 def test_who_comes_too_early_is_answered_when_rank_0_has_come(is_first):
     run = Run(OPTIMIZERS["sgd"])
-    store, body = ParameterStore(2), run.pickled_optimizers
+    store, body = ParameterStore(2), run.pickle_optimizers
     if not is_first:
-        store, body = run.store.succeeded_by(2), 0
+        store, body = run.store.make_successor(2), 0
     assert store.handle(1, Message("attach")) == {}
     assert not store.is_idle
     answers = store.handle(0, Message("attach", body))

@@ -420,7 +420,7 @@ def test_a_rank_that_goes_away_keeps_nobody_waiting(where):
             optimizer.step()
         # Straight to the server: through the group a peer's end would be noticed too.
         rounds = sync._rounds
-        sync._sum_at_server(rounds.attached(), rounds.transport.reducer.layout.buckets[0])
+        sync._sum_at_server(rounds.attached_group(), rounds.transport.reducer.layout.buckets[0])
 
     one, other = run(loop)
     assert isinstance(one, PeerLostError)

@@ -33,12 +33,12 @@ MUTANTS = {
         "sync/buckets.py", "if self._references() != self._held_by_us:", "if False:"
     ),
     "a_gradient_of_the_users_is_replaced": Mutant(
-        "sync/tensor_references.py",
+        "sync/tensor_reference_counts.py",
         "        return not (\n            any(map(is_view, grads))",
         "        return None not in grads or not (\n            any(map(is_view, grads))",
     ),
     "hooks_are_run_by_autograd": Mutant(
-        "sync/gradient_hooks.py",
+        "sync/parameter_hooks.py",
         "        self.users[key] = hook\n",
         "        super().__setitem__(key, hook)\n",
     ),
@@ -103,7 +103,7 @@ MUTANTS = {
     ),
     "a_dropped_window_keeps_its_weight": Mutant(
         "sync/accumulation_window.py",
-        "return all(map(_is_as_left, self._left, (slot.param.grad for slot in slots)))",
+        "return all(map(_is_unchanged, self._remembered, (slot.param.grad for slot in slots)))",
         "return True",
     ),
     "a_failed_backward_leaves_nothing": Mutant(

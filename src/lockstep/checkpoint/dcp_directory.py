@@ -31,7 +31,7 @@ from lockstep.checkpoint.atomic_write import sync, write_error
 from lockstep.checkpoint.file_format import read_file, write
 from lockstep.checkpoint.plain_values import plain_state
 from lockstep.errors import CheckpointError, CheckpointWriteError
-from lockstep.tensor_tree import KeyPath, rebuilt, tree_map, tree_map_with_path
+from lockstep.tensor_tree import KeyPath, rebuild_container, tree_map, tree_map_with_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -179,7 +179,7 @@ def _with_tensors(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
     def put_in(like: Any, values: list[Any]) -> Any:
         if not isinstance(like, Mapping) or _MARK not in like:
-            return rebuilt(like, values)
+            return rebuild_container(like, values)
         name, shape, dtype = like[_MARK]
         tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
         return tensors[name]

@@ -23,7 +23,7 @@ from lockstep.tensor_tree import (
     children_of,
     is_rows,
     keystr,
-    rebuilt,
+    rebuild_container,
     tree_map_with_path,
 )
 
@@ -82,7 +82,7 @@ def _join(parts: list[Any], path: KeyPath) -> Any:
     joined = [
         _join(column, (*path, key)) for column, (key, _) in zip(columns, children, strict=True)
     ]
-    return rebuilt(first, joined)
+    return rebuild_container(first, joined)
 
 
 def _join_arrays(parts: list[Any], path: KeyPath) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.tensor_tree import Key, children_of, rebuilt
+from lockstep.tensor_tree import Key, children_of, rebuild_container
 
 
 def split_predictions(output: Any, count: int, place: str = "the output") -> list[Any]:
@@ -44,7 +44,9 @@ def split_predictions(output: Any, count: int, place: str = "the output") -> lis
     if children is None:
         raise _not_rows(place, count, f"a {type(output).__name__}")
     columns = [split_predictions(child, count, f"{place}{key}") for key, child in children]
-    return [rebuilt(output, [column[number] for column in columns]) for number in range(count)]
+    return [
+        rebuild_container(output, [column[number] for column in columns]) for number in range(count)
+    ]
 
 
 def _not_rows(place: str, count: int, got: str) -> ConfigurationError:

@@ -160,7 +160,7 @@ def build_training_parts(
         if not context.is_spare or context.options.sync == "ddp":
             attach(registered, context)
         if context.is_spare:
-            registered.part()
+            registered.leave_group()
     return registered
 
 

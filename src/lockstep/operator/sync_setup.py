@@ -63,11 +63,11 @@ def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> N
     if not context.options.wrap_ddp:
         return
     if registered.sync is not None and registered.can_join:
-        registered.sync.join(context.group)
+        registered.sync.join_group(context.group)
         registered.attached = tuple(registered.parameters())
         compare_optimizers(context.group, registered)
         return
-    registered.sync_options = replace(registered.sync_options, goes_on_at=committed)
+    registered.sync_options = replace(registered.sync_options, resume_step=committed)
     attach(registered, context)
 
 
@@ -87,7 +87,7 @@ def _replicate(registered: TrainingParts, context: RankContext) -> Synchroniser:
         registered.modules(),
         context.group,
         bucket_cap_mb=context.options.bucket_cap_mb,
-        broadcast=registered.sync_options.goes_on_at is None,
+        broadcast=registered.sync_options.resume_step is None,
         buffers=registered.sync_options.buffers,
         averages=registered.sync_options.averages,
         order=shard_order(context),
@@ -138,9 +138,9 @@ def _parameter_server(registered: TrainingParts, context: RankContext) -> Synchr
         registered.optimizers,
         context.group,
         context.server_address,
-        goes_on_at=registered.sync_options.goes_on_at,
+        resume_step=registered.sync_options.resume_step,
         bucket_cap_mb=context.options.bucket_cap_mb,
-        broadcast=registered.sync_options.goes_on_at is None,
+        broadcast=registered.sync_options.resume_step is None,
         buffers=registered.sync_options.buffers,
         averages=registered.sync_options.averages,
     )

@@ -22,7 +22,7 @@ from lockstep.operator.registration import (
     require_single_loader,
 )
 from lockstep.operator.training_parts import SyncOptions
-from lockstep.tensor_tree import children_of, rebuilt
+from lockstep.tensor_tree import children_of, rebuild_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -443,4 +443,4 @@ def _move_to_device(batch: Any, device: torch.device) -> Any:
     children = children_of(batch)
     if children is None:
         return batch
-    return rebuilt(batch, [_move_to_device(child, device) for _, child in children])
+    return rebuild_container(batch, [_move_to_device(child, device) for _, child in children])

@@ -30,7 +30,7 @@ class SyncOptions:
         buffers: "after_backward", or "manual" where the loop says when.
         averages: False if the losses are sums over their batches.
         ddp_args: for torch's DistributedDataParallel.
-        goes_on_at: steps of the run that have happened, where another generation of the group
+        resume_step: steps of the run that have happened, where another generation of the group
             goes on: the ranks' values are equal already. None at the beginning: they become
             rank 0's.
     """
@@ -38,7 +38,7 @@ class SyncOptions:
     buffers: str
     averages: bool
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
-    goes_on_at: int | None = None
+    resume_step: int | None = None
 
 
 @dataclass
@@ -60,9 +60,9 @@ class TrainingParts:
     can_join: bool = False
     averages: list[AveragedModel] = field(default_factory=list)
 
-    def part(self) -> None:
+    def leave_group(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""
-        self.can_join = self.sync is not None and self.sync.part()
+        self.can_join = self.sync is not None and self.sync.leave_group()
 
     def refuse_added_parameters(self) -> None:
         """Raise if a model holds parameters that it did not hold when it was registered.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the N gradients of N ranks become one: `GradientSync`, and the ways beside it."""
+"""The reduction of the gradients of N ranks to one: `GradientSync`, its transports and variants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.sync.shard_tree_sum import ShardOrder as ShardOrder
 from lockstep.sync.single_process import SingleProcess as SingleProcess
 
 Synchroniser: TypeAlias = GradientSync | SingleProcess
-"""Makes one gradient of the ranks' gradients: over one transport or another, or without peers."""
+"""Reduces the ranks' gradients to one, over some transport; or has no peers."""
 
 __all__ = [
     "GradientSync",

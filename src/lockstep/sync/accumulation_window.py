@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One accumulation window: the backwards of one rank since the last round of reduction."""
+"""`AccumulationWindow`: the backwards of one rank since the last round of reduction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from lockstep._torch_compat import version_of
 from lockstep.sync import round_checks
-from lockstep.sync.contribution import PLAIN, WEIGHTED, Contribution, Fault
+from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from lockstep.sync.buckets import Slot
     from lockstep.sync.earlier_gradients import EarlierGradients
 
-_Left = tuple[weakref.ref[torch.Tensor], int]
-"""A gradient as a backward has left it, and its version."""
+_RememberedGradient = tuple[weakref.ref[torch.Tensor], int]
+"""The gradient in ``parameter.grad`` when a backward ended, and its version."""
 
 
-def _as_left(grad: torch.Tensor | None) -> _Left | None:
-    """A gradient that a backward has left in ``parameter.grad``; None where there is none."""
+def _remember(grad: torch.Tensor | None) -> _RememberedGradient | None:
+    """Remember `grad` and its version; None if there is no gradient."""
     # A weak reference: the tensor is the user's to free, and a freed tensor's id is soon
     # another tensor's.
     return None if grad is None else (weakref.ref(grad), version_of(grad))
 
 
-def _is_as_left(left: _Left | None, grad: torch.Tensor | None) -> bool:
-    """Is `grad` the tensor that the backward left, with the same version?"""
+def _is_unchanged(left: _RememberedGradient | None, grad: torch.Tensor | None) -> bool:
+    """Whether `grad` is the remembered tensor, with the same version."""
     if left is None or grad is None:
         return left is None and grad is None
     return left[0]() is grad and left[1] == version_of(grad)
@@ -53,10 +53,10 @@ class AccumulationWindow:
     weight: float = 0.0
     delivered: float | None = None
     faults: list[Fault] = field(default_factory=list)
-    _left: list[_Left | None] | None = None
+    _remembered: list[_RememberedGradient | None] | None = None
 
     def enter(self, kind: str, weights: BatchWeights, where: str) -> None:
-        """Note a backward of `kind`, and what its batch counts.
+        """Note a backward of `kind`, and the weight of its batch.
 
         Args:
             where: for the error.
@@ -79,21 +79,21 @@ class AccumulationWindow:
             return True
         if self.kind != kind:
             got = f"a {self.kind} backward, then a {kind} one"
-            raise round_checks.refused("mixed", got, where=where)
+            raise round_checks.fault_error("mixed", got, where=where)
         return False
 
     def _enter_plain(self, delivered: float | None, where: str) -> None:
-        """Note a plain backward of a batch that counts `delivered`."""
+        """Note a plain backward of a batch whose weight is `delivered`."""
         if self._enter(PLAIN, where):
             self.delivered = delivered
         elif self.delivered != delivered:
-            # The sum of local gradients cannot be taken apart any more. Reported and not
-            # raised: on the other ranks the weights may have stayed the same.
+            # The terms of the sum of local gradients are lost. This rank reports the fault and does
+            # not raise: on the other ranks the weights may have stayed the same.
             got = f"the delivered weight changed from {self.delivered} to {delivered}"
             self.faults.append(Fault("changed", got))
 
     def _enter_sum(self, delivered: float | None, where: str) -> None:
-        """Note a plain backward whose loss is a sum, of a batch that counts unless zero."""
+        """Note a plain backward whose loss is a sum; it counts unless `delivered` is zero."""
         counts = None if delivered is None else float(delivered > 0)
         if self._enter(WEIGHTED, where):
             self.delivered = counts
@@ -119,16 +119,18 @@ class AccumulationWindow:
             made.is_delivered = self.delivered is not None
         return made
 
-    def note_left(self, slots: Sequence[Slot]) -> None:
-        """A backward of the window has ended: note the tensor in each ``parameter.grad``."""
-        self._left = [_as_left(slot.param.grad) for slot in slots]
+    def remember_gradients(self, slots: Sequence[Slot]) -> None:
+        """After a backward of the window: remember the tensor in each ``parameter.grad``."""
+        self._remembered = [_remember(slot.param.grad) for slot in slots]
 
-    def holds_what_was_left(self, slots: Sequence[Slot]) -> bool:
-        """Every ``parameter.grad`` is the tensor, in the version, that `note_left` has seen."""
-        if self._left is None:
+    def has_unchanged_gradients(self, slots: Sequence[Slot]) -> bool:
+        """Whether each ``parameter.grad`` is the remembered tensor, in the same version."""
+        if self._remembered is None:
             return True
-        return all(map(_is_as_left, self._left, (slot.param.grad for slot in slots)))
+        return all(map(_is_unchanged, self._remembered, (slot.param.grad for slot in slots)))
 
-    def has_reached(self, slots: Iterable[Slot]) -> bool:
-        """The window's backwards have left a gradient in every one of these parameters."""
-        return all(self._left is None or self._left[slot.number] is not None for slot in slots)
+    def has_gradients_of(self, slots: Iterable[Slot]) -> bool:
+        """Whether the window's backwards have left a gradient in each of these parameters."""
+        return all(
+            self._remembered is None or self._remembered[slot.number] is not None for slot in slots
+        )

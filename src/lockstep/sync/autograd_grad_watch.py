@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of parameters that ``torch.autograd.grad`` has computed: this rank's own.
+"""Watches for traces of gradients that a program computed with ``torch.autograd.grad``.
 
-These gradients pass no reduction, and their use by a program cannot be seen. Its traces can:
-weights that have changed although nothing was reduced and no optimizer stepped (an update by
-hand), or reduced gradients that have changed otherwise than by a factor or a limit.
+Such gradients belong to this rank alone: no round reduces them. Lockstep cannot see a program use
+them, but it sees the traces: weights that have changed although no gradient was reduced and no
+optimizer stepped (an update by hand), or reduced gradients that have changed otherwise than by a
+factor or a limit.
 
-Clipping is told apart from additions by some elements of each gradient, and not by asking the
-other ranks: a rank that computes gradients for its log alone must not wait for peers.
+Some elements of each gradient tell clipping from additions. The other ranks are not asked: a rank
+that computes gradients for its log alone must not wait for peers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Moment(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """A parameter when the program had called ``torch.autograd.grad``.
+    """The state of a parameter after a call of ``torch.autograd.grad``.
 
     Attributes:
         version: of the weight, at the call.
@@ -58,12 +59,12 @@ class AutogradGradWatch:
         self._before: dict[Slot, _Before] = {}
 
     def note(self, place: str, rounds: int, steps: int) -> None:
-        """``torch.autograd.grad`` computes gradients now.
+        """Note that ``torch.autograd.grad`` computes gradients now.
 
         Args:
             place: this rank, for the error.
-            rounds: reductions that there have been.
-            steps: of optimizers.
+            rounds: number of reductions so far.
+            steps: number of optimizers' steps so far.
 
         Raises:
             GradientNotReducedError: weights were changed since the last time, and nothing was
@@ -85,22 +86,22 @@ class AutogradGradWatch:
                 self._before[slot] = _Before(version_of(slot.param), _sample_of(slot))
 
     @property
-    def are_fresh(self) -> bool:
-        """``torch.autograd.grad`` was called, and not every optimizer has stepped since."""
+    def is_pending(self) -> bool:
+        """Whether an optimizer has not stepped since a call of ``torch.autograd.grad``."""
         return bool(self._before)
 
     def remember_gradients(self) -> None:
-        """A round has left its gradients."""
+        """After a round: sample the gradients that it has left."""
         for slot in self._before:
             self.remember(slot)
 
     def remember(self, slot: Slot) -> None:
-        """A round has left the gradient of `slot`."""
+        """Sample the gradient that a round has left in `slot`."""
         if slot in self._before:
             self._before[slot] = self._before[slot]._replace(sample=_sample_of(slot))
 
-    def suspects(self, slots: Sequence[Slot]) -> bool:
-        """Before an optimizer of `slots` steps: has the program changed weights, or gradients?
+    def has_suspicious_changes(self, slots: Sequence[Slot]) -> bool:
+        """Before an optimizer of `slots` steps: whether the program changed weights or gradients.
 
         Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
         other optimizers do: the gradients of `slots` were computed with them.
@@ -111,7 +112,7 @@ class AutogradGradWatch:
             self._before[slot] = before._replace(version=version_of(slot.param))
         if are_weights_changed:
             return True
-        if any(_is_by_hand(slot) for slot, before in found if before.sample is None):
+        if any(_is_assigned_by_hand(slot) for slot, before in found if before.sample is None):
             return True
         pairs = [
             (before.sample, _sample(grad))
@@ -122,40 +123,42 @@ class AutogradGradWatch:
         ]
         kinds = {slot.param.dtype for slot, _ in found}
         rounding = 8.0 * max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-        return not all(_is_clipped(*each, rounding) for each in _judged_together(pairs))
+        return not all(_is_clipped(*each, rounding) for each in _group_for_comparison(pairs))
 
 
-def _judged_together(
+def _group_for_comparison(
     pairs: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each gradient's sample by itself, for programs clip module by module.
+    """Each gradient's sample alone, because programs clip module by module.
 
-    A gradient with one nonzero number is judged together with others: one number alone is always
-    some multiple of its former value.
+    A gradient with one nonzero number joins others: one number alone is always some multiple of its
+    former value.
     """
 
-    def stacked(some: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def stack_pairs(
+        some: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         before, now = zip(*some, strict=True)
         return torch.stack(before), torch.stack(now)
 
     telling = [pair for pair in pairs if pair[1][:-1].count_nonzero() > 1]
     others = [pair for pair in pairs if pair[1][:-1].count_nonzero() <= 1]
-    yield from (stacked([pair]) for pair in telling)
+    yield from (stack_pairs([pair]) for pair in telling)
     if others:
         is_one = sum(int(now[:-1].count_nonzero()) for _, now in others) <= 1
-        yield stacked([*others, *telling[:1]] if is_one else others)
+        yield stack_pairs([*others, *telling[:1]] if is_one else others)
 
 
 def _is_clipped(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:
     return _is_scaled(before, now, rounding) or _is_limited(before, now)
 
 
-def _is_by_hand(slot: Slot) -> bool:
-    return slot.param.grad is not None and not slot.holds_delivered
+def _is_assigned_by_hand(slot: Slot) -> bool:
+    return slot.param.grad is not None and not slot.holds_reduced
 
 
 def _is_scaled(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:
-    """Every element was multiplied by one factor, or set to zero."""
+    """Whether every element was multiplied by one factor, or set to zero."""
     before, now = before.flatten(), now.flatten()
     largest = int((now.abs() > 0).double().mul(before.abs()).argmax())
     # One number alone (and its norm) is always some multiple of its former value.
@@ -166,7 +169,7 @@ def _is_scaled(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool
 
 
 def _is_limited(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Every element was kept, or cut to one limit."""
+    """Whether every element was kept, or cut to one limit."""
     before, now, was, norm = before[:, :-1], now[:, :-1], before[:, -1], now[:, -1]
     limit = now.abs().max()
     cut = (now.abs() == limit) & (now * before > 0) & (before.abs() > limit)
@@ -175,7 +178,7 @@ def _is_limited(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 def _sample_of(slot: Slot) -> torch.Tensor | None:
     grad = slot.param.grad
-    if grad is None or grad.layout is not torch.strided or not slot.holds_delivered:
+    if grad is None or grad.layout is not torch.strided or not slot.holds_reduced:
         return None
     return _sample(grad)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph task that a hook runs in, and calls at the end of the outermost one.
+"""Calls a function at the end of the outermost graph task in which a hook runs.
 
 A graph task is one run of autograd's engine. Reentrant checkpointing starts a second one from
 inside a node of the first; callbacks belong to the task in which they are queued, and there is no
@@ -8,8 +8,8 @@ before the engine returns to the node of the outer one, and its callbacks with i
 that is queued in an inner task does nothing when called and, when destroyed, queues itself anew,
 which is then in the enclosing task.
 
-If a later torch should destroy tasks at another moment, no reduction would run, and the optimizer
-guard refuses the step: a clear failure.
+If a later torch destroyed tasks at another moment, no reduction would run, and the optimizer guard
+would refuse the step: a clear failure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def call_at_end(function: Callable[[], None], or_else: Callable[[], None] | None
 
 
 class _AtEnd:
-    """A task that fails is destroyed with its callbacks, which were not called."""
+    """A callback of a graph task; autograd destroys it uncalled if the task fails."""
 
     def __init__(self, function: Callable[[], None], or_else: Callable[[], None] | None) -> None:
         self._function = function

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a rank's batches, which multiply the roots of backwards.
+"""`BatchWeights`: the weights of a rank's batches, by which the roots of backwards are multiplied.
 
 A weighted backward multiplies its root by weight / unit, and the reduced sum is divided by the
-sum of weight / unit. The unit cancels, but keeps what flows backward near 1: a root times
-100 000 tokens would overflow float16. All ranks take the same one, known beforehand or from
+sum of weight / unit. The unit cancels, but keeps the gradients near their usual size: a root times
+100 000 tokens would overflow float16. All ranks take the same unit, known beforehand or from
 the sums of the same earlier round: where a gather sends gradients across ranks, roots of
 different units would be silently wrong.
 """
@@ -17,14 +17,14 @@ import torch
 
 from lockstep import reduction_context
 from lockstep.errors import ConfigurationError, WeightError
-from lockstep.sync.contribution import PLAIN, WEIGHTED
+from lockstep.sync.round_contribution import PLAIN, WEIGHTED
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.sync.contribution import Sums
+    from lockstep.sync.round_contribution import Sums
 
 
-def checked_weight(weight: Any, where: str) -> float:
+def parse_weight(weight: Any, where: str) -> float:
     """A weight as a float.
 
     Raises:
@@ -44,14 +44,14 @@ def checked_weight(weight: Any, where: str) -> float:
     )
 
 
-def weighted_root(
+def make_weighted_root(
     loss: torch.Tensor, given: torch.Tensor | None, scale: float, where: str
 ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-    """Where backward starts, so that its gradients carry `scale`.
+    """Make the root of a backward whose gradients carry the factor `scale`.
 
-    A gradient that backward is given has its shape compared, for which torch imports sympy, a
-    third of a second: in a worker that would be the step after a death, when fewer workers carry
-    unequal parts. So the 1 that backward takes by itself is multiplied on its way.
+    Torch compares the shape of an explicit ``gradient=``, for which it imports sympy, a third of a
+    second: in a worker that would happen in the step after a death, when fewer workers carry
+    unequal parts. So a hook multiplies the 1 with which torch begins a backward by itself.
 
     Args:
         loss: a scalar, or with `given` of any shape.
@@ -60,8 +60,8 @@ def weighted_root(
         where: for the error.
 
     Returns:
-        The scale as the root's dtype can hold it (the gradients will carry the rounded scale, so
-        they must also be divided by it), the root, and its ``gradient=``.
+        The scale rounded to the root's dtype (the gradients will carry the rounded scale, so they
+        must also be divided by it), the root, and its ``gradient=``.
 
     Gradient:
         Of `scale` times the loss.
@@ -84,7 +84,7 @@ def weighted_root(
         return carried, loss, torch.full_like(loss, carried)
     if carried == 1.0 or not loss.requires_grad:
         return carried, loss, None
-    # A view: hooks of the user's own on the loss see what arrives there.
+    # A view, so that the user's own hooks on the loss see the multiplied gradient.
     with torch.enable_grad():  # backward itself does not ask whether it is
         root = loss.view_as(loss)
     root.register_hook(lambda gradient: gradient * carried)
@@ -114,33 +114,33 @@ class BatchWeights:
         self.averages = averages
         self._place = f"rank {group.rank} of {group.size}"
         self._num_batches = num_shards or group.size
-        # In a fixed order of shards nothing may follow the number of ranks.
-        self._learns = averages and num_shards is None
-        self._of_kind = {PLAIN: 1.0, WEIGHTED: 1.0}
+        # With a fixed order of shards no number may depend on the number of ranks.
+        self._has_learned_units = averages and num_shards is None
+        self._unit_by_kind = {PLAIN: 1.0, WEIGHTED: 1.0}
         self._mean = 1.0
         self._delivered: float | WeightError | None = None
 
     def unit(self, kind: str) -> float:
         """The divisor of the weight of a backward of `kind`."""
-        return self._mean * self._of_kind[kind]
+        return self._mean * self._unit_by_kind[kind]
 
-    def expect(self, total: float | None) -> None:
+    def set_expected_total(self, total: float | None) -> None:
         """See `GradientSync.expect_weight`; equal weights then need no division."""
         self._mean = total / self._num_batches if total and self.averages else 1.0
 
-    def learn(self, sums: Sums) -> None:
+    def update_units(self, sums: Sums) -> None:
         """Take the next unit from a round's sums; they are the same on every rank."""
-        if not self._learns:
+        if not self._has_learned_units:
             return
         for kind, ranks in ((PLAIN, sums.plain), (WEIGHTED, sums.weighted)):
             if ranks and math.isfinite(sums.weight) and sums.weight > 0.0:
-                found = sums.weight * self._num_batches / ranks * self._of_kind[kind]
-                self._of_kind[kind] = 2.0 ** round(math.log2(found))
+                found = sums.weight * self._num_batches / ranks * self._unit_by_kind[kind]
+                self._unit_by_kind[kind] = 2.0 ** round(math.log2(found))
 
     def deliver(self, weight: float | WeightError | None) -> None:
         """See `GradientSync.set_delivered_weight`."""
         is_number = weight is not None and not isinstance(weight, WeightError)
-        number = checked_weight(weight, self._place) if is_number else None
+        number = parse_weight(weight, self._place) if is_number else None
         self._delivered = weight if isinstance(weight, WeightError) else number
         reduction_context.deliver(number)
 
@@ -153,12 +153,16 @@ class BatchWeights:
 
     @property
     def is_borrowed(self) -> bool:
-        """The batch in hand belongs to another rank: this one has no samples."""
+        """Whether the current batch is borrowed: this rank has no samples in this step.
+
+        A rank without samples in this step computes on another rank's batch with weight 0, so that
+        it takes part in the collectives.
+        """
         return self._delivered == 0.0
 
     def root(
         self, loss: torch.Tensor, given: torch.Tensor | None, weight: float
     ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-        """Where the backward of a loss that counts `weight` starts; see `weighted_root`."""
+        """The root of the backward of a loss with that weight; see `make_weighted_root`."""
         share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)
-        return weighted_root(loss, given, share, self._place)
+        return make_weighted_root(loss, given, share, self._place)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport of flat buckets of our own: an all-reduce each, a tree over shards, or a server.
+"""`BucketTransport`: flat buckets, summed by all-reduce, by a tree over shards, or by a server.
 
 Which parameters have a place in a bucket follows ``requires_grad``: a parameter that is frozen
 when the buckets are made waits outside. When any rank unfreezes it, all ranks give it a place;
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep._torch_compat import version_of
 from lockstep.sync import round_checks
-from lockstep.sync.contribution import WEIGHTED, Contribution, UnreadSums
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import Reducer
+from lockstep.sync.round_contribution import WEIGHTED, Contribution, UnreadSums
 from lockstep.sync.transport import RoundResult, Transport
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group, Pending
     from lockstep.sync.buckets import Bucket, Slot
-    from lockstep.sync.contribution import Fault, Sums
+    from lockstep.sync.round_contribution import Fault, Sums
     from lockstep.sync.shard_tree_sum import ShardOrder
     from lockstep.sync.transport import Gradients, RoundOwner
 
@@ -37,7 +37,7 @@ _STALE: Final = (
 
 
 class BucketTransport(Transport):
-    """See `Transport`.
+    """Reduces gradients in flat buckets; see `Transport`.
 
     Args:
         owner: the objective.
@@ -48,7 +48,7 @@ class BucketTransport(Transport):
         combine: sums a full bucket, in the place of an all-reduce, and waits for the sum. Nothing
             travels before backward has ended: inside it, a rank that waited for a server could
             keep a peer waiting that needs it in a collective of the model's own.
-        meet: called first where a round ends; raises if a rank is somewhere else.
+        check_place: called first at the end of a round; raises if a rank is at another place.
 
     Attributes:
         reducer: of the parameters that are in buckets.
@@ -65,7 +65,7 @@ class BucketTransport(Transport):
         *,
         order: ShardOrder | None = None,
         combine: Callable[[Group, Bucket], Pending] | None = None,
-        meet: Callable[[], None] | None = None,
+        check_place: Callable[[], None] | None = None,
     ) -> None:
         self._owner = owner
         self._slots = slots
@@ -73,26 +73,26 @@ class BucketTransport(Transport):
         self._cap_bytes = cap_bytes
         self._order = order
         self._combine = combine
-        self._meet = meet
+        self._check_place = check_place
         self._taken_weight = 0.0
         self._last_shard: int | None = None
         self._is_finishing = False
-        self._listener: Callable[[Slot], None] | None = None
-        self._admit([slot for slot in slots if slot.param.requires_grad])
+        self._on_accumulated: Callable[[Slot], None] | None = None
+        self._make_buckets([slot for slot in slots if slot.param.requires_grad])
 
     # ------------------------------------------------------------------ places in buckets
 
-    def _admit(self, active: list[Slot]) -> None:
+    def _make_buckets(self, active: list[Slot]) -> None:
         """Make the buckets anew, for the parameters in `active`."""
-        self.reducer = self._reducer_of(active)
+        self.reducer = self._make_reducer(active)
         members = {slot.number for slot in active}
-        self._outside = [slot for slot in self._slots if slot.number not in members]
-        # No overlap in the first backward: what arrives twice in one backward (a parameter in
-        # two reentrant checkpoints) must not leave after the first time, so look first.
+        self._unbucketed = [slot for slot in self._slots if slot.number not in members]
+        # The first backward only counts arrivals: a bucket whose gradient arrives twice in one
+        # backward (a parameter in two reentrant checkpoints) must not leave after the first time.
         self._arrivals: dict[int, int] | None = {} if self.reducer.can_overlap else None
 
-    def _reducer_of(self, slots: Sequence[Slot]) -> Reducer:
-        group, divides = self._owner.attached(), self._owner.weights.averages
+    def _make_reducer(self, slots: Sequence[Slot]) -> Reducer:
+        group, divides = self._owner.attached_group(), self._owner.weights.averages
         how = (slots, group, self._cap_bytes, self._signature)
         if self._order is not None:
             return OrderedReducer(*how, order=self._order, divides=divides)
@@ -100,8 +100,8 @@ class BucketTransport(Transport):
 
     @property
     def _has_unfrozen(self) -> bool:
-        """A parameter outside requires a gradient now."""
-        return any(slot.param.requires_grad for slot in self._outside)
+        """Whether a parameter that has no bucket requires a gradient now."""
+        return any(slot.param.requires_grad for slot in self._unbucketed)
 
     def _reduce_unfrozen(self, first: Contribution) -> tuple[Sums, Contribution]:
         """A second round, for unfrozen parameters; from the next backward on they have buckets.
@@ -115,38 +115,38 @@ class BucketTransport(Transport):
         Collective:
             Every rank: one exchange, and the all-reduces of the new buckets.
         """
-        mine = [slot.number for slot in self._outside if slot.param.requires_grad]
-        numbers = set().union(*self._owner.attached().exchange(mine))
-        second = self._reducer_of([slot for slot in self._slots if slot.number in numbers])
+        mine = [slot.number for slot in self._unbucketed if slot.param.requires_grad]
+        numbers = set().union(*self._owner.attached_group().exchange(mine))
+        second = self._make_reducer([slot for slot in self._slots if slot.number in numbers])
         contribution = replace(first, faults=list(first.faults), has_unfrozen=False)
         second.start(contribution)
         sums = second.finish(must_read=True)
         assert sums is not None
         gradients = {slot: slot.param.grad for slot in self._slots}
         active = numbers | {slot.number for slot in self.reducer.layout.slots}
-        self._admit([slot for slot in self._slots if slot.number in active])
+        self._make_buckets([slot for slot in self._slots if slot.number in active])
         for slot, gradient in gradients.items():
-            slot.deliver(gradient)  # a view of the buckets of before
+            slot.set_reduced(gradient)  # a view of the buckets of before
         return sums, contribution
 
     # ------------------------------------------------------------------ arrivals
 
     @property
-    def hears_arrivals(self) -> bool:
-        """See `Transport`: with one bucket nothing leaves before backward has ended."""
-        return self.reducer.can_overlap or bool(self._outside)
+    def needs_on_accumulated(self) -> bool:
+        """See `Transport`: a lone bucket leaves only after backward."""
+        return self.reducer.can_overlap or bool(self._unbucketed)
 
     @property
-    def listener(self) -> Callable[[Slot], None] | None:
+    def on_accumulated(self) -> Callable[[Slot], None] | None:
         """See `Transport`."""
-        return self._listener
+        return self._on_accumulated
 
     def _count(self, slot: Slot) -> None:
         assert self._arrivals is not None
         self._arrivals[slot.number] = self._arrivals.get(slot.number, 0) + 1
 
-    def _settle_arrivals(self) -> None:
-        """A backward is over: from now on buckets whose gradients come once may leave early."""
+    def _end_counting(self) -> None:
+        """After a backward: let buckets leave early whose gradients arrive once."""
         if not self._arrivals:
             return
         for bucket in self.reducer.layout.buckets:
@@ -161,15 +161,15 @@ class BucketTransport(Transport):
         if self._order is None:
             return
         if not self._owner.is_paused and self._last_shard is None:
-            raise round_checks.out_of_order(self._owner.place)
+            raise round_checks.out_of_order_error(self._owner.place)
         # Unfrozen since the buckets were made: every worker runs the same operator.
         if is_first and self._has_unfrozen:
-            self._admit([slot for slot in self._slots if slot.param.requires_grad])
+            self._make_buckets([slot for slot in self._slots if slot.param.requires_grad])
 
     def backward(self, stand_in: Gradients | None) -> AbstractContextManager[None]:
         """See `Transport`: a stand-in is in ``parameter.grad`` before `finish`."""
         if stand_in is not None:
-            self._listener = None
+            self._on_accumulated = None
         return nullcontext()
 
     # ------------------------------------------------------------------ rounds
@@ -184,9 +184,9 @@ class BucketTransport(Transport):
         self.reducer.start(contribution, step)
         if self._last_shard is not None and isinstance(self.reducer, OrderedReducer):
             weight = contribution.weight if contribution.kind == WEIGHTED else 0.0
-            self.reducer.end_with(self._last_shard, weight - self._taken_weight)
+            self.reducer.set_last_shard(self._last_shard, weight - self._taken_weight)
         if self.reducer.can_overlap:
-            self._listener = self.reducer.arrive if self._arrivals is None else self._count
+            self._on_accumulated = self.reducer.arrive if self._arrivals is None else self._count
 
     def finish(self, faults: Sequence[Fault]) -> RoundResult:
         """See `Transport`.
@@ -195,12 +195,12 @@ class BucketTransport(Transport):
             The all-reduces of the remaining buckets.
         """
         self._is_finishing = True
-        if self._meet is not None:
-            self._meet()
-        self._listener = None
+        if self._check_place is not None:
+            self._check_place()
+        self._on_accumulated = None
         contribution = self.reducer.contribution
         contribution.faults += faults
-        reducer, is_whole = self.reducer, not self._outside
+        reducer, is_whole = self.reducer, not self._unbucketed
         sums = reducer.finish()
         used_all = reducer.used_all() and is_whole
         verdicts = [] if sums is None else [(sums, contribution)]
@@ -209,7 +209,7 @@ class BucketTransport(Transport):
             unread = UnreadSums(reducer.layout.sums_on_device, contribution)
         if contribution.has_unfrozen or (sums is not None and sums.unfrozen):
             verdicts.append(self._reduce_unfrozen(contribution))
-        self._settle_arrivals()
+        self._end_counting()
         self._is_finishing = False
         return RoundResult(
             took_place=True,
@@ -230,12 +230,12 @@ class BucketTransport(Transport):
         self.reducer.abandon()
         self._is_finishing = False
         self._taken_weight = 0.0
-        self._listener = None
+        self._on_accumulated = None
 
     def accept_changes(self) -> None:
         """See `Transport`."""
         for bucket in self.reducer.layout.buckets:
-            bucket.delivered_version = version_of(bucket.flat)
+            bucket.reduced_version = version_of(bucket.flat)
             for slot in bucket.kept:
                 slot.accept_changes()
 

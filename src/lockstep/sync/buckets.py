@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat buckets: where every gradient lives, and what travels behind the last one.
+"""Flat buckets: the memory of the gradients, with flags and sums behind the last bucket.
 
 A bucket is one contiguous tensor per (device, dtype); ``parameter.grad`` is a view into it, so that
 a reduced bucket needs no copying back. Buckets are filled in reverse registration order, which is
@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep._torch_compat import copy_each, storage_use_count, version_of, zero_each
-from lockstep.sync.contribution import Sums
-from lockstep.sync.tensor_references import are_fresh, from_cpp, from_python, is_fresh
+from lockstep.sync.round_contribution import Sums
+from lockstep.sync.tensor_reference_counts import (
+    are_all_fresh,
+    cpp_references,
+    fresh_flags,
+    python_references,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,45 +55,45 @@ class Slot:
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
         self.last_round = 0
-        self._delivered: weakref.ref[torch.Tensor] | None = None
+        self._reduced: weakref.ref[torch.Tensor] | None = None
         self._version = 0
 
-    def disown(self) -> None:
-        """``param.grad`` is a gradient of this rank alone."""
-        self._delivered = None
+    def mark_local(self) -> None:
+        """Note that ``param.grad`` is a gradient of this rank alone."""
+        self._reduced = None
 
-    def deliver(self, gradient: torch.Tensor | None) -> None:
-        """Make `gradient`, which every rank holds, the parameter's."""
+    def set_reduced(self, gradient: torch.Tensor | None) -> None:
+        """Let ``param.grad`` be `gradient`, which is the same on every rank."""
         if self.param.grad is not gradient:
             self.param.grad = gradient
         if gradient is not None and gradient is not self.view:
-            self._delivered, self._version = weakref.ref(gradient), version_of(gradient)
+            self._reduced, self._version = weakref.ref(gradient), version_of(gradient)
 
     @property
-    def holds_delivered(self) -> bool:
-        """``param.grad`` is the tensor that the last round left there."""
+    def holds_reduced(self) -> bool:
+        """Whether ``param.grad`` is the tensor that the last round left there."""
         grad = self.param.grad
         if grad is None:
             return False
-        return grad is self.view or (self._delivered is not None and self._delivered() is grad)
+        return grad is self.view or (self._reduced is not None and self._reduced() is grad)
 
     @property
     def is_untouched(self) -> bool:
-        """``param.grad`` is that tensor, not written since its round (or `accept_changes`)."""
+        """Whether ``param.grad`` is that tensor, unwritten since its round or `accept_changes`."""
         grad = self.param.grad
-        if grad is None or not self.holds_delivered:
+        if grad is None or not self.holds_reduced:
             return False
         in_bucket = grad is self.view and self.bucket is not None
-        known = self.bucket.delivered_version if in_bucket and self.bucket else self._version
+        known = self.bucket.reduced_version if in_bucket and self.bucket else self._version
         return version_of(grad) == known
 
     def accept_changes(self) -> None:
-        """An optimizer has used the gradient as it is now."""
+        """Note that an optimizer has used the gradient as it is now."""
         grad = self.param.grad
-        if grad is None or not self.holds_delivered:
+        if grad is None or not self.holds_reduced:
             return
         if grad is self.view and self.bucket is not None:
-            self.bucket.delivered_version = version_of(grad)
+            self.bucket.reduced_version = version_of(grad)
         else:
             self._version = version_of(grad)
 
@@ -103,8 +108,8 @@ class Bucket:
     ``parameter.grad`` and gets the reduced values by a copy.
 
     Attributes:
-        delivered_version: the version of the views, when they were delivered.
-        kept: those whose gradient stays ``parameter.grad``.
+        reduced_version: the version of the views after the last round.
+        kept: the parameters whose gradient tensor stays ``parameter.grad``.
     """
 
     def __init__(
@@ -126,12 +131,12 @@ class Bucket:
         self._take_memory(device, dtype, tail)
 
     def _take_memory(self, device: torch.device, dtype: torch.dtype, tail: int) -> None:
-        # Not zeros: it is written whole before it is sent, and its pages are taken only then.
+        # Not zeros: `pack` writes the whole bucket before it is sent.
         self.flat = torch.empty(self._size + tail, device=device, dtype=dtype)
         self.payload = self.flat[: self._size]
         self.tail = self.flat[self._size :]
         self.views: list[torch.Tensor] = []
-        self.delivered_version = 0
+        self.reduced_version = 0
         offset = 0
         for slot in self.slots:
             length = _length(slot.param)
@@ -142,28 +147,28 @@ class Bucket:
         self._held_by_us = self._references()
 
     def _references(self) -> tuple[list[int], list[int], int]:
-        """Those to each view from Python, to each from C++, and to the memory."""
+        """The numbers of references to each view from Python and from C++, and to the memory."""
         views = self.views
-        return from_python(views), from_cpp(views), storage_use_count(self.flat)
+        return python_references(views), cpp_references(views), storage_use_count(self.flat)
 
-    def claim(self) -> None:
-        """Before a write: take other memory if tensors elsewhere share the present one."""
+    def ensure_unshared(self) -> None:
+        """Before a write: take new memory if tensors elsewhere share the present one."""
         if self._references() != self._held_by_us:
             self._take_memory(self.flat.device, self.flat.dtype, len(self.tail))
 
-    def expect(self) -> None:
-        """A backward begins: wait for the gradients of all parameters that are not frozen."""
+    def await_gradients(self) -> None:
+        """At the start of a backward: wait for the gradients of all parameters not frozen."""
         self.missing = {slot.number for slot in self.slots if slot.param.requires_grad}
 
     def pack(self, scale: float = 1.0) -> None:
-        """Bring every gradient into its view, times `scale`, and note which ones there are.
+        """Copy every gradient into its view, times `scale`, and note which parameters have one.
 
         Raises:
             RuntimeError: a gradient that cannot be copied into a strided tensor (sparse), or of
                 another shape, dtype or device than the parameter had when the bucket was made.
         """
         self.kept = []
-        self.claim()
+        self.ensure_unshared()
         grads = [param.grad for param in self._params]
         if not (self.slots and self._pack_fresh(grads, scale)):
             self._pack_each(grads)
@@ -175,7 +180,7 @@ class Bucket:
         places: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
-        fresh = is_fresh(grads)
+        fresh = fresh_flags(grads)
         for slot, grad, view, is_ours in zip(self.slots, grads, self.views, fresh, strict=True):
             if grad is None:
                 absent.append(view)
@@ -197,8 +202,8 @@ class Bucket:
             zero_each(absent)
 
     def _pack_fresh(self, grads: list[torch.Tensor | None], scale: float) -> bool:
-        """The common case: all gradients are there, fresh from autograd, with no other holder."""
-        if not are_fresh(grads):
+        """Pack the common case: all gradients exist, fresh from autograd, with no other holder."""
+        if not are_all_fresh(grads):
             return False
         if scale != 1.0 and self._is_long:
             # One pass over memory instead of two, which is what large gradients cost.
@@ -213,17 +218,17 @@ class Bucket:
         self.used = self._all_used
         return True
 
-    def give_back(self) -> None:
-        """The reduced values to gradients that stay where they are; and note the version."""
+    def copy_to_kept(self) -> None:
+        """Copy the reduced values into the gradients of `kept`, and note the version."""
         for slot in self.kept:
             grad, view = slot.param.grad, slot.view
             if grad is not None and view is not None and grad is not view:
-                slot.deliver(grad.copy_(view))
+                slot.set_reduced(grad.copy_(view))
         for slot in self.kept:
             slot.accept_changes()  # views of one tensor have one version together
-        self.delivered_version = version_of(self.flat)
+        self.reduced_version = version_of(self.flat)
 
-    def silence(self) -> None:
+    def fill_with_zeros(self) -> None:
         """Contribute zeros, whatever the gradients hold (they may be NaN)."""
         self.payload.zero_()
         self.used = [False] * len(self.slots)
@@ -238,7 +243,9 @@ class Layout:
         # low-precision models.
         keys = sorted(groups, key=lambda key: (key[1] in _EXACT, key[1].itemsize))
         pieces = [
-            (key, piece) for key in keys for piece in _cut(groups[key], cap_bytes, key[1].itemsize)
+            (key, piece)
+            for key in keys
+            for piece in _cut_into_buckets(groups[key], cap_bytes, key[1].itemsize)
         ]
         size = len(slots) + len(Sums._fields)
         if not pieces or pieces[-1][0][1] not in _EXACT:
@@ -267,8 +274,7 @@ class Layout:
         """Put this rank's flags and sums behind the last bucket."""
         values: list[float] = [flag for bucket in self.buckets for flag in bucket.used]
         values += sums[:-3]
-        # Almost every round says the same as the one before, but for its number: keep the
-        # tensor, not the list.
+        # Almost every round has the values of the last one, but for its number: keep the tensor.
         if values != self._written:
             self._written = values
             self._image = torch.tensor(
@@ -281,7 +287,7 @@ class Layout:
             self.tail[-1].fill_(sums.earlier)
 
     def is_one(self, weight: float) -> bool:
-        """Whether a sum of weights is 1 as exactly as the tail can say it."""
+        """Whether a sum of weights is 1, up to the rounding of the tail's dtype."""
         return abs(weight - 1.0) <= 4.0 * torch.finfo(self.tail.dtype).eps
 
     def read_sums(self) -> Sums:
@@ -303,11 +309,11 @@ def _by_device_and_dtype(
     return groups
 
 
-def _cut(slots: list[Slot], cap_bytes: int, item_bytes: int) -> list[list[Slot]]:
-    """Pieces of at most `cap_bytes`, and none that waits on after a large gradient.
+def _cut_into_buckets(slots: list[Slot], cap_bytes: int, item_bytes: int) -> list[list[Slot]]:
+    """Cut into pieces of at most `cap_bytes`; a large gradient closes its piece.
 
-    Many small gradients are cheaper in one call. One that is large by itself gains nothing from
-    company, and the layer below it would keep it back: backward would then hide less of it.
+    Many small gradients are cheaper in one call. A large gradient gains nothing from more in its
+    bucket, which would have to wait for the layer below: less of it would overlap backward.
     """
     pieces: list[list[Slot]] = [[]]
     filled = 0

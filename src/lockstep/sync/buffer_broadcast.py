@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Module buffers that follow rank 0's after each backward.
+"""`BufferBroadcast`: makes module buffers equal to rank 0's after each backward.
 
 Two things make this harder than a broadcast of tensors. A forward may replace a buffer by one of
 another shape, so that ranks would bring messages of unequal length. And a graph whose backward is
@@ -21,8 +21,8 @@ import torch
 from lockstep._torch_compat import buffers_of
 from lockstep.errors import NotAvailableError
 from lockstep.sync.tensor_bits import same_bits
-from lockstep.sync.tensor_broadcast import block_for, parts_of, unpacked
-from lockstep.sync.tensor_references import has_aliases, is_in_graph
+from lockstep.sync.tensor_broadcast import make_block, split_into_messages, unpack_block
+from lockstep.sync.tensor_reference_counts import has_aliases, is_in_graph
 from lockstep.tensor_copies import fits, is_block, write_into
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 _FILE: Final = "file"
 _Shape = tuple[torch.dtype, torch.Size] | str | None
-"""What decides how many bytes of a buffer travel; `_FILE` for a file, which brings its length."""
+"""A buffer's dtype and shape, hence its bytes in a message; `_FILE`: it travels as a file."""
 
 
 @dataclass
 class BufferPlace:
-    """A module and the name of one of its buffers. Not the tensor, which modules may replace."""
+    """A module and the name of one of its buffers; the module may replace the tensor."""
 
     owner: torch.nn.Module
     key: str
@@ -76,7 +76,7 @@ def buffer_places(modules: Iterable[torch.nn.Module]) -> list[BufferPlace]:
 
 
 class BufferBroadcast:
-    """The buffers that follow rank 0's, and the shapes of them that every rank knows.
+    """The buffers to broadcast from rank 0, and the shapes of them that every rank knows.
 
     A buffer of rank 0's may get another shape, as one that is as long as the rank's rows (the last
     activations, a recurrent state). How many bytes travel must not depend on it: a broadcast of
@@ -123,29 +123,29 @@ class BufferBroadcast:
                     buffers_of(place.owner)[place.key] = None
 
     def _send_blocks(self, group: Group, cap_bytes: int, *, is_reshaped: bool) -> bool:
-        """Whether rank 0 has other shapes than were sent; nothing has been written then."""
+        """Broadcast the buffers; True, and nothing is written, if rank 0 has other shapes."""
         places: dict[int, BufferPlace] = {}
         blocks: list[torch.Tensor] = []
         for place, shape in zip(self._places, self._known, strict=True):
             if isinstance(shape, tuple):
                 held = place.tensor()
-                block = held if _shape_of(held) == shape else _room_for(shape, held, group)
+                block = held if _shape_of(held) == shape else _empty_block(shape, held, group)
                 assert block is not None
                 blocks.append(block)
                 places[id(block)] = place
-        parts = list(parts_of(blocks, cap_bytes)) or [[]]
+        parts = list(split_into_messages(blocks, cap_bytes)) or [[]]
         first = parts[0][0].device if parts[0] else group.device
         flag = torch.full((1,), is_reshaped, dtype=torch.uint8, device=first)
         parts[0].insert(0, flag)
         for part in parts:
             # A copy, even of a buffer that travels alone: a graph may have saved it.
-            message = block_for(part, group.rank == 0)
+            message = make_block(part, group.rank == 0)
             group.broadcast(message, 0)
             if group.rank == 0:
                 if first.type == "cpu" and is_reshaped:
                     return True
                 continue
-            for block, value in zip(part, unpacked(message, part), strict=True):
+            for block, value in zip(part, unpack_block(message, part), strict=True):
                 if block is not flag:
                     places[id(block)].put(value)
                 elif first.type == "cpu" and value:
@@ -162,7 +162,7 @@ class BufferBroadcast:
         names = [place.key for place, shape, known in pairs if shape != known]
         if group.device.type == "cpu":
             return True
-        # Ranks would have to wait for the device in every step, to learn of it.
+        # To learn of another shape, the ranks would have to wait for the device in every step.
         raise NotAvailableError(
             "a buffer has another shape than when it was synchronised",
             where=f"rank 0 of {group.size}",
@@ -178,7 +178,7 @@ def _shape_of(tensor: torch.Tensor | None) -> _Shape:
     return (tensor.dtype, tensor.shape) if is_block(tensor) else _FILE
 
 
-def _room_for(
+def _empty_block(
     shape: tuple[torch.dtype, torch.Size], held: torch.Tensor | None, group: Group
 ) -> torch.Tensor:
     device = group.device if held is None else held.device

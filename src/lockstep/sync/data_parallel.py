@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process, several device replicas of one model (what torch.nn.DataParallel is for).
+"""`ReplicatedModel`: device replicas of a model in one process, like torch.nn.DataParallel.
 
 A call cuts its batch along dim 0, runs every part on a device of its own with copies of the one
 model's parameters, and joins the outputs. The copies belong to the graph, so backward adds the
@@ -28,13 +28,13 @@ from lockstep.tensor_tree import KeyPath, keystr, tensors_in, tree_map_with_path
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_JOINED: Final = (torch.strided, torch.sparse_coo)
+_JOINABLE_LAYOUTS: Final = (torch.strided, torch.sparse_coo)
 
 Tensors = dict[str, torch.Tensor]
 
 
 class ReplicatedModel(nn.Module):
-    """A model whose calls are shared out over devices.
+    """A model that cuts the batch of each call and runs one part on each device.
 
     Its ``module`` is the one model, which holds the weights, the gradients and the buffers.
     Every other attribute and method of this object is the one model's.
@@ -78,7 +78,7 @@ class ReplicatedModel(nn.Module):
             ConfigurationError: an input, or an output, has not got the batch in dim 0.
             LostUpdateError: the replicas left different values in the model.
         """
-        rows = _rows((args, kwargs))
+        rows = _num_rows((args, kwargs))
         count = max(1, min(len(self.devices), rows or 1))
         if count == 1:
             return self.module(*args, **kwargs)
@@ -88,9 +88,9 @@ class ReplicatedModel(nn.Module):
         outputs: list[Any] = []
         for number, device in enumerate(run.devices):
             part = slice(bounds[number], bounds[number + 1])
-            inputs = _scattered((args, kwargs), part, rows, device)
+            inputs = _scatter((args, kwargs), part, rows, device)
             output = run.call(number, *inputs)
-            outputs.append(_checked_output(output, part.stop - part.start, self.devices[0]))
+            outputs.append(_require_output_rows(output, part.stop - part.start, self.devices[0]))
         run.refuse_lost_updates()
         return concatenate(outputs)
 
@@ -122,14 +122,14 @@ class _ReplicaCalls:
         self.devices = devices
         parameters = dict(module.named_parameters())
         buffers = dict(module.named_buffers())
-        # Replica 0 is the model itself. The others are copied before replica 0 changes anything.
+        # Replica 0 is the model itself. Copy the others before replica 0 changes the model.
         self._copies: list[Tensors] = [{**parameters, **buffers}]
         for device in devices[1:]:
             copies = {name: _copy_to(param, device) for name, param in parameters.items()}
             with torch.no_grad():
                 copies |= {name: item.to(device, copy=True) for name, item in buffers.items()}
             self._copies.append(copies)
-        self._before = _left_behind(module)
+        self._before = _graph_tensors_on(module)
 
     def call(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run replica `number` on its part of the batch."""
@@ -157,14 +157,20 @@ class _ReplicaCalls:
         statistics = _running_statistics(self._module)
         for number, copies in enumerate(self._copies[1:], start=1):
             for name, value in copies.items():
-                if name not in statistics and not _same(value.detach(), own[name].detach()):
-                    raise _lost_update(number, f"`{name}`, which replica 0 left with other values")
+                if name not in statistics and not _has_same_values(
+                    value.detach(), own[name].detach()
+                ):
+                    raise _lost_update_error(
+                        number, f"`{name}`, which replica 0 left with other values"
+                    )
 
     def _refuse_left_tensors(self, number: int) -> None:
-        """Raise if forward left a part of the graph on the module: only one replica's stays."""
-        for place, value in _left_behind(self._module).items():
+        """Raise if forward left a tensor of the graph on the module: only one replica's stays."""
+        for place, value in _graph_tensors_on(self._module).items():
             if self._before.get(place) != value and torch.is_grad_enabled():
-                raise _lost_update(number, f"`{place}`, a tensor that forward left on the module")
+                raise _lost_update_error(
+                    number, f"`{place}`, a tensor that forward left on the module"
+                )
 
 
 class _Copy(torch.autograd.Function):
@@ -189,7 +195,7 @@ def _copy_to(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copied
 
 
-def _left_behind(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def _graph_tensors_on(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Tensors of a graph that are attributes of modules: their ids, by place."""
     found: dict[str, tuple[int, ...]] = {}
     for path, part in module.named_modules():
@@ -216,7 +222,7 @@ def _running_statistics(module: nn.Module) -> set[str]:
     }
 
 
-def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
+def _has_same_values(value: torch.Tensor, own: torch.Tensor) -> bool:
     value = value.to(own.device)
     # Under torch.compile a tensor has no bytes to look at: numbers are compared.
     if not torch.compiler.is_compiling() and same_bits(value, own):
@@ -239,46 +245,46 @@ def _refuse_synced_statistics(module: nn.Module, count: int) -> None:
             )
 
 
-def _rows(inputs: Any) -> int | None:
+def _num_rows(inputs: Any) -> int | None:
     """The leading length of the first tensor that has one."""
     return next((tensor.size(0) for tensor in tensors_in(inputs) if tensor.ndim), None)
 
 
-def _scattered(inputs: Any, part: slice, rows: int, device: torch.device) -> Any:
+def _scatter(inputs: Any, part: slice, rows: int, device: torch.device) -> Any:
     def cut(path: KeyPath, leaf: Any) -> Any:
         place = f"input{keystr(path)}"
         if isinstance(leaf, torch.Tensor):
             if leaf.ndim == 0:
                 return leaf.to(device)
             if leaf.is_nested or leaf.layout is not torch.strided:
-                raise _without_strides(place, leaf)
+                raise _layout_error(place, leaf)
             if leaf.shape[0] != rows:
-                raise _without_rows(place, f"shape {tuple(leaf.shape)}", rows)
+                raise _rows_error(place, f"shape {tuple(leaf.shape)}", rows)
             return leaf[part].to(device, non_blocking=True)
         if isinstance(leaf, list) and len(leaf) == rows:
             return leaf[part]
         if isinstance(leaf, list | tuple | str | bytes | int | float | complex | bool | None):
             return leaf
-        raise _without_rows(place, f"a {type(leaf).__name__}", rows)
+        raise _rows_error(place, f"a {type(leaf).__name__}", rows)
 
     return tree_map_with_path(cut, inputs)
 
 
-def _checked_output(output: Any, rows: int, device: torch.device) -> Any:
+def _require_output_rows(output: Any, rows: int, device: torch.device) -> Any:
     def look(path: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         place = f"output{keystr(path)}"
-        if leaf.is_nested or leaf.layout not in _JOINED:
-            raise _without_strides(place, leaf)
+        if leaf.is_nested or leaf.layout not in _JOINABLE_LAYOUTS:
+            raise _layout_error(place, leaf)
         if leaf.ndim == 0 or leaf.shape[0] != rows:
-            raise _without_rows(place, f"shape {tuple(leaf.shape)}", rows)
+            raise _rows_error(place, f"shape {tuple(leaf.shape)}", rows)
         return leaf.to(device)
 
     return tree_map_with_path(look, output)
 
 
-def _without_rows(place: str, got: str, rows: int) -> ConfigurationError:
+def _rows_error(place: str, got: str, rows: int) -> ConfigurationError:
     return ConfigurationError(
         "a replica's rows cannot be told from the others'",
         where=f"{place} of a model under sync='data_parallel'",
@@ -291,7 +297,7 @@ def _without_rows(place: str, got: str, rows: int) -> ConfigurationError:
     )
 
 
-def _without_strides(place: str, leaf: torch.Tensor) -> ConfigurationError:
+def _layout_error(place: str, leaf: torch.Tensor) -> ConfigurationError:
     return ConfigurationError(
         "torch cannot cut such a tensor into the replicas' rows, or join it again",
         where=f"{place} of a model under sync='data_parallel'",
@@ -302,7 +308,7 @@ def _without_strides(place: str, leaf: torch.Tensor) -> ConfigurationError:
     )
 
 
-def _lost_update(number: int, what: str) -> LostUpdateError:
+def _lost_update_error(number: int, what: str) -> LostUpdateError:
     return LostUpdateError(
         "a replica's forward changed its copy of the model, and the change would be lost",
         where=f"replica {number}",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round under ``sync="ddp"``: the models' buckets, from full to global, by turns.
+"""`DDPRound`: one round of reduction under ``sync="ddp"``, one model after the other.
 
 A turn is the reduction of one model: the ranks agree which model's turn it is (`ddp_round_header`),
 send the model's buckets, wait, and divide once by the sum of the weights. With one model its
-buckets leave while backward still runs; with several a model's leave together, so that those of two
-models that finish at the same time never mix, and a rank that only follows knows what comes.
+buckets leave while backward still runs; with several a model's leave together, so that the buckets
+of two models that finish at the same time never mix, and a rank without a backward knows the order.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from lockstep import reduction_context
 from lockstep._torch_compat import call_at_end_of_task
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync import round_checks
-from lockstep.sync.contribution import Contribution, Fault
-from lockstep.sync.ddp_round_header import Header, exchange, make_header
-from lockstep.sync.ddp_wrapper import put_in, taken_out, views_of
+from lockstep.sync.ddp_round_header import Header, exchange_headers, make_header
+from lockstep.sync.ddp_wrapper import copy_from_view, views_of, write_to_view
+from lockstep.sync.round_contribution import Contribution, Fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from lockstep.group import Pending
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.contribution import Sums
     from lockstep.sync.ddp_wrapper import DDPWrapper
+    from lockstep.sync.round_contribution import Sums
     from lockstep.sync.transport import Gradients, RoundOwner
 
 
 @dataclass
 class _BucketInFlight:
-    """One bucket on its way; DDP waits for `future`, which is None without a backward."""
+    """A bucket whose all-reduce may run; DDP waits for `future`, None without a backward."""
 
     flat: torch.Tensor
     params: Sequence[torch.Tensor]
@@ -54,25 +54,25 @@ class Turn:
         buckets: of the model, so far.
         used: how many ranks used each of its parameters; None where all must be used.
         is_led: the ranks agreed that it is this model's turn.
-        has_landed: its gradients are the global ones.
+        is_reduced: the buckets hold the global gradients.
     """
 
     buckets: list[_BucketInFlight] = field(default_factory=list)
     used: torch.Tensor | None = None
-    asked: Pending | None = None
+    used_pending: Pending | None = None
     is_led: bool = False
-    has_landed: bool = False
+    is_reduced: bool = False
 
 
 class DDPRound:
-    """The reductions of one backward, or of following one.
+    """The reductions of one backward, or of the peers' backward, which this rank follows.
 
     Args:
         owner: the objective.
         models: all of them, in an order that is the same on every rank.
         slots: the synchronised parameters, by the ids of the tensors.
-        used: those that got a gradient on this rank since the last round; grows meanwhile.
-        finds_unused: the ranks ask each other which parameters were used.
+        used: the parameters that got a gradient on this rank since the last round; it grows.
+        finds_unused: the ranks exchange which parameters were used.
 
     Attributes:
         stand_in: while a backward of weight zero runs, the window's gradients before it.
@@ -102,10 +102,10 @@ class DDPRound:
         self.stand_in: Gradients | None = None
         self.sums: Sums | None = None
         self.refusal: BaseException | None = None
-        self._gone: set[Slot] = set()
+        self._sent: set[Slot] = set()
         self._late: list[Slot] = []
 
-    def bring(self, contribution: Contribution, step: int) -> None:
+    def set_contribution(self, contribution: Contribution, step: int) -> None:
         """Set this rank's contribution, and the optimizer step that it is for."""
         self.contribution = contribution
         self._step = step
@@ -114,41 +114,41 @@ class DDPRound:
         slot = self._slots.get(id(param))
         if slot is None:
             fault = Fault.of("unknown", [f"one of shape {tuple(param.shape)}"])
-            raise round_checks.refused(*fault, where=self._owner.place)
+            raise round_checks.fault_error(*fault, where=self._owner.place)
         return slot
 
     def note_arrival(self, slot: Slot) -> None:
-        """A gradient was accumulated; too late if its bucket has left."""
-        if slot in self._gone:
+        """Note that a gradient was accumulated; it is late if its bucket has been sent."""
+        if slot in self._sent:
             self._late.append(slot)
 
     @property
     def has_sent(self) -> bool:
-        """Peers wait for what does not come any more, if this round is not finished."""
+        """Whether buckets were sent, so that peers wait for the rest of the round."""
         return any(turn.is_led for turn in self._turns.values())
 
-    def unfinished(self) -> list[DDPWrapper]:
-        """The models whose reducer waits for what will not come."""
-        return [m for m, turn in self._turns.items() if turn.buckets and not turn.has_landed]
+    def unfinished_models(self) -> list[DDPWrapper]:
+        """The models whose reducer waits for gradients that will not come."""
+        return [m for m, turn in self._turns.items() if turn.buckets and not turn.is_reduced]
 
-    def landed(self) -> list[DDPWrapper]:
-        """The models whose gradients are the global ones."""
-        return [model for model, turn in self._turns.items() if turn.has_landed]
+    def reduced_models(self) -> list[DDPWrapper]:
+        """The models whose gradients are reduced."""
+        return [model for model, turn in self._turns.items() if turn.is_reduced]
 
-    def led(self) -> list[DDPWrapper]:
-        """The models whose own backward has reduced them."""
+    def models_reduced_by_backward(self) -> list[DDPWrapper]:
+        """The models that this rank's own backward has reduced."""
         turns = self._turns.items()
         return [
-            m for m, turn in turns if turn.has_landed and turn.buckets and turn.buckets[0].future
+            m for m, turn in turns if turn.is_reduced and turn.buckets and turn.buckets[0].future
         ]
 
     # ------------------------------------------------------------------ led by a backward
 
     def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """A bucket of DDP's is full.
+        """Reduce a bucket that DDP has filled.
 
         Returns:
-            DDP waits for it at the end of backward; `_land` completes it before that.
+            A future for which DDP waits at the end of backward; `_complete` sets it before that.
 
         Collective:
             Every rank, in the order of the backward. With the last bucket, or with the first of
@@ -159,7 +159,7 @@ class DDPRound:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         turn = self._turns[model]
         turn.buckets.append(_BucketInFlight(flat, bucket.parameters(), future))
-        self._gone.update(map(self._slot_of, bucket.parameters()))
+        self._sent.update(map(self._slot_of, bucket.parameters()))
         # An exception that is raised here would lose its type in C++.
         if self.refusal is None:
             try:
@@ -167,14 +167,14 @@ class DDPRound:
             except BaseException as error:
                 self.refusal = error
         if bucket.is_last():
-            _call_at_end_of_task(lambda: self._land(model, turn))
+            _call_at_end_of_task(lambda: self._complete(model, turn))
         return future
 
     def _send(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
-        if reduction_context.is_exchange_expected(self._owner.attached()):
-            return  # `_land` sends them: a gather's gradients go first, on every rank
+        if reduction_context.is_exchange_expected(self._owner.attached_group()):
+            return  # `_complete` sends them: a gather's gradients go first, on every rank
         self._send_all(model, turn, is_last)
 
     def _send_all(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
@@ -182,38 +182,38 @@ class DDPRound:
             mine = self.contribution
             late = self._owner.has_late_parameters
             header = make_header(mine, self._step, model=model.signature(), late=late)
-            self._note(exchange(self._owner.attached(), header, mine))
+            self._note(exchange_headers(self._owner.attached_group(), header, mine))
             turn.is_led = True
         for bucket in turn.buckets:
             if bucket.pending is None:
                 self._send_bucket(bucket)
-        if is_last and self._finds_unused and turn.asked is None:
-            self._ask_who_used(model, turn)
+        if is_last and self._finds_unused and turn.used_pending is None:
+            self._reduce_used_flags(model, turn)
 
     def _note(self, header: Header) -> None:
         self.sums = self.sums or header.sums
-        follow = header.leads < self._owner.attached().size
+        follow = header.leads < self._owner.attached_group().size
         self._ends_together = self._ends_together or follow or header.late > 0
 
     def _send_bucket(self, bucket: _BucketInFlight) -> None:
         """Put the gradients of this rank's window into a bucket, and send it."""
         mine, flat = self.contribution, bucket.flat
-        if mine.is_silent:
+        if mine.has_zero_weight:
             flat.zero_()
         elif self.stand_in is not None:
             for param, view in bucket.views():
-                put_in(view, self.stand_in.get(self._slot_of(param)))
-        if mine.scale != 1.0 and not mine.is_silent:
+                write_to_view(view, self.stand_in.get(self._slot_of(param)))
+        if mine.scale != 1.0 and not mine.has_zero_weight:
             flat.mul_(mine.scale)
-        bucket.pending = self._owner.attached().all_reduce(flat)
+        bucket.pending = self._owner.attached_group().all_reduce(flat)
 
-    def _ask_who_used(self, model: DDPWrapper, turn: Turn) -> None:
+    def _reduce_used_flags(self, model: DDPWrapper, turn: Turn) -> None:
         counts = not self.contribution.discards
         used = [float(counts and slot in self._used) for slot in model.slots]
-        turn.used = torch.tensor(used, device=self._owner.attached().device)
-        turn.asked = self._owner.attached().all_reduce(turn.used)
+        turn.used = torch.tensor(used, device=self._owner.attached_group().device)
+        turn.used_pending = self._owner.attached_group().all_reduce(turn.used)
 
-    def _land(self, model: DDPWrapper, turn: Turn) -> None:
+    def _complete(self, model: DDPWrapper, turn: Turn) -> None:
         """Wait for a model's buckets, divide them and give them to DDP."""
         if self.refusal is not None:
             raise self.refusal
@@ -227,9 +227,9 @@ class DDPRound:
                 bucket.flat.div_(self.sums.weight)
             if bucket.future is not None:
                 bucket.future.set_result(bucket.flat)
-        if turn.asked is not None:
-            turn.asked.wait()
-        turn.has_landed = True
+        if turn.used_pending is not None:
+            turn.used_pending.wait()
+        turn.is_reduced = True
 
     # ------------------------------------------------------------------ following
 
@@ -243,11 +243,11 @@ class DDPRound:
         Raises:
             GradientNotReducedError: the peers lead with a model that is another one here.
         """
-        group, mine = self._owner.attached(), self.contribution
+        group, mine = self._owner.attached_group(), self.contribution
         for model in self._models:
             model.follow_frozen()
         while True:
-            header = exchange(group, make_header(mine, self._step), mine)
+            header = exchange_headers(group, make_header(mine, self._step), mine)
             if header.leads:
                 self._note(header)
                 self._take_turn(self._led_model(round(header.model / header.leads)))
@@ -257,7 +257,7 @@ class DDPRound:
                 self.sums = header.sums
                 for model in self._models:
                     if model.reduced:
-                        self._take_turn(model, asks=True)
+                        self._take_turn(model, reduces_flags=True)
             return
 
     def _led_model(self, signature: int) -> DDPWrapper:
@@ -271,11 +271,11 @@ class DDPRound:
             fix="freeze the same layers on every rank",
         )
 
-    def _take_turn(self, model: DDPWrapper, *, asks: bool = False) -> None:
+    def _take_turn(self, model: DDPWrapper, *, reduces_flags: bool = False) -> None:
         """Reduce `model` without a backward.
 
         Args:
-            asks: no rank leads, so that none has seen whether all parameters were used.
+            reduces_flags: exchange which parameters were used, because no rank leads.
         """
         turn = self._turns[model]
         turn.is_led = True
@@ -283,11 +283,11 @@ class DDPRound:
             bucket = _BucketInFlight(flat, params)
             turn.buckets.append(bucket)
             for param, view in bucket.views():
-                put_in(view, param.grad)
+                write_to_view(view, param.grad)
             self._send_bucket(bucket)
-        if asks or self._finds_unused:
-            self._ask_who_used(model, turn)
-        self._land(model, turn)
+        if reduces_flags or self._finds_unused:
+            self._reduce_used_flags(model, turn)
+        self._complete(model, turn)
         self._write_gradients(model, turn)
 
     # ------------------------------------------------------------------ the end
@@ -301,21 +301,21 @@ class DDPRound:
         if self.refusal is not None:
             raise self.refusal
         if self._late:
-            raise came_twice(self._owner.place, f"`{self._late[0].name}`")
+            raise gradient_twice_error(self._owner.place, f"`{self._late[0].name}`")
         mine, halves = self.contribution, self._half_sent()
         if self._ends_together:
             for model in halves:
                 self._send_rest(model)
         # With nothing led, peers may wait for this rank's faults.
-        if self._ends_together if halves or self.led() else mine.faults:
+        if self._ends_together if halves or self.models_reduced_by_backward() else mine.faults:
             ending = make_header(mine, self._step, ends=True)
-            exchange(self._owner.attached(), ending, mine)
+            exchange_headers(self._owner.attached_group(), ending, mine)
         for model, turn in self._turns.items():
-            if turn.has_landed and turn.used is not None:
+            if turn.is_reduced and turn.used is not None:
                 self._write_gradients(model, turn)
 
     def _half_sent(self) -> list[DDPWrapper]:
-        return [m for m, turn in self._turns.items() if turn.is_led and not turn.has_landed]
+        return [m for m, turn in self._turns.items() if turn.is_led and not turn.is_reduced]
 
     def _send_rest(self, model: DDPWrapper) -> None:
         """Peers wait for all buckets of a model, and then for the message that refuses it."""
@@ -323,14 +323,14 @@ class DDPRound:
         for flat, params in list(model.empty_buckets())[len(turn.buckets) :]:
             turn.buckets.append(_BucketInFlight(flat, params))
             self._send_bucket(turn.buckets[-1])
-        if self._finds_unused and turn.asked is None:
-            self._ask_who_used(model, turn)
-        for pending in [*(bucket.pending for bucket in turn.buckets), turn.asked]:
+        if self._finds_unused and turn.used_pending is None:
+            self._reduce_used_flags(model, turn)
+        for pending in [*(bucket.pending for bucket in turn.buckets), turn.used_pending]:
             if pending is not None:
                 pending.wait()
 
     def _write_gradients(self, model: DDPWrapper, turn: Turn) -> None:
-        """A parameter that some rank used gets a gradient on every rank; the others have none."""
+        """Write a gradient to each parameter that some rank used, and None to the others."""
         unused: set[Slot] = set()
         if turn.used is not None:
             counts = zip(model.slots, turn.used.tolist(), strict=True)
@@ -338,10 +338,10 @@ class DDPRound:
         for bucket in turn.buckets:
             for param, view in bucket.views():
                 is_unused = self._slot_of(param) in unused
-                param.grad = None if is_unused else taken_out(view, param)
+                param.grad = None if is_unused else copy_from_view(view, param)
 
 
-def came_twice(place: str, what: str) -> GradientNotReducedError:
+def gradient_twice_error(place: str, what: str) -> GradientNotReducedError:
     return GradientNotReducedError(
         "a parameter's gradient came twice in one backward, which torch's DDP cannot reduce",
         where=place,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The message that ranks exchange before any gradient of a model travels under ``sync="ddp"``.
+"""The message that ranks exchange before gradients of a model travel under ``sync="ddp"``.
 
 Each backward leads its peers from model to model in the order in which it finishes them. A rank
 that has no backward to run follows: the sums tell it which model's turn it is. Every rank refuses
@@ -14,11 +14,11 @@ import torch
 
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync import round_checks
-from lockstep.sync.contribution import Sums
+from lockstep.sync.round_contribution import Sums
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.sync.contribution import Contribution
+    from lockstep.sync.round_contribution import Contribution
 
 
 class Header(NamedTuple):
@@ -28,9 +28,10 @@ class Header(NamedTuple):
         sums: the ranks' contributions.
         leads: a backward of this rank has finished a model.
         ends: this rank's backward has finished its last model.
-        model: which one; 0 without `leads`. Its square tells whether all leaders mean the same.
-        step: the optimizer step that this is meant for, and its square.
-        late: this rank's model has parameters that came later, and not on every rank a gradient.
+        model: its signature; 0 without `leads`. The square shows whether all leaders sent the same.
+        step: the optimizer step to which the round belongs, and its square.
+        late: this rank's model has parameters that were added later, which may lack gradients on
+            other ranks.
     """
 
     sums: Sums
@@ -65,7 +66,7 @@ def make_header(
     )
 
 
-def exchange(group: Group, own: Header, mine: Contribution) -> Header:
+def exchange_headers(group: Group, own: Header, mine: Contribution) -> Header:
     """The sums of all ranks' headers, judged.
 
     Collective:
@@ -84,7 +85,7 @@ def exchange(group: Group, own: Header, mine: Contribution) -> Header:
     sums = header.sums
     together = header.step_squared * group.size == header.step**2
     one_model = header.model_squared * header.leads == header.model**2
-    # A fault says more about why the ranks are not at one place.
+    # If there is a fault, it explains better why the ranks are not at one place.
     is_apart = not (together and one_model) or (header.leads and header.ends)
     if is_apart and not sums.faults:
         raise GradientNotReducedError(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient sync through torch's DistributedDataParallel, around each model."""
+"""`DDPSync`: gradient sync in which torch's DistributedDataParallel wraps each model."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from lockstep.sync.ddp_transport import DDPTransport
-from lockstep.sync.ddp_wrapper import checked_ddp_args
+from lockstep.sync.ddp_wrapper import parse_ddp_args
 from lockstep.sync.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class DDPSync(GradientSync):
     Args:
         modules: those that have something to train are wrapped.
         group: the ranks.
-        ddp_args: for DDP; see `checked_ddp_args`.
+        ddp_args: for DDP; see `parse_ddp_args`.
 
     Attributes:
         models: the wrapped modules, for use instead of the modules, in their order.
@@ -43,7 +43,7 @@ class DDPSync(GradientSync):
         buffers: str = "after_backward",
         averages: bool = True,
     ) -> None:
-        arguments = {"bucket_cap_mb": bucket_cap_mb, **checked_ddp_args(ddp_args)}
+        arguments = {"bucket_cap_mb": bucket_cap_mb, **parse_ddp_args(ddp_args)}
         forward_buffers = arguments.get("forward_sync_buffers", True)
         self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport whose buckets are those of torch's DistributedDataParallel.
+"""`DDPTransport`: a transport whose buckets are those of torch's DistributedDataParallel.
 
-DDP wraps each model that has something to train, and fills its buckets; `DDPRound` carries them
-to the peers. What DDP adds is its rule: a gradient is reduced if, and only if, it came out of the
-wrapper's own forward. One that did not (``model.module(x)``, a method, a second backward) stays
-this rank's, and the optimizer guard refuses to step with it.
+DDP wraps each model that has something to train, and fills its buckets; `DDPRound` reduces them.
+DDP adds its rule: a gradient is reduced if, and only if, it came out of the wrapper's own forward.
+One that did not (``model.module(x)``, a method, a second backward) stays this rank's, and the
+optimizer guard refuses to step with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from lockstep.errors import PeerLostError
 from lockstep.sync import round_checks
 from lockstep.sync.autograd_graph_task import nesting_depth
-from lockstep.sync.contribution import WEIGHTED, Fault
-from lockstep.sync.ddp_round import DDPRound, came_twice
+from lockstep.sync.ddp_round import DDPRound, gradient_twice_error
 from lockstep.sync.ddp_wrapper import DDPWrapper
+from lockstep.sync.round_contribution import WEIGHTED, Fault
 from lockstep.sync.synced_tensors import refuse_shared
 from lockstep.sync.transport import RoundResult, Transport
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.contribution import Contribution
+    from lockstep.sync.round_contribution import Contribution
     from lockstep.sync.transport import Gradients, RoundOwner
 
 _STALE: Final = (
@@ -66,24 +66,24 @@ class DDPTransport(Transport):
         self._owner = owner
         self._slots = slots
         self._finds_unused = bool(arguments.get("find_unused_parameters"))
-        self._lends_buckets = bool(arguments.get("gradient_as_bucket_view"))
+        self._has_bucket_views = bool(arguments.get("gradient_as_bucket_view"))
         self._addresses = [slot.param.data_ptr() for slot in slots]
         self._kinds = [_kind(slot.param) for slot in slots]
-        self._of_param = {id(slot.param): slot for slot in slots}
-        self.models = self._wrapped(modules, arguments)
+        self._slot_of_param = {id(slot.param): slot for slot in slots}
+        self.models = self._wrap_models(modules, arguments)
         self._reduced = [model for model in self.models if isinstance(model, DDPWrapper)]
         self._model_of = {slot: model for model in self._reduced for slot in model.slots}
         self._used: set[Slot] = set()  # since the last round
         self._arrived: set[Slot] = set()  # in the backward that runs
         self._new_round()
 
-    def _wrapped(
+    def _wrap_models(
         self, modules: Sequence[torch.nn.Module], arguments: Mapping[str, Any]
     ) -> list[torch.nn.Module]:
         refuse_shared(modules, 'put both into one module, or leave out sync="ddp"')
         wrapped: list[torch.nn.Module] = []
         for place, module in enumerate(modules):
-            slots = [s for p in module.parameters() if (s := self._of_param.get(id(p)))]
+            slots = [s for p in module.parameters() if (s := self._slot_of_param.get(id(p)))]
             trains = any(slot.param.requires_grad for slot in slots)
             wrapped.append(DDPWrapper(module, place, slots, self, arguments) if trains else module)
         return wrapped
@@ -94,7 +94,7 @@ class DDPTransport(Transport):
         self._round = DDPRound(
             self._owner,
             self._reduced,
-            self._of_param,
+            self._slot_of_param,
             self._used,
             finds_unused=self._finds_unused,
         )
@@ -108,11 +108,11 @@ class DDPTransport(Transport):
 
     def refuse_broken(self) -> None:
         """Before a forward: its backward could not be reduced."""
-        self._owner.attached()
+        self._owner.attached_group()
         pairs = zip(self._slots, self._kinds, strict=True)
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
         if moved:
-            raise round_checks.refused(*Fault.of("moved", moved), where=self._owner.place)
+            raise round_checks.fault_error(*Fault.of("moved", moved), where=self._owner.place)
         addresses = [slot.param.data_ptr() for slot in self._slots]
         if addresses != self._addresses:
             # To another dtype and back: autograd accumulates where DDP's hooks are not.
@@ -133,9 +133,9 @@ class DDPTransport(Transport):
 
     # ------------------------------------------------------------------ a backward
 
-    hears_arrivals = True
+    needs_on_accumulated = True
 
-    def listener(self, slot: Slot) -> None:
+    def on_accumulated(self, slot: Slot) -> None:
         """See `Transport`."""
         if self._round.stand_in is None or not self._owner.weights.is_borrowed:
             self._used.add(slot)
@@ -149,12 +149,12 @@ class DDPTransport(Transport):
         """See `Transport`: refuses what DDP would fail at in C++."""
         if torch.is_grad_enabled():
             fault = Fault.of("graph", [slot.name])
-            raise round_checks.refused(*fault, where=self._owner.place)
+            raise round_checks.fault_error(*fault, where=self._owner.place)
         # DDP takes parameters that a reentrant checkpoint hides for unused, and fails when their
         # gradients come after all.
         is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
         if self._finds_unused and nesting_depth() > 0 and is_awaited:
-            raise came_twice(self._owner.place, slot.name)
+            raise gradient_twice_error(self._owner.place, slot.name)
 
     @contextmanager
     def backward(self, stand_in: Gradients | None) -> Iterator[None]:
@@ -165,20 +165,20 @@ class DDPTransport(Transport):
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise
-            raise came_twice(self._owner.place, str(error).splitlines()[0]) from error
+            raise gradient_twice_error(self._owner.place, str(error).splitlines()[0]) from error
         finally:
             self._round.stand_in = None
 
     def own_memory(self, gradients: Gradients) -> Gradients:
         """See `Transport`: copies, where DDP's next bucket uses the memory of the last one's."""
-        if not self._lends_buckets:
+        if not self._has_bucket_views:
             return gradients
         return {slot: grad.clone() for slot, grad in gradients.items()}
 
     @property
-    def landed(self) -> Collection[Slot]:
+    def already_reduced(self) -> Collection[Slot]:
         """See `Transport`."""
-        return {slot for model in self._round.landed() for slot in model.reduced}
+        return {slot for model in self._round.reduced_models() for slot in model.reduced}
 
     # ------------------------------------------------------------------ rounds
 
@@ -189,28 +189,28 @@ class DDPTransport(Transport):
             As DDP fills buckets: for each model a small all-reduce, then one per bucket; with
             several models they do not overlap backward.
         """
-        self._round.bring(contribution, step)
+        self._round.set_contribution(contribution, step)
         for model in self._reduced:
-            model.show_marked()
+            model.fill_marked()
 
     def follow(self, contribution: Contribution, step: int, faults: Sequence[Fault]) -> RoundResult:
         """See `Transport`."""
-        self._round.bring(contribution, step)
+        self._round.set_contribution(contribution, step)
         contribution.faults += faults
         self._round.follow()
         return self.finish([])
 
     def finish(self, faults: Sequence[Fault]) -> RoundResult:
         """See `Transport`."""
-        self._end_together(faults)
-        landed, reduced = bool(self._round.landed()), self.landed
-        for model in self._round.led():
-            model.has_reduced()
+        self._exchange_ending(faults)
+        already_reduced, reduced = bool(self._round.reduced_models()), self.already_reduced
+        for model in self._round.models_reduced_by_backward():
+            model.note_reduction()
         for slot in reduced:
-            if self._lends_buckets and slot.param.grad is not None:
+            if self._has_bucket_views and slot.param.grad is not None:
                 # A view of DDP's bucket, which the next backward writes: the user may keep it.
                 slot.param.grad = slot.param.grad.clone()
-            slot.deliver(slot.param.grad)
+            slot.set_reduced(slot.param.grad)
         sums, mine = self._round.sums, self._round.contribution
         own = set(self._slots).difference(reduced)
         if not self._owner.needs_guard:
@@ -219,14 +219,14 @@ class DDPTransport(Transport):
             own = set()
         self._forget_unfinished()
         return RoundResult(
-            took_place=landed,
-            has_gradients=landed,
+            took_place=already_reduced,
+            has_gradients=already_reduced,
             used_all=False,  # the guard looks at each gradient
             verdicts=[] if sums is None else [(sums, mine)],
             unreduced=own,
         )
 
-    def _end_together(self, faults: Sequence[Fault]) -> None:
+    def _exchange_ending(self, faults: Sequence[Fault]) -> None:
         """Tell the peers how this rank's backward has ended.
 
         Raises:
@@ -236,7 +236,7 @@ class DDPTransport(Transport):
         self._round.contribution.faults += found
         refusal = None
         if found:
-            refusal = round_checks.refused(*found[0], where=self._owner.place)
+            refusal = round_checks.fault_error(*found[0], where=self._owner.place)
         try:
             self._round.finish()
         except PeerLostError as lost:
@@ -246,7 +246,7 @@ class DDPTransport(Transport):
             raise refusal
 
     def _faults_at_end(self) -> list[Fault]:
-        left = self._arrived.difference(self.landed)
+        left = self._arrived.difference(self.already_reduced)
         halves = [m for m in self._reduced if m.is_waiting and not left.isdisjoint(m.reduced)]
         missing = {s.name: None for m in halves for s in m.reduced if s not in self._arrived}
         waits = self._owner.has_user_hooks
@@ -269,14 +269,14 @@ class DDPTransport(Transport):
         """See `Transport`."""
         if has_failed:
             for model in self._reduced:
-                model.forget()  # DDP waits for what did not come, also where no bucket was full
+                model.forget()  # DDP waits for missing gradients, also if no bucket was full
         self._forget_unfinished()
 
     def _forget_unfinished(self) -> None:
-        for model in self._round.unfinished():
+        for model in self._round.unfinished_models():
             model.forget()
         for model in self._reduced:
-            model.hide_marked(self._arrived)
+            model.clear_marked(self._arrived)
         self._new_round()
 
     def accept_changes(self) -> None:

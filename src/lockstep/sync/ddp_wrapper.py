@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in torch's DistributedDataParallel, whose buckets we carry.
+"""`DDPWrapper`: a model in torch's DistributedDataParallel, whose buckets lockstep reduces.
 
 DDP gives the wrapper, the flat buckets and the moment at which each is full; the transport is
 ours, through DDP's communication hook. Its own process group is one of this rank alone, because
@@ -64,7 +64,7 @@ _OURS: Final = {
 
 
 class Carrier(Protocol):
-    """Carries a model's buckets to the peers."""
+    """Reduces a model's buckets: the part of the transport that the wrapper may use."""
 
     @property
     def is_paused(self) -> bool: ...
@@ -72,7 +72,7 @@ class Carrier(Protocol):
     def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]: ...
 
 
-def checked_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that DDP is made with.
 
     Raises:
@@ -97,9 +97,9 @@ class DDPWrapper(DistributedDataParallel):
     Attributes:
         place: its number among the models.
         slots: the synchronised parameters, frozen ones included.
-        reduced: those that DDP knows: they required a gradient when its buckets were made.
+        reduced: the parameters in DDP's buckets: they required a gradient when DDP made them.
         is_waiting: its reducer waits for the gradients of a forward.
-        marked: those that the reducer takes for used in its next reduction.
+        marked: the parameters that DDP's reducer will treat as used in its next reduction.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class DDPWrapper(DistributedDataParallel):
         self.slots = list(slots)
         self._carrier: Carrier | None = carrier
         self.is_waiting = False
-        self._shown: dict[Slot, torch.Tensor] = {}
-        self._take_hold()
+        self._filled: dict[Slot, torch.Tensor] = {}
+        self._set_up_reducer()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; with gradients, the buckets are made ready for its backward."""
         carrier = self._carrier
-        if carrier is None or not torch.is_grad_enabled() or not self.wanted():
+        if carrier is None or not torch.is_grad_enabled() or not self.trainable_slots():
             return self.module(*inputs, **kwargs)
         carrier.refuse_broken()
         if carrier.is_paused and self.is_waiting:
@@ -152,23 +152,23 @@ class DDPWrapper(DistributedDataParallel):
                 fix='self.register(..., ddp_args={"find_unused_parameters": True})',
             ) from error
 
-    def wanted(self) -> list[Slot]:
+    def trainable_slots(self) -> list[Slot]:
         """The parameters that require a gradient now."""
         return [slot for slot in self.slots if slot.param.requires_grad]
 
     def follow_frozen(self) -> None:
         """Make new buckets if layers were frozen or unfrozen, as torch does when it unpickles."""
-        if self.reduced == self.wanted():
+        if self.reduced == self.trainable_slots():
             return
-        if not self.wanted():
+        if not self.trainable_slots():
             self.forget()  # torch has no reducer without parameters
             return
         _refuse_sparse(self.module)  # unfrozen: DDP would fail in C++, in the middle of a backward
         make_reducer(self)
-        self._take_hold()
+        self._set_up_reducer()
 
     def forget(self) -> None:
-        """Make new buckets before the next forward: a backward did not end."""
+        """Make new buckets before the next forward, because a backward did not end."""
         self.reduced: list[Slot] = []
 
     def signature(self) -> int:
@@ -193,35 +193,35 @@ class DDPWrapper(DistributedDataParallel):
         self.logger = None
         self.reducer = None  # type: ignore[assignment]
 
-    def _take_hold(self) -> None:
+    def _set_up_reducer(self) -> None:
         # DDP would rebuild its buckets in the order in which a rank's gradients came in its first
         # backward, which a rank without samples cannot know. So it is told one now.
         freeze_ddp_buckets(self)
         self.register_comm_hook(None, lambda state, bucket: self._carry(bucket))
-        self.reduced = self.wanted()
-        self.has_reduced()
+        self.reduced = self.trainable_slots()
+        self.note_reduction()
 
-    def has_reduced(self) -> None:
-        """The reducer has ended a reduction, or is a new one."""
+    def note_reduction(self) -> None:
+        """Note that the reducer has ended a reduction, or is new."""
         self.is_waiting = False
         self.marked: set[Slot] = set()
 
-    def show_marked(self) -> None:
-        """Before a backward that reduces: zeros where a gradient was dropped since it came.
+    def fill_marked(self) -> None:
+        """Before a backward that reduces: put zeros where a gradient was dropped since it came.
 
         Torch's map of used parameters outlives the gradients of a window that was given up, or
         that the peers have reduced; DDP fails in C++ where one of them is not there.
         """
         for slot in self.marked:
             if slot.param.grad is None:
-                slot.param.grad = self._shown[slot] = torch.zeros_like(slot.param)
+                slot.param.grad = self._filled[slot] = torch.zeros_like(slot.param)
 
-    def hide_marked(self, arrived: Container[Slot]) -> None:
-        """After a backward: the zeros of `show_marked` go where no gradient has arrived."""
-        for slot, zeros in self._shown.items():
+    def clear_marked(self, arrived: Container[Slot]) -> None:
+        """After a backward: remove the zeros of `fill_marked` where no gradient has arrived."""
+        for slot, zeros in self._filled.items():
             if slot.param.grad is zeros and slot not in arrived:
                 slot.param.grad = None
-        self._shown.clear()
+        self._filled.clear()
 
     def _carry(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if self._carrier is None:
@@ -241,13 +241,13 @@ def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator
         yield piece.as_strided(real.shape, strides) if dense else piece.view(real.shape)
 
 
-def put_in(view: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def write_to_view(view: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Copy a gradient into its view in a bucket; None is zeros."""
     view.zero_() if gradient is None else view.copy_(_as_real(gradient))
 
 
-def taken_out(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient of its own from a view in a bucket."""
+def copy_from_view(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of a gradient from its view in a bucket."""
     copied = view.clone()
     return torch.view_as_complex(copied) if parameter.is_complex() else copied
 

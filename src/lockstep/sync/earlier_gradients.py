@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that earlier rounds have left, while a new window is open.
+"""`EarlierGradients`: gradients that earlier rounds have left, set aside while a window is open.
 
 A parameter's gradient is the sum of the gradients of several backwards. A gradient that an earlier
 round has reduced is the same on every rank already; reduced again, it would be averaged a second
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class EarlierGradients:
-    """The gradients that were there when a window opened; none before `set_aside`.
+    """The gradients that existed when a window opened; none before `set_aside`.
 
     Args:
         slots: the synchronised parameters.
 
     Attributes:
         by_slot: those gradients.
-        number: a small integer, alike on all ranks if the same parameters had a gradient, and the
-            program has changed or replaced the same ones since their round, to the same bits.
+        number: a small integer, the same on all ranks if the same parameters had a gradient, and
+            the program has changed or replaced the same ones since their round, to the same bits.
         is_edited: the program has changed or replaced some of them.
     """
 
@@ -47,7 +47,7 @@ class EarlierGradients:
         self.is_edited = False
 
     def set_aside(self, own_memory: Callable[[Gradients], Gradients]) -> list[Slot]:
-        """Take the gradients away; the parameters have None then.
+        """Take the gradients out of ``parameter.grad``, which becomes None.
 
         Args:
             own_memory: see `Transport.own_memory`.
@@ -74,12 +74,12 @@ class EarlierGradients:
         return held
 
     def put_back(self) -> None:
-        """A round was refused: nothing of it is left, and the earlier gradients are."""
+        """After a refused round: put the earlier gradients back, and drop those of the round."""
         for slot in self._slots:
             self._put_back(slot)
 
-    def add_to_failed(self) -> None:
-        """A backward raised midway: its gradients are this rank's own, and parts of a whole."""
+    def add_to_partial(self) -> None:
+        """After a backward that raised: add its partial, local gradients to the earlier ones."""
         for slot in self._slots:
             if slot.param.grad is None:
                 self._put_back(slot)
@@ -90,10 +90,10 @@ class EarlierGradients:
         earlier = self.by_slot.get(slot)
         slot.param.grad = earlier
         if not self.is_edited:
-            slot.deliver(earlier)
+            slot.set_reduced(earlier)
 
     def add_to(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """``parameter.grad`` becomes the sum of the earlier gradient and `gradient`, if any."""
+        """Set ``parameter.grad`` to the sum of the earlier gradient and `gradient`, if any."""
         earlier = self.by_slot.get(slot)
         if earlier is None:
             slot.param.grad = gradient
@@ -104,68 +104,68 @@ class EarlierGradients:
     def add_to_round(
         self,
         listener: BackwardListener,
-        captures: AutogradGradWatch,
+        grad_watch: AutogradGradWatch,
         unreduced: Collection[Slot],
         new_round: int | None,
     ) -> None:
-        """After a round: ``parameter.grad`` becomes what all rounds have brought together.
+        """After a round: add its gradients to those of the earlier rounds.
 
         Args:
             listener: runs the user's hooks, which a reduced gradient passes on its way.
-            captures: remember the gradients that a round has left.
+            grad_watch: samples the gradients that a round has left.
             unreduced: parameters whose gradient is still this rank's own.
             new_round: the round's number; None if the ranks have not met in it.
         """
-        brought: Gradients = {}
+        hooked: Gradients = {}
         if listener.hooked:
             for slot in reversed(self._slots):
                 grad = slot.param.grad
                 waits = slot.number in listener.hooked and slot.param.requires_grad
                 if waits and grad is not None and slot not in unreduced:
-                    brought[slot] = grad
+                    hooked[slot] = grad
         for slot in self.by_slot:
-            if slot in brought:
+            if slot in hooked:
                 continue
             is_own = slot.param.grad is not None and slot in unreduced
             self.add_to(slot, slot.param.grad)
             if is_own:
-                slot.disown()
+                slot.mark_local()
             else:
-                self._vouch_for(slot, new_round)
+                self._mark_reduced(slot, new_round)
         if new_round is not None or not self.is_edited:
             for slot in self.by_slot:
                 slot.accept_changes()  # views of one tensor have one version together
-        captures.remember_gradients()
-        if brought:
-            self._bring(brought, listener, captures, new_round)
+        grad_watch.remember_gradients()
+        if hooked:
+            self._apply_user_hooks(hooked, listener, grad_watch, new_round)
 
-    def _vouch_for(self, slot: Slot, new_round: int | None) -> None:
-        """``parameter.grad`` is the same on every rank, as far as the ranks have compared."""
+    def _mark_reduced(self, slot: Slot, new_round: int | None) -> None:
+        """Note that ``parameter.grad`` is the same on every rank, as far as ranks have compared."""
         if new_round is not None or not self.is_edited:
-            slot.deliver(slot.param.grad)
+            slot.set_reduced(slot.param.grad)
         if new_round is not None:
             slot.last_round = new_round
 
-    def _bring(
+    def _apply_user_hooks(
         self,
-        brought: Gradients,
+        hooked: Gradients,
         listener: BackwardListener,
-        captures: AutogradGradWatch,
+        grad_watch: AutogradGradWatch,
         new_round: int | None,
     ) -> None:
         """Let reduced gradients pass the user's hooks on their way into ``parameter.grad``."""
-        for slot in brought:
+        for slot in hooked:
             slot.param.grad = self.by_slot.get(slot)
 
-        def land(slot: Slot, reduced: torch.Tensor) -> None:
+        def write_gradient(slot: Slot, reduced: torch.Tensor) -> None:
             self.add_to(slot, reduced)
             if slot in self.by_slot:
-                self._vouch_for(slot, new_round)
-            captures.remember(slot)
+                self._mark_reduced(slot, new_round)
+            grad_watch.remember(slot)
 
         try:
-            listener.pass_user_hooks(brought, land)
+            listener.pass_user_hooks(hooked, write_gradient)
         except BaseException:
-            for slot, reduced in brought.items():
+            for slot, reduced in hooked.items():
                 self.add_to(slot, reduced)
             raise

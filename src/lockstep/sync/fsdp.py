@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient sync in which every rank steps its share of the parameters, and holds that state alone.
+"""`FSDPSync`: each rank steps its share of the parameters, and holds that optimizer state alone.
 
 Weights and gradients are whole on every rank and synchronised as in `GradientSync`; the modules
 keep their own parameters. The work and the state of the optimizers are sharded, by rows (ZeRO,
@@ -31,7 +31,7 @@ from lockstep.errors import (
 from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.parameter_shards import ParameterShards, rows_of
-from lockstep.sync.sharded_optimizer import ShardedOptimizer, steps_whole
+from lockstep.sync.sharded_optimizer import ShardedOptimizer, needs_whole_step
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _ROUND: Final = -1
-"""The end of a backward, where the ranks meet; optimizers have their numbers."""
+"""The place at the end of a backward; an optimizer's step is a place with its number."""
 
 
 class FSDPSync(GradientSync):
@@ -71,7 +71,7 @@ class FSDPSync(GradientSync):
             bucket_cap_mb=bucket_cap_mb,
             buffers=buffers,
             averages=averages,
-            make_transport=partial(BucketTransport, meet=partial(self._meet_at, _ROUND)),
+            make_transport=partial(BucketTransport, check_place=partial(self._check_place, _ROUND)),
         )
         self._sharded: list[ShardedOptimizer] = []
         self._shards: ParameterShards | None = None
@@ -79,7 +79,7 @@ class FSDPSync(GradientSync):
         try:
             self._shards = ParameterShards(slots, _mesh(group, slots[0].param.device))
             for optimizer in dict.fromkeys(optimizers):
-                if not steps_whole(optimizer):
+                if not needs_whole_step(optimizer):
                     self.shard(optimizer)
         except BaseException:
             self.detach()
@@ -88,23 +88,25 @@ class FSDPSync(GradientSync):
     def shard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let each rank step its rows of what `optimizer` holds, until `detach`."""
         assert self._shards is not None, "detached"
-        meet = partial(self._meet_for_step, len(self._sharded))
-        sharded = ShardedOptimizer(optimizer, self._shards, meet=meet, gather=self._gather)
+        check_place = partial(self._check_step_place, len(self._sharded))
+        sharded = ShardedOptimizer(
+            optimizer, self._shards, check_place=check_place, gather=self._gather
+        )
         self._sharded.append(sharded)
 
-    def _meet_for_step(self, number: int) -> None:
+    def _check_step_place(self, number: int) -> None:
         try:
-            self._meet_at(number)
+            self._check_place(number)
         except LockstepError:
-            self._rounds.break_off()
+            self._rounds.mark_broken()
             raise
 
-    def _meet_at(self, here: int) -> None:
-        """Refuse to go on where one rank steps and another one does not.
+    def _check_place(self, here: int) -> None:
+        """Raise if the ranks are at different places: one in a step, another one in a backward.
 
-        A rank that left a step out would take the messages of the step for those of a backward.
-        On accelerators, where the host would have to wait for the device, a rank that is missing
-        is left to the backend's own timeout.
+        A rank that left a step out would read the messages of the step as those of a backward.
+        On accelerators the host would have to wait for the device, so there only the backend's own
+        timeout finds a missing rank.
 
         Gradient:
             None: metadata only.
@@ -116,7 +118,7 @@ class FSDPSync(GradientSync):
             GradientNotReducedError: on every rank, if one is somewhere else.
             PeerLostError: a rank did not come.
         """
-        group = self._rounds.attached()
+        group = self._rounds.attached_group()
         if group.device.type != "cpu":
             return
         places = group.monitored_all_gather([here], "backward or step")
@@ -125,13 +127,13 @@ class FSDPSync(GradientSync):
                 "the ranks are at different places of a step",
                 where=self._rounds.place,
                 expected="the same backwards and the same optimizers' steps on every rank",
-                got="; ".join(f"rank {r}: {_named(int(n))}" for r, [n] in enumerate(places)),
+                got="; ".join(f"rank {r}: {_format_place(int(n))}" for r, [n] in enumerate(places)),
                 cause="a step, or a backward, that some rank left out or has of its own",
                 fix="step on every rank or on none, and the optimizers in the same order",
             )
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite the other ranks' rows of whole `tensors` with what those ranks have.
+        """Overwrite the other ranks' rows of whole `tensors` with the values of those ranks.
 
         Rejected: an all-gather. It needs memory for what it gathers, and on gloo as much again,
         which was more than the optimizer's state that sharding saves; on two CPUs it was no
@@ -149,13 +151,13 @@ class FSDPSync(GradientSync):
         """
         if not tensors:
             return
-        group = self._rounds.attached()
+        group = self._rounds.attached_group()
         try:
             for source in range(group.size):
                 rows = [rows_of(tensor.detach(), source, group.size) for tensor in tensors]
                 broadcast_tensors(group, rows, cap_bytes=self._cap_bytes, source=source)
         except PeerLostError:
-            self._rounds.break_off()
+            self._rounds.mark_broken()
             raise
         # Neither DTensor's operations nor a broadcast raise a version counter.
         torch.autograd.graph.increment_version(tensors)
@@ -171,7 +173,7 @@ class FSDPSync(GradientSync):
         self._shards = None
 
 
-def _named(place: int) -> str:
+def _format_place(place: int) -> str:
     return "a backward" if place == _ROUND else f"a step of optimizer {place}"
 
 

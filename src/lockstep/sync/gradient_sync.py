@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient sync that hangs on the parameters: no wrapper, no way round.
+"""`GradientSync` and `replicate`: synchronised gradients without a wrapper around the model.
 
-`GradientSync` is the surface for programs. Behind it `ReductionRounds` knows the global gradient, a
-`Transport` moves numbers between the ranks, and hooks on the parameters hear of every backward,
-whichever method of the model, or none, computed the loss: when ``backward`` returns the gradients
+`GradientSync` is the surface for programs. Behind it `ReductionRounds` defines the global gradient,
+a `Transport` moves numbers between the ranks, and hooks on the parameters notice every backward,
+whichever method of the model computed the loss, or none: when ``backward`` returns, the gradients
 are the global ones.
 """
 
@@ -81,7 +81,7 @@ def replicate(
 
 
 class GradientSync:
-    """The N gradients of some modules become one. Made by `replicate`.
+    """Reduces the N gradients of some modules to one. `replicate` makes it.
 
     With ``averages=False`` the losses are sums over their batches: the gradients are added and
     not divided, and of a weight only its being zero or not matters. Under an `order` the
@@ -249,7 +249,7 @@ class GradientSync:
 
         Gradients of a step with that weight need no division; their values do not depend on it.
         """
-        self._rounds.weights.expect(total)
+        self._rounds.weights.set_expected_total(total)
 
     def set_delivered_weight(self, weight: float | WeightError | None) -> None:
         """Say what the batch of the next plain ``loss.backward()`` counts for.
@@ -310,7 +310,7 @@ class GradientSync:
         Collective:
             Every rank. Blocks. One broadcast.
         """
-        self._buffers.broadcast(self._rounds.attached(), cap_bytes=self._cap_bytes)
+        self._buffers.broadcast(self._rounds.attached_group(), cap_bytes=self._cap_bytes)
 
     def agree_on_values(self) -> None:
         """Refuse to go on if the parameters differ between ranks.
@@ -325,9 +325,9 @@ class GradientSync:
             ReplicasDifferError: on every rank; names the parameters and the ranks.
         """
         params: dict[str, torch.Tensor] = {slot.name: slot.param for slot in self._rounds.slots}
-        compare_values(self._rounds.attached(), params, have_stepped=self._rounds.has_stepped)
+        compare_values(self._rounds.attached_group(), params, have_stepped=self._rounds.has_stepped)
 
-    def part(self) -> bool:
+    def leave_group(self) -> bool:
         """Leave a group that has broken.
 
         Returns:
@@ -342,7 +342,7 @@ class GradientSync:
         self.detach()
         return False
 
-    def join(self, group: Group) -> None:
+    def join_group(self, group: Group) -> None:
         """Belong to `group`, whose ranks hold the same values, after a `part` that said yes.
 
         Gradient:

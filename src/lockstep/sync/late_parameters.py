@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that a program adds to a synchronised model later: their gradients stay unreduced.
+"""`LateParameters`: parameters that a program adds to a synchronised model, which stay unreduced.
 
 Torch calls a hook for every parameter and module that is registered anywhere; a look at the model's
 tree after each backward would cost more than the backward's hooks. The models are asked only after
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LateParameters:
-    """The parameters of some modules that were not there when synchronisation began.
+    """The parameters of some modules that were added after synchronisation began.
 
     Args:
         modules: the roots.
@@ -46,7 +46,7 @@ class LateParameters:
         _listeners.add(self)
 
     def heard(self, module: torch.nn.Module) -> None:
-        """A parameter or module was registered in `module`."""
+        """Note that a parameter or module was registered in `module`."""
         if id(module) in self._members:
             self._has_changed = True
 

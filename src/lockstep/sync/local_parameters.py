@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mark on parameters, buffers and modules that differ between ranks by design."""
+"""`local`: marks parameters, buffers and modules that differ between ranks by design."""
 
 from __future__ import annotations
 

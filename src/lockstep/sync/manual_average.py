@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average the gradients of a model once, by hand, with the right bookkeeping."""
+"""`average_gradients`: averages the gradients of a model once, without a `GradientSync`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from lockstep.group import resolve_group
 from lockstep.sync import optimizer_guard
-from lockstep.sync.batch_weights import checked_weight
+from lockstep.sync.batch_weights import parse_weight
 from lockstep.sync.buckets import Slot
-from lockstep.sync.contribution import PLAIN, Contribution
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.replica_checks import compare_structures
 from lockstep.sync.round_checks import judge
+from lockstep.sync.round_contribution import PLAIN, Contribution
 from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 
 _CAP_BYTES = 25 * 2**20
@@ -45,7 +45,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     """
     ranks = resolve_group(group)
     place = f"rank {ranks.rank} of {ranks.size}"
-    share = 1.0 if weight is None else checked_weight(weight, place)
+    share = 1.0 if weight is None else parse_weight(weight, place)
     found = find_synced_tensors(as_modules(model))
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
     compare_structures(ranks, found, [])

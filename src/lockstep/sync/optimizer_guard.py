@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before an optimizer steps: has every gradient that it will use passed a reduction?
+"""Refuses an optimizer's step that would use a gradient which passed no reduction.
 
 One hook on all optimizers (torch's global step pre-hook), installed with the first `GradientSync`
 and removed with the last. The hook sees cases that no wrapper can: a gradient assigned by hand
@@ -42,7 +42,7 @@ class _Watch:
 
     def __init__(self, optimizer: Optimizer, version: int) -> None:
         self.version = version
-        self.held = _held_by(optimizer)
+        self.held = _parameter_ids(optimizer)
         self.slots: dict[ReductionRounds, list[Slot]] = {}
         self.unknown: list[tuple[str, torch.Tensor]] = []
         self.rounds: weakref.WeakKeyDictionary[ReductionRounds, int] = weakref.WeakKeyDictionary()
@@ -97,11 +97,11 @@ class _Registry:
 
     def knows_module_of(self, param: torch.Tensor) -> bool:
         with self._lock:
-            return any(owner.holds(param) for owner in self._owners)
+            return any(owner.contains(param) for owner in self._owners)
 
     def watch(self, optimizer: Optimizer) -> _Watch:
         known = self.watches.get(optimizer)
-        if known and known.version == self.version and known.held == _held_by(optimizer):
+        if known and known.version == self.version and known.held == _parameter_ids(optimizer):
             return known
         with self._lock:
             fresh = _Watch(optimizer, self.version)
@@ -120,7 +120,7 @@ def protect(owner: ReductionRounds) -> None:
 
 
 def release(owner: ReductionRounds) -> None:
-    """Guard them no longer."""
+    """Stop guarding the parameters of `owner`."""
     _registry.remove(owner)
 
 
@@ -139,7 +139,7 @@ def refuse_attached(parameters: dict[str, torch.nn.Parameter], fix: str) -> None
             )
 
 
-def _held_by(optimizer: Optimizer) -> list[int]:
+def _parameter_ids(optimizer: Optimizer) -> list[int]:
     # Identities and not numbers: `group["params"] = [...]` may exchange one for another.
     return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
@@ -161,11 +161,13 @@ def _before_step(
     watch.steps += 1
 
     def evaluate_and_check() -> Any:
-        before = {owner: (owner.num_rounds, _held(slots)) for owner, slots in watch.slots.items()}
+        before = {
+            owner: (owner.num_rounds, _gradients_of(slots)) for owner, slots in watch.slots.items()
+        }
         loss = closure()
         for owner, slots in watch.slots.items():
             rounds, held = before[owner]
-            new = any(a is not b for a, b in zip(_held(slots), held, strict=True))
+            new = any(a is not b for a, b in zip(_gradients_of(slots), held, strict=True))
             if new and owner.num_rounds == rounds:
                 # New gradients without a reduction: earlier rounds do not vouch for them.
                 watch.rounds[owner] = rounds
@@ -175,7 +177,7 @@ def _before_step(
         if isinstance(optimizer, torch.optim.LBFGS):
             value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
             for owner in watch.slots:
-                judge_losses(owner.attached().exchange(value), owner.place)
+                judge_losses(owner.attached_group().exchange(value), owner.place)
         return loss
 
     if kwargs.get("closure") is not None:
@@ -184,7 +186,7 @@ def _before_step(
     return (*head, evaluate_and_check, *positional[1:]), kwargs
 
 
-def _held(slots: list[Slot]) -> list[torch.Tensor | None]:
+def _gradients_of(slots: list[Slot]) -> list[torch.Tensor | None]:
     # The tensors and not their ids: a freed gradient's id is soon another one's.
     return [slot.param.grad for slot in slots]
 
@@ -192,7 +194,7 @@ def _held(slots: list[Slot]) -> list[torch.Tensor | None]:
 def _check(watch: _Watch) -> None:
     for owner, slots in watch.slots.items():
         since = watch.rounds.get(owner, 0)
-        if owner.has_open_window and owner.holds_nothing:
+        if owner.has_open_window and owner.has_no_gradients:
             owner.forget_window()  # zeroed: the program leaves this step out
         if owner.has_open_window:
             held = [slot.name for slot in slots if slot.param.grad is not None]
@@ -207,8 +209,8 @@ def _check(watch: _Watch) -> None:
             continue
         if owner.last_full_round <= since:
             _check_each(owner, watch, slots, since)
-        if owner.suspects_changes(slots):
-            _compare(owner, watch, slots)
+        if owner.has_suspicious_changes(slots):
+            _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
         owner.note_step()
     _refuse_unknown(watch)
@@ -232,7 +234,7 @@ def _check_each(owner: ReductionRounds, watch: _Watch, slots: list[Slot], since:
     # samples was to accumulate. Where the program zeroed or changed one, a round compares that.
     held = [slot for slot in slots if slot.param.grad is not None]
     has_old = bool(held) and not owner.has_accumulated and all(s.is_untouched for s in held)
-    if not has_new and not has_old and not _by_hand(slots):
+    if not has_new and not has_old and not _has_assigned_gradients(slots):
         # Nothing to reduce here. Peers that have gradients to reduce would wait without this.
         owner.reduce_pending()
         if owner.last_full_round > since:
@@ -247,18 +249,18 @@ def _check_each(owner: ReductionRounds, watch: _Watch, slots: list[Slot], since:
         raise _not_reduced(owner, watch, stale, cause=cause, fix=fix)
 
 
-def _by_hand(slots: list[Slot]) -> bool:
-    return any(slot.param.grad is not None and not slot.holds_delivered for slot in slots)
+def _has_assigned_gradients(slots: list[Slot]) -> bool:
+    return any(slot.param.grad is not None and not slot.holds_reduced for slot in slots)
 
 
-def _compare(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
+def _compare_between_ranks(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
     """Compare the gradients of `slots`, and all weights, between the ranks.
 
-    A change that is the same on every rank is the user's right.
+    The user may change gradients in the same way on every rank.
 
     Collective:
-        Every rank: one roll call, and not an all-gather: each rank decides for itself to come, and
-        a rank that has nothing to compare goes on to another collective.
+        Every rank: one monitored all-gather: each rank decides by itself to take part, and a rank
+        that has nothing to compare goes on to another collective.
 
     Raises:
         GradientNotReducedError: on every rank, with the names of those that differ.
@@ -267,7 +269,7 @@ def _compare(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
     weights = [(slot.name, slot.param) for slot in owner.slots]
     compared = [*weights, *((slot.name, slot.param.grad) for slot in slots)]
     bits = [sum_of_bits(tensor) for _, tensor in compared]
-    everyone = owner.attached().monitored_all_gather(
+    everyone = owner.attached_group().monitored_all_gather(
         [float(number % _EXACT) for number in bits], "step"
     )
     first = everyone[0]

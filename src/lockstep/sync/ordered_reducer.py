@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round whose sum is added in the order of the shards: the same bits at any worker count.
+"""`OrderedReducer`: adds in the order of the shards, for the same bits at any number of workers.
 
 Every shard's gradient but the last is taken out of ``parameter.grad`` as soon as its backward has
 ended (`take_shard`): autograd would add the next shard's gradient to it, in the order in which this
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Bucket, Slot
-    from lockstep.sync.contribution import Contribution
+    from lockstep.sync.round_contribution import Contribution
 
 
 class OrderedReducer(Reducer):
@@ -43,7 +43,7 @@ class OrderedReducer(Reducer):
         divides: bool = True,
     ) -> None:
         super().__init__(slots, group, cap_bytes, signature, divides=divides)
-        # An order of shards knows of no number of ranks.
+        # With an order of shards no factor may depend on the number of ranks.
         self._share = 1.0 / order.num_shards if divides else 1.0
         self._order = order
         self._adds_once = {
@@ -70,17 +70,17 @@ class OrderedReducer(Reducer):
         node = (shard, shard + 1)
         with torch.no_grad():
             for bucket in self.layout.buckets:
-                if self._packs_shard(bucket, node):
+                if self._pack_shard(bucket, node):
                     self._leaves[bucket][node] = bucket.payload.clone()
                     self._used[bucket] = bucket.used
             self._weigh(node, weight)
         for slot in self.layout.slots:
             slot.param.grad = None
 
-    def end_with(self, shard: int, weight: float) -> None:
-        """The round that has begun reduces the gradient of `shard` too, as it comes.
+    def set_last_shard(self, shard: int, weight: float) -> None:
+        """Let the round that has begun reduce the gradient of `shard` as it arrives.
 
-        That gradient is not taken beforehand: its buckets may leave while its backward still runs.
+        `take_shard` does not take that gradient: its buckets may leave while its backward runs.
 
         Args:
             weight: as of `take_shard`.
@@ -94,9 +94,9 @@ class OrderedReducer(Reducer):
         added = torch.full_like(self.layout.tail[:1], weight * self._share)
         self._weights[node] = self._weights[node] + added if node in self._weights else added
 
-    def _packs_shard(self, bucket: Bucket, node: Node) -> bool:
-        """Pack, and add the gradients that the shard brought earlier in the window."""
-        if not self._packs_densely(bucket, self._share):
+    def _pack_shard(self, bucket: Bucket, node: Node) -> bool:
+        """Pack, and add the gradients that the shard had earlier in the window."""
+        if not self._pack_or_note_fault(bucket, self._share):
             return False
         earlier = self._leaves[bucket].get(node)
         if earlier is not None:
@@ -113,7 +113,7 @@ class OrderedReducer(Reducer):
 
     def _pack(self, bucket: Bucket) -> None:
         if self._last is not None:
-            if self._packs_shard(bucket, self._last):
+            if self._pack_shard(bucket, self._last):
                 self._leaves[bucket][self._last] = bucket.payload
         else:
             bucket.used = self._used.get(bucket) or [False] * len(bucket.slots)
@@ -133,27 +133,29 @@ class OrderedReducer(Reducer):
                 self._fold_into(weight, node, self._weights)
             return group.all_reduce(bucket.flat)
         if bucket.payload.numel():
-            bucket.payload.copy_(self._summed(group, nodes, self._leaves[bucket], bucket.payload))
+            bucket.payload.copy_(
+                self._sum_over_shards(group, nodes, self._leaves[bucket], bucket.payload)
+            )
         if is_last:
             group.all_reduce(bucket.tail).wait()
-            weight.copy_(self._summed(group, nodes, self._weights, weight))
+            weight.copy_(self._sum_over_shards(group, nodes, self._weights, weight))
         return Pending(None, "", "")
 
     def _fold_into(self, place: torch.Tensor, node: Node, leaves: dict[Node, torch.Tensor]) -> None:
-        total = fold(node, self._every(leaves, place), place)
+        total = fold(node, self._leaves_or_zeros(leaves, place), place)
         if total is not place:
             place.copy_(total)
 
-    def _summed(
+    def _sum_over_shards(
         self, group: Group, nodes: list[Node], leaves: dict[Node, torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        every = self._every(leaves, like)
+        every = self._leaves_or_zeros(leaves, like)
         return ordered_sum(group, self._order, {node: fold(node, every) for node in nodes})
 
-    def _every(
+    def _leaves_or_zeros(
         self, leaves: dict[Node, torch.Tensor], like: torch.Tensor
     ) -> dict[Node, torch.Tensor]:
-        """The sum of each of this rank's shards, zero where one brought nothing."""
+        """The sum of each of this rank's shards, zero for a shard without gradients."""
         own = [(shard, shard + 1) for shard in self._order.shards]
         return {node: leaves[node] if node in leaves else torch.zeros_like(like) for node in own}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's rows of parameters that every rank holds whole, and of the state of optimizers.
+"""`ParameterShards`: this rank's rows of whole parameters, and of the state of optimizers.
 
 A shard is a view: a write to it is a write to this rank's rows of the whole parameter. It is a
 `DTensor`, because to an optimizer it has to be the whole parameter: its shape and, through
@@ -49,7 +49,7 @@ def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) ->
     )
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this may be a shard.
 
     Gradient:
@@ -72,13 +72,13 @@ class ParameterShards:
         self._numbers = {slot.param: slot.number for slot in slots if can_be_sharded(slot.param)}
         self._shards: dict[torch.Tensor, ParameterShard] = {}
 
-    def of(self, param: torch.Tensor) -> ParameterShard | None:
+    def shard_of(self, param: torch.Tensor) -> ParameterShard | None:
         """The shard of `param`; None for one that stays whole."""
         if param not in self._shards and param in self._numbers:
             self._shards[param] = ParameterShard(self._numbers[param], param, self._mesh)
         return self._shards.get(param)
 
-    def of_state(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    def shard_state(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
         """An optimizer's state of `param`, with this rank's rows of tensors of its shape."""
         if param not in self._numbers:
             return state
@@ -96,7 +96,7 @@ class ParameterShards:
         return as_shard(rows.to(param.device, copy=True), value, self._mesh)
 
     def close(self) -> None:
-        """Let go of the shards, and of the process group behind the mesh."""
+        """Drop the shards, and the process group of the mesh."""
         self._numbers.clear()
         self._shards.clear()
         # The optimizers' states keep the mesh, and a mesh keeps its groups by name.

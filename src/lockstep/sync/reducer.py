@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round of reduction: buckets leave in order, come back, are divided and delivered.
+"""`Reducer`: one round of reduction, in which buckets are sent, summed, divided and written back.
 
 Invariants:
 
@@ -21,7 +21,7 @@ import torch
 
 from lockstep import reduction_context
 from lockstep.sync.buckets import Bucket, Layout, Slot
-from lockstep.sync.contribution import Contribution, Fault, Sums
+from lockstep.sync.round_contribution import Contribution, Fault, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ class Reducer:
 
     @property
     def can_overlap(self) -> bool:
-        """Buckets may leave while backward still runs."""
+        """Whether buckets may leave while backward still runs."""
         return self._combine is None and len(self.layout.buckets) > 1
 
     def start(self, contribution: Contribution, step: int = 0) -> None:
@@ -86,10 +86,10 @@ class Reducer:
             bucket.is_launched = False
             bucket.pending = None
             if bucket is not self.layout.buckets[-1]:
-                bucket.expect()
+                bucket.await_gradients()
 
     def arrive(self, slot: Slot) -> None:
-        """A gradient is there: send the buckets that are complete, in order.
+        """Note that a gradient was accumulated, and send the complete buckets in order.
 
         Gradient:
             Packed, scaled and on its way when its bucket is complete.
@@ -128,7 +128,7 @@ class Reducer:
             bucket.pending = self._sum(self._group, bucket)
 
     def _sum(self, group: Group, bucket: Bucket) -> Pending:
-        """From "bucket full" to "bucket summed", once the result has been waited for.
+        """Start the sum of a full bucket; the bucket holds it after ``wait`` of the result.
 
         Collective:
             Every rank, same order. Does not block. One all-reduce; or what `combine` does.
@@ -139,11 +139,11 @@ class Reducer:
 
     def _pack(self, bucket: Bucket) -> None:
         scale = self.contribution.scale * self._share
-        if not self._packs_densely(bucket, scale) or self.contribution.discards:
-            bucket.silence()
+        if not self._pack_or_note_fault(bucket, scale) or self.contribution.discards:
+            bucket.fill_with_zeros()
 
-    def _packs_densely(self, bucket: Bucket, scale: float) -> bool:
-        """Pack; a sparse gradient is noted, for all ranks to refuse together."""
+    def _pack_or_note_fault(self, bucket: Bucket, scale: float) -> bool:
+        """Pack a bucket; False, and a fault for all ranks, if a gradient is sparse or misfits."""
         try:
             bucket.pack(scale)
         except RuntimeError:
@@ -183,9 +183,9 @@ class Reducer:
         self._next = 0
         self._round += 1
         with torch.no_grad():
-            return self._deliver(must_read or self._must_read())
+            return self._write_gradients(must_read or self._must_read())
 
-    def _deliver(self, read: bool) -> Sums | None:
+    def _write_gradients(self, read: bool) -> Sums | None:
         sums = self.layout.read_sums() if read else None
         if sums is not None and (sums.faults or not sums.weight > 0.0):
             for slot in self.layout.slots:
@@ -199,12 +199,12 @@ class Reducer:
                 elif slot.param.grad is None:
                     slot.param.grad = slot.view
         for bucket in self.layout.buckets:
-            bucket.give_back()
+            bucket.copy_to_kept()
         return sums
 
     @property
     def reads_are_free(self) -> bool:
-        """The sums can be read without waiting, so every rank reads them in every round."""
+        """Whether the host reads the sums without waiting; then every rank reads every round's."""
         return not self.layout.tail.is_cuda
 
     def _must_read(self) -> bool:
@@ -212,10 +212,10 @@ class Reducer:
             return True
         own = self.contribution
         said = bool(own.faults) or own.is_edited or own.has_unfrozen
-        return own.is_silent or said or not self.used_all()
+        return own.has_zero_weight or said or not self.used_all()
 
     def used_all(self) -> bool:
-        """Did this rank bring a gradient for every parameter?"""
+        """Whether this rank had a gradient for every parameter."""
         return all(all(bucket.used) for bucket in self.layout.buckets)
 
     def _divide(self, sums: Sums | None) -> None:
@@ -254,7 +254,7 @@ class Reducer:
 
 
 def _misfits(bucket: Bucket) -> list[Fault]:
-    """Gradients that have no place in the bucket: sparse ones, and those of changed parameters."""
+    """Faults of gradients that do not fit the bucket: sparse, or of changed parameters."""
     pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.param.grad) is not None]
     sparse = [slot.name for slot, grad in pairs if grad.layout is not torch.strided]
     moved = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objective: the global gradient of some parameters, and when optimizers may use it.
+"""`ReductionRounds`: what the global gradient is, and when optimizers may use it (the objective).
 
 Backwards come in windows. A window holds the backwards since the last round: one, or several
 under `no_sync`. The backward that closes it is the only one with a round of reduction, in which
@@ -34,23 +34,19 @@ from lockstep.sync.accumulation_window import AccumulationWindow
 from lockstep.sync.autograd_grad_watch import AutogradGradWatch
 from lockstep.sync.autograd_graph_task import call_at_end
 from lockstep.sync.backward_listener import BackwardListener
-from lockstep.sync.batch_weights import BatchWeights, checked_weight
+from lockstep.sync.batch_weights import BatchWeights, parse_weight
 from lockstep.sync.buckets import Slot
-from lockstep.sync.contribution import PLAIN, WEIGHTED, Contribution, Fault
 from lockstep.sync.earlier_gradients import EarlierGradients
 from lockstep.sync.late_parameters import LateParameters
+from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lockstep.group import Group
-    from lockstep.sync.contribution import Sums, UnreadSums
+    from lockstep.sync.round_contribution import Sums, UnreadSums
     from lockstep.sync.synced_tensors import SyncedTensors
-    from lockstep.sync.transport import (
-        Gradients,
-        RoundResult,
-        TransportFactory,
-    )
+    from lockstep.sync.transport import Gradients, RoundResult, TransportFactory
 
 
 class ReductionRounds:
@@ -74,7 +70,7 @@ class ReductionRounds:
         slots: the synchronised parameters.
         weights: of this rank's batches.
         transport: moves the gradients between the ranks.
-        listener: hears of backwards.
+        listener: notices backwards by hooks on the parameters.
         is_paused: inside `no_sync`.
         has_added: see `watch_gradients`.
         has_accumulated: the program left `no_sync` since the last optimizer step.
@@ -109,12 +105,12 @@ class ReductionRounds:
         self._watched_from = 0
         self._unread: UnreadSums | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
-        self._captures = AutogradGradWatch(self.slots)
+        self._grad_watch = AutogradGradWatch(self.slots)
         self._late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
         self.listener = BackwardListener(
-            self.slots, self.transport, self._backward_began, self._gradients_asked_for
+            self.slots, self.transport, self._backward_began, self._autograd_grad_called
         )
 
     def _new_window(self) -> None:
@@ -150,23 +146,23 @@ class ReductionRounds:
         if weight is None:
             self._open_window(PLAIN)
         else:
-            weight = checked_weight(weight, self.place)
-            self._settle()  # the weights of the last round set the unit of the next one
+            weight = parse_weight(weight, self.place)
+            self._judge_unread_sums()  # the weights of the last round set the unit of the next one
             given = backward_kwargs.get("gradient")
             scale, loss, given = self.weights.root(loss, given, weight)
             backward_kwargs["gradient"] = given
             self._open_window(WEIGHTED)
             self._window.weight += scale
-        self._drive(lambda: loss.backward(**backward_kwargs), scale)
+        self._run_backward(lambda: loss.backward(**backward_kwargs), scale)
 
     def _open_window(self, kind: str) -> None:
-        """A backward begins, maybe the first of its window: `kind` and weight are noted."""
-        self.attached()
-        self._settle()
+        """At the start of a backward, maybe the first of its window: note `kind` and weight."""
+        self.attached_group()
+        self._judge_unread_sums()
         self.transport.open_window(is_first=self._window.kind is None)
         if self._has_failed:
             self._reset()
-            self.attached()
+            self.attached_group()
         self._check_left_gradients()
         is_first = self._window.kind is None
         self._window.enter(kind, self.weights, self.place)
@@ -174,24 +170,24 @@ class ReductionRounds:
             self._set_earlier_aside()
 
     def _set_earlier_aside(self) -> None:
-        """Gradients of earlier rounds are not reduced again, and pass no hook again."""
-        self.listener.look_for_hooks()
+        """Set gradients of earlier rounds aside: no round reduces them, no hook sees them again."""
+        self.listener.find_user_hooks()
         held = self._earlier.set_aside(self.transport.own_memory)
         since = self._watched_from
         if any(max(slot.last_round, self.last_full_round) <= since for slot in held):
             self.has_added = True
 
     def _check_left_gradients(self) -> None:
-        """The next backward of a window comes: what did the program do to its gradients?
+        """At the next backward of a window: check what the program did to its gradients.
 
-        Zeroed gradients are a window that was given up, with its weights. Others cannot be told
-        from the sum of the window's backwards, and no rank knows what they count for.
+        If the program zeroed them, it gave the window up, with its weights. Other changes cannot
+        be told from the sum of the window's backwards, and no rank knows their weight.
         """
-        if self._window.holds_what_was_left(self.slots):
+        if self._window.has_unchanged_gradients(self.slots):
             return
         grads = [slot.param.grad for slot in self.slots if slot.param.grad is not None]
         # An earlier gradient may be out of the program's sight: was it to be zeroed, too?
-        is_hidden = not self._window.has_reached(self._earlier.by_slot)
+        is_hidden = not self._window.has_gradients_of(self._earlier.by_slot)
         if is_hidden or any(bool(grad.any()) for grad in grads):
             self._window.faults.append(Fault("touched"))
         else:
@@ -209,17 +205,17 @@ class ReductionRounds:
         self._leave_window_open()
 
     def _leave_window_open(self) -> None:
-        """A backward under `no_sync` has ended: note the gradients that it left."""
+        """After a backward under `no_sync`: remember the gradients that it left."""
         self.listener.is_running = False
-        self._window.note_left(self.slots)
+        self._window.remember_gradients(self.slots)
 
     # ------------------------------------------------------------------ backwards
 
     def _backward_began(self, slot: Slot) -> None:
         """A backward that adds to ``parameter.grad`` brings its first gradient, that of `slot`.
 
-        It is one that `_drive` runs, a part of one that runs already (a reentrant checkpoint),
-        or a plain ``loss.backward()`` of the program's own.
+        The backward is one of `_run_backward`, a part of a running one (a reentrant checkpoint), or
+        a plain ``loss.backward()`` of the program's own.
         """
         is_plain = not self.listener.is_running
         if is_plain:
@@ -240,7 +236,7 @@ class ReductionRounds:
         driving, group = reduction_context.active(), self._group
         # Other ranks may be threads of this process.
         if driving and driving.at_root and group and driving.group.rank == group.rank:
-            raise round_checks.refused(*Fault.of("driven", [slot.name]), where=self.place)
+            raise round_checks.fault_error(*Fault.of("driven", [slot.name]), where=self.place)
 
     def _at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when the running backward has ended and its gradients are in place."""
@@ -250,23 +246,23 @@ class ReductionRounds:
         else:
             call_at_end(function, self._fail)
 
-    def _gradients_asked_for(self) -> None:
-        """``torch.autograd.grad`` computes gradients of this rank alone."""
+    def _autograd_grad_called(self) -> None:
+        """Note that ``torch.autograd.grad`` computes gradients of this rank alone."""
         if self.needs_guard and not self.is_paused:
-            self._captures.note(self.place, self.num_rounds, self._steps_taken)
+            self._grad_watch.note(self.place, self.num_rounds, self._steps_taken)
 
-    def _drive(self, run: Callable[[], None], weight: float | None) -> None:
+    def _run_backward(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward whose root carries `weight`; the round begins before it."""
         stand_in: Gradients | None = None
         self.listener.is_running = True
         try:
             if weight == 0.0:
                 # No value of this backward may stay, and zero times NaN would.
-                stand_in = self._taken_gradients()
+                stand_in = self._take_gradients()
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
-            around = reduction_context.activate_for_backward(self.attached(), weight, by_id)
+            around = reduction_context.activate_for_backward(self.attached_group(), weight, by_id)
             with self.transport.backward(stand_in), around:
                 run()
         except BaseException:
@@ -284,7 +280,7 @@ class ReductionRounds:
         else:
             self._finish_round(self.transport.finish)
 
-    def _taken_gradients(self) -> Gradients:
+    def _take_gradients(self) -> Gradients:
         taken: Gradients = {}
         for slot in self.slots:
             if slot.param.grad is not None:
@@ -293,18 +289,21 @@ class ReductionRounds:
         return self.transport.own_memory(taken)
 
     def _return_gradients(self, taken: Gradients) -> None:
-        """A parameter that a backward of weight zero used has a gradient, but for borrowed rows."""
-        landed = self.transport.landed
+        """Put gradients back after a backward of weight zero; what it used gets zeros.
+
+        A borrowed batch (another rank's, see `BatchWeights.is_borrowed`) gives no zeros.
+        """
+        already_reduced = self.transport.already_reduced
         for slot in self.slots:
-            if slot in landed:
+            if slot in already_reduced:
                 continue
             is_used = slot.param.grad is not None and not self.weights.is_borrowed
             zeros = torch.zeros_like(slot.param) if is_used and slot not in taken else None
             slot.param.grad = taken.get(slot, zeros)
 
     def _fail(self) -> None:
-        """A backward or a round has raised midway."""
-        self._earlier.add_to_failed()
+        """Clean up after a backward or a round that raised midway."""
+        self._earlier.add_to_partial()
         self._reset(has_failed=True)
 
     # ------------------------------------------------------------------ rounds
@@ -315,8 +314,8 @@ class ReductionRounds:
 
     def reduce_pending(self) -> None:
         """See `GradientSync.reduce_pending`."""
-        self.attached()
-        self._settle()
+        self.attached_group()
+        self._judge_unread_sums()
         self._check_left_gradients()
         if self._window.kind is None:
             self._set_earlier_aside()
@@ -351,16 +350,16 @@ class ReductionRounds:
             earlier.put_back()
             raise
         self._note_round(result, earlier)
-        if earlier.by_slot or self.listener.hooked or self._captures.are_fresh:
-            self._complete(result, earlier)
+        if earlier.by_slot or self.listener.hooked or self._grad_watch.is_pending:
+            self._add_to_earlier(result, earlier)
 
     def _judge(self, sums: Sums, mine: Contribution, *, together: bool) -> None:
-        group = self.attached()
+        group = self.attached_group()
         self._is_broken = round_checks.is_out_of_step(sums, mine, group)
         round_checks.judge(sums, mine, group, together=together)
-        self.weights.learn(sums)
+        self.weights.update_units(sums)
 
-    def _settle(self) -> None:
+    def _judge_unread_sums(self) -> None:
         """Judge sums that were left on the accelerator so that the host need not wait."""
         unread, self._unread = self._unread, None
         if unread is not None:
@@ -379,12 +378,12 @@ class ReductionRounds:
             if slot.param.grad is not None and slot not in result.unreduced:
                 slot.last_round = self.num_rounds
 
-    def _complete(self, result: RoundResult, earlier: EarlierGradients) -> None:
-        """The round's gradients pass the user's hooks, and are added to those of earlier rounds."""
+    def _add_to_earlier(self, result: RoundResult, earlier: EarlierGradients) -> None:
+        """Run the user's hooks on the round's gradients, and add those of earlier rounds."""
         self._accumulated = list(earlier.by_slot)
         new_round = self.num_rounds if result.took_place else None
         try:
-            earlier.add_to_round(self.listener, self._captures, result.unreduced, new_round)
+            earlier.add_to_round(self.listener, self._grad_watch, result.unreduced, new_round)
         except BaseException:
             # As if a hook had raised inside the user's backward.
             self._fail()
@@ -401,7 +400,7 @@ class ReductionRounds:
 
     # ------------------------------------------------------------------ the group
 
-    def attached(self) -> Group:
+    def attached_group(self) -> Group:
         """The group, while gradients can be reduced over it.
 
         Raises:
@@ -409,13 +408,13 @@ class ReductionRounds:
             GradientNotReducedError: an earlier failure left the ranks at different places.
         """
         if self._group is None:
-            raise round_checks.detached(self.place)
+            raise round_checks.detached_error(self.place)
         if self._is_broken:
-            raise round_checks.broken(self.place)
+            raise round_checks.broken_error(self.place)
         return self._group
 
-    def break_off(self) -> None:
-        """The ranks are at different places: nothing more is reduced over this group."""
+    def mark_broken(self) -> None:
+        """Reduce no more over this group, because its ranks are at different places."""
         self._is_broken = True
         self._reset()
 
@@ -429,7 +428,7 @@ class ReductionRounds:
         """Belong to `group`, after `leave`."""
         self.place = f"rank {group.rank} of {group.size}"
         self.weights = BatchWeights(group, self._num_shards, averages=self.weights.averages)
-        self._captures = AutogradGradWatch(self.slots)  # a step that is made again asks again
+        self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
         self._step = self._steps_taken = 0  # a rank that is new has taken none
         self._group = group
         self._is_broken = False
@@ -449,7 +448,7 @@ class ReductionRounds:
     # ------------------------------------------------------------------ for the guard
 
     def note_step(self) -> None:
-        """An optimizer is about to step, with gradients that it may use."""
+        """Note that an optimizer is about to step, with gradients that it may use."""
         if self._group is not None:
             self._group.confirm()
         self._step += 1
@@ -461,40 +460,40 @@ class ReductionRounds:
 
     @property
     def has_stepped(self) -> bool:
-        """An optimizer has used gradients."""
+        """Whether an optimizer has stepped."""
         return self._steps_taken > 0
 
-    def suspects_changes(self, slots: Sequence[Slot]) -> bool:
-        """Gradients of this rank alone may have got into gradients or weights of `slots`."""
-        return self._captures.suspects(slots)
+    def has_suspicious_changes(self, slots: Sequence[Slot]) -> bool:
+        """Whether local gradients may have got into gradients or weights of `slots`."""
+        return self._grad_watch.has_suspicious_changes(slots)
 
     @property
     def needs_guard(self) -> bool:
-        """There are peers; a rank alone has whole gradients, wherever they come from."""
+        """Whether there are peers; a rank alone has whole gradients, wherever they come from."""
         return self._group is not None and self._group.size > 1
 
     @property
-    def holds_nothing(self) -> bool:
-        """Every gradient was zeroed, and the open window hides none of earlier rounds."""
+    def has_no_gradients(self) -> bool:
+        """Whether no parameter has a gradient, and none of earlier rounds is set aside."""
         return not self._earlier.by_slot and all(slot.param.grad is None for slot in self.slots)
 
     @property
     def has_open_window(self) -> bool:
-        """Gradients have arrived since the last round, or a backward failed midway.
+        """Whether gradients have arrived since the last round, or a backward failed midway.
 
         A failed backward leaves the same gradients with a rank alone as in one process.
         """
         return self._window.kind is not None or (self._has_failed and self.needs_guard)
 
     def has_user_hooks(self, slot: Slot) -> bool:
-        """The user has registered hooks on the parameter."""
+        """Whether the user has registered hooks on the parameter."""
         return slot.number in self.listener.hooked
 
     @property
     def has_late_parameters(self) -> bool:
-        """Parameters came later: a rank may have their gradients, and another not."""
+        """Whether parameters were added later: only some ranks may have their gradients."""
         return self._late.are_there()
 
-    def holds(self, param: torch.Tensor) -> bool:
-        """`param` is in the modules that are synchronised, maybe since later."""
+    def contains(self, param: torch.Tensor) -> bool:
+        """Whether `param` is in the synchronised modules now."""
         return self._late.include(param)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer object whose `step` does something else: the object stays, its method changes.
+"""`ReplacedStep`: replaces the `step` of an optimizer object, which stays the same object.
 
 Loops, schedulers and gradient scalers hold the user's own optimizer, so a sync that steps in
 another way (at a parameter server, on this rank's rows alone) cannot hand out another object.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdict on a round, from the sums of the ranks' contributions: may its gradients be used?
+"""Judges a round by the sums of the ranks' contributions: may its gradients be used?
 
 Where one rank has to refuse, every rank raises, with the same words. A rank that raised alone
 would leave its peers waiting. So the rank contributes zeros and a count, and when all ranks have
@@ -23,11 +23,11 @@ from lockstep.errors import (
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.sync.contribution import Contribution, Fault, Sums
+    from lockstep.sync.round_contribution import Contribution, Fault, Sums
 
 
 def is_out_of_step(sums: Sums, mine: Contribution, group: Group) -> bool:
-    """Did the ranks take different rounds for the same one? All ranks find the same answer."""
+    """Whether the ranks reduced different rounds together; all ranks find the same answer."""
     expected = mine.check * group.size, mine.check_squared * group.size
     return (sums.check, sums.check_squared) != expected
 
@@ -68,12 +68,12 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         _refuse_alone(place, mine.faults)
     if 0 < sums.delivered < sums.plain:
         got = f"{sums.delivered:.0f} ranks know the weight of their batch, others do not"
-        raise refused("another", got, where=place)
+        raise fault_error("another", got, where=place)
     if sums.earlier != mine.earlier * group.size:
-        raise refused("by_hand", where=place)
+        raise fault_error("by_hand", where=place)
     if sums.plain and sums.weighted:
         got = f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
-        raise refused("mixed", got, where=place)
+        raise fault_error("mixed", got, where=place)
     if sums.plain + sums.weighted and not sums.weight > 0.0:
         raise WeightError(
             "the weights of all ranks add up to zero",
@@ -95,7 +95,7 @@ def _refuse_together(group: Group, mine: list[Fault]) -> None:
     everyone = group.exchange(mine)
     ranks = [rank for rank, faults in enumerate(everyone) if faults]
     where = f"rank {', '.join(map(str, ranks))} of {group.size}"
-    raise refused(*everyone[ranks[0]][0], where=where)
+    raise fault_error(*everyone[ranks[0]][0], where=where)
 
 
 def _refuse_alone(place: str, mine: list[Fault]) -> None:
@@ -105,9 +105,9 @@ def _refuse_alone(place: str, mine: list[Fault]) -> None:
         SparseGradientError, MixedWeightsError, GradientNotReducedError: this rank's, if any.
     """
     if mine:
-        raise refused(*mine[0], where=place)
+        raise fault_error(*mine[0], where=place)
     raise GradientNotReducedError(
-        "another rank refused the last reduction",
+        "another rank fault_error the last reduction",
         where=place,
         fix="look for the first failure among the other ranks",
     )
@@ -195,7 +195,7 @@ _MIXED_WEIGHTS: Final = {
 """By kind of fault: the likely cause."""
 
 
-def refused(kind: str, got: str = "", *, where: str) -> LockstepError:
+def fault_error(kind: str, got: str = "", *, where: str) -> LockstepError:
     """The error for a `Fault` of `kind`."""
     if kind in _MIXED_WEIGHTS:
         return MixedWeightsError(
@@ -211,7 +211,7 @@ def refused(kind: str, got: str = "", *, where: str) -> LockstepError:
     return error(what, where=where, got=got or None, cause=cause, fix=fix)
 
 
-def detached(where: str) -> NotAvailableError:
+def detached_error(where: str) -> NotAvailableError:
     return NotAvailableError(
         "this GradientSync was detached",
         where=where,
@@ -219,7 +219,7 @@ def detached(where: str) -> NotAvailableError:
     )
 
 
-def broken(where: str) -> GradientNotReducedError:
+def broken_error(where: str) -> GradientNotReducedError:
     return GradientNotReducedError(
         "an earlier backward failed after part of its gradients had been sent",
         where=where,
@@ -228,7 +228,7 @@ def broken(where: str) -> GradientNotReducedError:
     )
 
 
-def out_of_order(where: str) -> WrongUseError:
+def out_of_order_error(where: str) -> WrongUseError:
     return WrongUseError(
         "a backward of its own, where the shards are added up in a fixed order",
         where=where,
@@ -239,7 +239,7 @@ def out_of_order(where: str) -> WrongUseError:
 
 def judge_losses(losses: list[float], where: str) -> None:
     """Raise on every rank if the ranks' losses are not one."""
-    # NaN is no other NaN's equal, and a difference of infinities is none: alike all the same.
+    # As strings: a NaN is not equal to a NaN, and the difference of two infinities is NaN.
     if len(set(map(str, losses))) == 1:
         return
     if max(losses) - min(losses) <= 1e-6 * max(map(abs, losses)):

@@ -32,7 +32,7 @@ _GATHERED_WHOLE_BYTES: Final = 1 << 18
 
 @dataclass(frozen=True)
 class ShardOrder:
-    """Which shards a rank carries, of how many.
+    """The shards of every rank, and the order in which their gradients are added.
 
     Attributes:
         by_rank: every rank's contiguous shards.
@@ -49,17 +49,17 @@ class ShardOrder:
 
     def subtrees(self, rank: int) -> list[Node]:
         """The largest subtrees whose shards all belong to `rank`, in order."""
-        return _covered((0, self.num_shards), self.by_rank[rank])
+        return _subtrees_within((0, self.num_shards), self.by_rank[rank])
 
 
-def _covered(node: Node, shards: range) -> list[Node]:
+def _subtrees_within(node: Node, shards: range) -> list[Node]:
     low, high = node
     if shards.start <= low and high <= shards.stop:
         return [node]
     if high <= shards.start or shards.stop <= low or high - low == 1:
         return []
     middle = (low + high) // 2
-    return _covered((low, middle), shards) + _covered((middle, high), shards)
+    return _subtrees_within((low, middle), shards) + _subtrees_within((middle, high), shards)
 
 
 def fold(
@@ -102,12 +102,12 @@ def ordered_sum(
     own = torch.stack([partials[node] for node in order.subtrees(order.rank)])
     most = max(len(order.subtrees(rank)) for rank in range(group.size))
     if own[0].numel() * own.element_size() * most * group.size <= _GATHERED_WHOLE_BYTES:
-        return fold(root, _gathered_whole(group, order, own, most))
+        return fold(root, _gather_whole(group, order, own, most))
     return _by_slices(group, order, own, root)
 
 
 def is_one_addition(group: Group, order: ShardOrder, like: torch.Tensor) -> bool:
-    """Each of two ranks holds one child of the root: a + b is b + a, also in the last bit.
+    """Whether two ranks hold one child of the root each: a + b is b + a, also in the last bit.
 
     An all-reduce of the two then has the bits of the tree. That holds for the additions of IEEE 754
     in full precision, as a CPU does them. How halves are rounded, and what other backends do with
@@ -118,7 +118,7 @@ def is_one_addition(group: Group, order: ShardOrder, like: torch.Tensor) -> bool
     return like.dtype in (torch.float32, torch.float64) and like.device.type == "cpu"
 
 
-def _gathered_whole(
+def _gather_whole(
     group: Group, order: ShardOrder, own: torch.Tensor, most: int
 ) -> dict[Node, torch.Tensor]:
     padded = own.new_zeros(most, own.shape[1])

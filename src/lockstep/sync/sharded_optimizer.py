@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer whose parameters each rank steps by its own rows, keeping the state of those alone.
+"""`ShardedOptimizer`: each rank steps its own rows of the parameters, and keeps their state alone.
 
 The user's own object stays. Outside of its `step` its `param_groups` hold the model's parameters,
 whole and with whole gradients, for clipping, scalers and schedulers.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.sync.parameter_shards import ParameterShard, ParameterShards
 
 
-def steps_whole(optimizer: Optimizer) -> bool:
+def needs_whole_step(optimizer: Optimizer) -> bool:
     """Whether every rank has to step all rows of an optimizer's parameters.
 
     An optimizer that evaluates the loss within a step may compute with the weights from before it.
@@ -43,8 +43,8 @@ class ShardedOptimizer:
     Args:
         optimizer: the user's. Of the state that it has already, each rank keeps its rows.
         shards: of its parameters.
-        meet: waits until every rank is about to step this optimizer.
-        gather: brings the peers' rows of whole tensors.
+        check_place: waits until every rank is about to step this optimizer.
+        gather: fetches the peers' rows of whole tensors.
     """
 
     def __init__(
@@ -52,25 +52,25 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         shards: ParameterShards,
         *,
-        meet: Callable[[], None],
+        check_place: Callable[[], None],
         gather: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         self.optimizer = optimizer
         self._shards = shards
-        self._meet = meet
+        self._check_place = check_place
         self._gather = gather
         self._whole_groups: list[list[torch.Tensor]] = []
         self._in_step: list[ParameterShard] = []
         self._stepped: list[ParameterShard] = []
         for param, state in optimizer.state.items():
-            if shards.of(param) is not None:
-                state.update(shards.of_state(state, param))
+            if shards.shard_of(param) is not None:
+                state.update(shards.shard_state(state, param))
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
         self._own_step = _own_step(optimizer)
         self._replaced = ReplacedStep(optimizer, self._step)
 
     def release(self) -> None:
-        """Make it an ordinary optimizer again; of its state each rank keeps its rows."""
+        """Make the optimizer an ordinary one again; each rank keeps its rows of the state."""
         self._load_hook.remove()
         self._replaced.restore()
 
@@ -91,11 +91,11 @@ class ShardedOptimizer:
             NotAvailableError: the optimizer put other tensors in the place of its parameters.
             PeerLostError: a rank left the step out, or went away.
         """
-        self._meet()
+        self._check_place()
         if callable(kwargs.get("closure")):
-            kwargs["closure"] = self._on_whole_weights(kwargs["closure"])
+            kwargs["closure"] = self._with_whole_weights(kwargs["closure"])
         elif args and callable(args[0]):
-            args = (self._on_whole_weights(args[0]), *args[1:])
+            args = (self._with_whole_weights(args[0]), *args[1:])
         self._swap_in()
         try:
             result = self._own_step(self.optimizer, *args, **kwargs)
@@ -112,7 +112,7 @@ class ShardedOptimizer:
             shard.check()
         return result
 
-    def _on_whole_weights(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_whole_weights(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             self._gather(self._swap_out())
             loss = closure(*args, **kwargs)
@@ -129,7 +129,7 @@ class ShardedOptimizer:
             id(param): shard
             for params in self._whole_groups
             for param in params
-            if (shard := self._shards.of(param)) is not None
+            if (shard := self._shards.shard_of(param)) is not None
         }
         # An optimizer may have been given a set, of another order on every rank.
         self._in_step = sorted(shards.values(), key=lambda shard: shard.number)
@@ -160,12 +160,12 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------------------ its state
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Bring only this rank's rows of a whole state to the device."""
+        """Load only this rank's rows of a whole state."""
         held = optimizer_parameters(optimizer)
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         params = dict(zip(numbers, held, strict=False))
         kept = {
-            number: self._shards.of_state(own, params[number]) if number in params else own
+            number: self._shards.shard_state(own, params[number]) if number in params else own
             for number, own in state["state"].items()
         }
         return {**state, "state": kept}

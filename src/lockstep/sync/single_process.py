@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process and plain autograd: the reference for `GradientSync`.
+"""`SingleProcess`: one process and plain autograd, the reference for `GradientSync`.
 
 It shares no code with that class on purpose. No hooks, no buckets, no communication: a backward is
 torch's, and a window of weighted backwards is their weighted mean, as one writes it by hand.
@@ -70,7 +70,7 @@ class SingleProcess:
         if self._weight is None:
             self._weight = 0.0
             self._earlier = [parameter.grad for parameter in self._parameters]
-            self._put([None] * len(self._parameters))
+            self._set_gradients([None] * len(self._parameters))
         if weight:
             self._weight += weight
             (loss * weight).backward(**backward_kwargs)
@@ -82,10 +82,10 @@ class SingleProcess:
     def _mark_used(self, loss: torch.Tensor, backward_kwargs: dict[str, Any]) -> None:
         """Parameters that a loss of weight zero has used get zero gradients, NaN or not."""
         before = [parameter.grad for parameter in self._parameters]
-        self._put([None] * len(before))
+        self._set_gradients([None] * len(before))
         loss.backward(**backward_kwargs)
         used = [parameter.grad for parameter in self._parameters]
-        self._put(
+        self._set_gradients(
             [
                 torch.zeros_like(new) if grad is None and new is not None else grad
                 for grad, new in zip(before, used, strict=True)
@@ -107,13 +107,13 @@ class SingleProcess:
         weight, earlier = self._weight or 1.0, self._earlier
         self.forget_window()
         means = [None if grad is None else grad / weight for grad in sums]
-        self._put([_added(*pair) for pair in zip(earlier, means, strict=True)])
+        self._set_gradients([_add(*pair) for pair in zip(earlier, means, strict=True)])
         self.rounds += 1
 
     def forget_window(self) -> None:
         """Drop the gradients of the open window."""
         self._weight, self._earlier = None, []
-        self._put([None] * len(self._parameters))
+        self._set_gradients([None] * len(self._parameters))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class SingleProcess:
         finally:
             self._is_paused = before
 
-    def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def _set_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
 
@@ -146,7 +146,7 @@ class SingleProcess:
         alive = [(grad, version) for ref, version in self._watched if (grad := ref()) is not None]
         return any(id(grad) in held and version_of(grad) != version for grad, version in alive)
 
-    # What only peers need.
+    # Methods of `GradientSync` that only ranks with peers need.
 
     def begin_step(self, step: int) -> None: ...
 
@@ -171,15 +171,15 @@ class SingleProcess:
 
     def agree_on_values(self) -> None: ...
 
-    def part(self) -> bool:
+    def leave_group(self) -> bool:
         return True
 
-    def join(self, group: Group) -> None: ...
+    def join_group(self, group: Group) -> None: ...
 
     def detach(self) -> None: ...
 
 
-def _added(earlier: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+def _add(earlier: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
     if earlier is None or new is None:
         return new if earlier is None else earlier
     return earlier + new

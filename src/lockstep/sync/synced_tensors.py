@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters and buffers of some modules that are to be synchronised, each tensor once.
+"""`SyncedTensors`: the parameters and buffers of modules to synchronise, each tensor once.
 
-Also what cannot be synchronised at all, in words: it is refused by all ranks together, when they
+Also sentences about tensors that cannot be synchronised: all ranks refuse them together, when they
 compare their models (`replica_checks.compare_structures`).
 """
 
@@ -43,7 +43,7 @@ class SyncedTensors:
     refused: list[str] = field(default_factory=list)
 
     def structure(self) -> list[Entry]:
-        """Must be equal on all ranks. With strides, which views into a bucket follow."""
+        """The entries that must be equal on all ranks; with the strides of views in a bucket."""
         named: list[tuple[str, str, torch.Tensor]]
         named = [("parameter", name, param) for name, param in self.parameters.items()]
         named += [

@@ -45,15 +45,15 @@ def broadcast_tensors(
     if group.is_alone:
         return
     with torch.no_grad():
-        for part in parts_of(tensors, cap_bytes):
-            block = as_bytes(part[0]) if len(part) == 1 else block_for(part, group.rank == source)
+        for part in split_into_messages(tensors, cap_bytes):
+            block = as_bytes(part[0]) if len(part) == 1 else make_block(part, group.rank == source)
             group.broadcast(block, source)
             if group.rank != source and block.data_ptr() != part[0].data_ptr():
-                for tensor, value in zip(part, unpacked(block, part), strict=True):
+                for tensor, value in zip(part, unpack_block(block, part), strict=True):
                     write_into(tensor, value)
 
 
-def block_for(tensors: Sequence[torch.Tensor], is_source: bool) -> torch.Tensor:
+def make_block(tensors: Sequence[torch.Tensor], is_source: bool) -> torch.Tensor:
     """One block of bytes for `tensors` of one device; filled with them on the source alone."""
     device = tensors[0].device
     if is_source:
@@ -61,7 +61,7 @@ def block_for(tensors: Sequence[torch.Tensor], is_source: bool) -> torch.Tensor:
     return torch.empty(packed_size(_sizes(tensors)), dtype=torch.uint8, device=device)
 
 
-def unpacked(block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def unpack_block(block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The source's tensors in a block that was broadcast, as views; `like` are this rank's."""
     buffers = unpack(block, _sizes(like))
     return [
@@ -74,7 +74,9 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor.numel() * tensor.element_size() for tensor in tensors]
 
 
-def parts_of(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
+def split_into_messages(
+    tensors: Iterable[torch.Tensor], cap_bytes: int
+) -> Iterator[list[torch.Tensor]]:
     """`tensors` in the parts that travel together: of one device, no larger than `cap_bytes`.
 
     A large tensor is a part of its own; empty tensors are in none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How gradients travel between the ranks: the interface of transports.
+"""`Transport`: the interface of the ways in which gradients travel between the ranks.
 
 `ReductionRounds` is the objective: it knows which backwards belong to one round, what each rank's
 gradients weigh, which faults make the ranks refuse, and whether they may use a round's gradients. A
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.group import Group
     from lockstep.sync.batch_weights import BatchWeights
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.contribution import Contribution, Fault, Sums, UnreadSums
+    from lockstep.sync.round_contribution import Contribution, Fault, Sums, UnreadSums
 
 Gradients = dict["Slot", "torch.Tensor"]
 
@@ -45,7 +45,7 @@ class RoundOwner(Protocol):
     @property
     def has_late_parameters(self) -> bool: ...
     def has_user_hooks(self, slot: Slot) -> bool: ...
-    def attached(self) -> Group: ...
+    def attached_group(self) -> Group: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RoundResult:
 
 
 class Transport(Protocol):
-    """How the gradients of the ranks become one.
+    """Reduces the gradients of the ranks to one.
 
     A round is `begin`, a backward inside `backward`, and `finish`; or `follow`, where this rank
     runs no backward. `reset` ends any of them. A transport derives from this class, because methods
@@ -92,11 +92,11 @@ class Transport(Protocol):
     stale_advice: ClassVar[tuple[str, str]]
 
     @property
-    def hears_arrivals(self) -> bool:
-        """`listener` may ever be set."""
+    def needs_on_accumulated(self) -> bool:
+        """`on_accumulated` may ever be set."""
 
     @property
-    def listener(self) -> Callable[[Slot], None] | None:
+    def on_accumulated(self) -> Callable[[Slot], None] | None:
         """Called with each parameter whose gradient has just been accumulated.
 
         None while nothing can be sent before backward has ended.
@@ -104,23 +104,23 @@ class Transport(Protocol):
 
     @property
     def is_half_sent(self) -> bool:
-        """The peers wait for buckets that this rank has not sent yet."""
+        """Whether the peers wait for buckets that this rank has not sent yet."""
 
     @property
-    def landed(self) -> Collection[Slot]:
-        """The parameters whose gradient is the global one before `finish` is called."""
+    def already_reduced(self) -> Collection[Slot]:
+        """The parameters whose gradient is reduced before `finish` is called."""
         return ()
 
     def open_window(self, *, is_first: bool) -> None:
-        """A backward will begin, maybe the first of its window; may refuse it."""
+        """Called before a backward, maybe the first of its window; may refuse the backward."""
         return
 
     def check_backward(self, slot: Slot) -> None:
-        """A backward brings its first gradient, that of `slot`; may refuse it."""
+        """Called at the first gradient of a backward, that of `slot`; may refuse the backward."""
         return
 
     def backward(self, stand_in: Gradients | None) -> AbstractContextManager[None]:
-        """Around a backward that the objective runs.
+        """A context around a backward that the objective runs.
 
         Args:
             stand_in: of a backward of weight zero: the gradients that the ranks reduce instead
@@ -128,7 +128,7 @@ class Transport(Protocol):
         """
 
     def own_memory(self, gradients: Gradients) -> Gradients:
-        """`gradients`, where the transport will not write; they outlive the next backward."""
+        """`gradients` in memory that the transport does not write in the next backward."""
         return gradients
 
     def begin(self, contribution: Contribution, step: int) -> None:
@@ -161,7 +161,7 @@ class Transport(Protocol):
         """
 
     def accept_changes(self) -> None:
-        """An optimizer uses the gradients as they are now."""
+        """Note that an optimizer uses the gradients as they are now."""
 
     def take_shard(self, shard: int, weight: float) -> None:
         """Under a shard order: take the gradient of `shard` out of ``parameter.grad``.
@@ -176,7 +176,7 @@ class Transport(Protocol):
         raise _no_shards()
 
     def close(self) -> None:
-        """Let go of the parameters; their gradients become tensors of their own."""
+        """Release the parameters; their gradients become tensors of their own."""
 
 
 def _no_shards() -> WrongUseError:

@@ -26,7 +26,7 @@ from lockstep.operator.model_copies import copy_models
 from lockstep.operator.state_copy import load_state
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_copies import is_block, is_expanded
-from lockstep.tensor_tree import rebuilt, tree_map
+from lockstep.tensor_tree import rebuild_container, tree_map
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
@@ -86,9 +86,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this may be a shard; then every rank has to call it."""
     if type(tensor).__name__ != "DTensor":
         return tensor
-    from lockstep.sync.parameter_shards import whole_of
+    from lockstep.sync.parameter_shards import gather_whole
 
-    return whole_of(tensor)
+    return gather_whole(tensor)
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _converted(
 def _as_plain(like: Any, values: list[Any]) -> Any:
     """Mappings of any class become dicts: a checkpoint holds no other."""
     if not isinstance(like, Mapping):
-        return rebuilt(like, values)
+        return rebuild_container(like, values)
     # A module's `state_dict()` carries the versions of its layouts.
     metadata = layout_versions(like)
     if metadata is None:

@@ -218,7 +218,7 @@ class Worker(StateAccess):
         self._watch.detach()
         run = None if self._operator is None else self._operator._lockstep.registered
         if run is not None:
-            run.part()
+            run.leave_group()
         if self._handle is not None:
             self._handle.close()
         if self._group is not None:

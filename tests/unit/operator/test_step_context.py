@@ -25,7 +25,7 @@ def test_the_default_loop_gets_the_shards_of_the_context_itself():
     first, second = ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 1, seed=2, shard=1)
     context = step(first, second)
     assert context.shards_in(context) == (first, second)
-    assert context.delivered is None
+    assert context.joint_batch is None
     assert not context.is_borrowed
 
 
@@ -73,7 +73,7 @@ def test_between_two_batches_nothing_of_the_step_is_left():
     context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, closes_window=False)
     context.num_computed, context.has_scheduled = 1, True
     after = context.between_batches()
-    assert (after.delivered, after.num_computed, after.has_scheduled) == (None, 0, False)
+    assert (after.joint_batch, after.num_computed, after.has_scheduled) == (None, 0, False)
     assert after.closes_window is False
     assert after.weight_of_backward(None, "here") is None
 

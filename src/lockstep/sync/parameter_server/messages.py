@@ -78,7 +78,7 @@ class OptimizerRequest:
 
 
 class Channel(Protocol):
-    """A worker's way to its parameter server."""
+    """A worker's connection to its parameter server."""
 
     def ask(self, message: Message) -> Message:
         """Send a request and wait for its answer.
@@ -96,7 +96,7 @@ class Channel(Protocol):
 
 
 class ConnectionLostError(Exception):
-    """The other side went away, or did not speak in time. Never leaves this package."""
+    """The other side closed the connection, or sent nothing in time. Stays in this package."""
 
 
 class MessageSocket:
@@ -105,10 +105,10 @@ class MessageSocket:
     def __init__(self, connection: socket.socket, timeout_s: float | None) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self.limit_waiting(timeout_s)
+        self.set_timeout(timeout_s)
 
-    def limit_waiting(self, timeout_s: float | None) -> None:
-        """How long a message that has begun may take to come, or to go."""
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Set the longest time that a message may take to arrive, or to be sent, once begun."""
         self._socket.settimeout(timeout_s)
 
     def fileno(self) -> int:
@@ -133,7 +133,7 @@ class MessageSocket:
             self._fill(_memory_of(block))
         return Message(*join(structure, unpack(block, sizes)))
 
-    def receives(self, secret: bytes) -> bool:
+    def has_sent(self, secret: bytes) -> bool:
         """Whether the other side sends `secret`. Nothing that it sends is unpickled before.
 
         Raises `ConnectionLostError`.
@@ -156,7 +156,7 @@ class MessageSocket:
             raise ConnectionLostError(str(error) or type(error).__name__) from error
 
     def cut(self) -> None:
-        """End it for both sides; wakes a thread of this process that waits in it."""
+        """Shut the connection down for both sides; wakes a thread that waits in it."""
         with suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -173,7 +173,7 @@ def _memory_of(block: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a parameter server listens, and the secret that a worker shows it.
+    """The address of a parameter server, and the secret that a worker has to send.
 
     Attributes:
         timeout_s: how long a worker waits for an answer, which includes waiting for its peers.
@@ -203,7 +203,7 @@ def connect_to_server(address: ServerAddress, rank: int) -> ServerClient:
             connection.sendall(address.secret)
             messages.send(Message("here", rank))
         except (OSError, ConnectionLostError) as error:
-            raise _server_lost(place, error) from error
+            raise _server_lost_error(place, error) from error
         until_welcome.pop_all()
     return ServerClient(messages, place)
 
@@ -223,13 +223,13 @@ class ServerClient:
             A request in which all ranks take part is answered when all have sent it.
         """
         if self._messages is None:
-            raise _server_lost(self._place, "this worker has left it")
+            raise _server_lost_error(self._place, "this worker has left it")
         try:
             self._messages.send(message)
             answer = self._messages.receive()
         except ConnectionLostError as error:
-            raise _server_lost(self._place, error) from error
-        return checked(answer)
+            raise _server_lost_error(self._place, error) from error
+        return raise_if_error(answer)
 
     def close(self) -> None:
         messages, self._messages = self._messages, None
@@ -240,7 +240,7 @@ class ServerClient:
         messages.close()
 
 
-def checked(answer: Message) -> Message:
+def raise_if_error(answer: Message) -> Message:
     """`answer`; raises the exception that it holds instead, if it is one."""
     if answer.kind == "error":
         error: BaseException = pickle.loads(answer.body)
@@ -248,7 +248,7 @@ def checked(answer: Message) -> Message:
     return answer
 
 
-def _server_lost(place: str, got: object) -> PeerLostError:
+def _server_lost_error(place: str, got: object) -> PeerLostError:
     return PeerLostError(
         "the parameter server does not answer",
         where=place,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Undo log of a parameter server: optimizers and parameters as they were before their last steps.
+"""Undo log of a parameter server: copies of optimizers and parameters from before their last steps.
 
-A worker that dies may take a step with it: the server has made the step, and no worker that is
-left has counted it. The workers then go back, and the server has to go back with them.
+When a worker dies, the server may have made a step that no surviving worker has counted. The
+workers then go back to the step before, and the server has to go back with them.
 
 The log copies only what a step is about to change, just before: the optimizer's state, its own
 attributes, its groups and its parameters. Copies of tensors go into memory that is used again
@@ -36,8 +36,8 @@ class OptimizerUndoLog:
         self._kept: list[_OptimizerCopy] = []
         self._memory: dict[int, TensorCopies] = {}
 
-    def about_to_change(self, optimizer: Optimizer, point: int | None) -> None:
-        """`optimizer` is about to step, or to load a state.
+    def log_change(self, optimizer: Optimizer, point: int | None) -> None:
+        """Copy `optimizer`, which is about to step or to load a state.
 
         Args:
             point: steps of the run to which an interruption now leads back; None: this
@@ -69,7 +69,7 @@ class OptimizerUndoLog:
                 " ranks, and a rank that was ahead died",
                 fix="load the last checkpoint into a new trainer",
             )
-        # A parameter may belong to several optimizers: the one that stepped first knows how it was.
+        # A parameter may belong to several optimizers: the first copy holds its original value.
         for each in reversed(kept):
             each.put_back()
         self._memory.clear()  # the copies are the optimizers' own now
@@ -95,7 +95,7 @@ class _OptimizerCopy:
         self._state, self._attributes = copy.deepcopy((dict(optimizer.state), attributes), memo)
 
     def put_back(self) -> None:
-        """The copies become the optimizer's own."""
+        """Let the optimizer hold the copies."""
         for param, value in zip(self._held, self._tensors, strict=False):
             param.data = value
         optimizer = self.optimizer

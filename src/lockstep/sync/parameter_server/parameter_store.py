@@ -2,8 +2,8 @@
 """The parameters and optimizers that a parameter server holds, and its answers to the workers.
 
 The store knows no model and computes no loss. It answers one request after the other. A request
-in which all ranks take part is answered when all have sent it: a rank that does something else
-than its peers is then found out, instead of leaving them waiting.
+in which all ranks take part is answered when all have sent it: so the store notices a rank that
+sends another request than its peers, instead of leaving them waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.errors import (
     WorkerFailedError,
 )
 from lockstep.serialization import dumps_exception
-from lockstep.sync.parameter_server.messages import Message, checked
+from lockstep.sync.parameter_server.messages import Message, raise_if_error
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.replaced_step import optimizer_parameters
 
@@ -41,7 +41,7 @@ class ParameterStore:
 
     Requests, by their kind; all ranks take part in the first three:
 
-    - "attach": take over rank 0's parameters and optimizers (the body is `pickled_optimizers`),
+    - "attach": take over rank 0's parameters and optimizers (the body is `pickle_optimizers`),
       or go on with those of the generation before, without the steps that no worker which is
       left has counted (the body is the number of steps that count). The answer is the weights.
     - "all_reduce": the answer is the sum over the ranks, added in their order.
@@ -58,7 +58,7 @@ class ParameterStore:
         self._optimizers: list[Optimizer] = []
         self._undo_log = OptimizerUndoLog()
 
-    def succeeded_by(self, size: int) -> ParameterStore:
+    def make_successor(self, size: int) -> ParameterStore:
         """The store of another generation of `size` workers: same parameters and optimizers."""
         successor = ParameterStore(size)
         successor._parameters, successor._optimizers = self._parameters, self._optimizers
@@ -67,11 +67,11 @@ class ParameterStore:
 
     @property
     def is_idle(self) -> bool:
-        """No worker waits for another one."""
+        """Whether no worker waits for another one."""
         return not self._asked
 
     def leave(self, rank: int) -> None:
-        """Rank `rank` asks for nothing any more."""
+        """Note that rank `rank` sends no more requests."""
         self._left.add(rank)
 
     def handle(self, rank: int, message: Message) -> dict[int, Message]:
@@ -81,7 +81,7 @@ class ParameterStore:
         self._asked[rank] = message
         if self._left:
             waiting, self._asked = list(self._asked), {}
-            return dict.fromkeys(waiting, _refusal(_left(sorted(self._left))))
+            return dict.fromkeys(waiting, _refusal(_left_error(sorted(self._left))))
         if len(self._asked) < self._size:
             return {}
         asked, self._asked = [self._asked[each] for each in range(self._size)], {}
@@ -91,14 +91,14 @@ class ParameterStore:
         request: OptimizerRequest = message.body
         if message.kind == "load_state_dict":
             self._log_for_undo(request)
-            self._updated(request, message.tensors).load_state_dict(request.state)
+            self._update_optimizer(request, message.tensors).load_state_dict(request.state)
             return Message("done")
-        return Message("done", self._updated(request, message.tensors).state_dict())
+        return Message("done", self._update_optimizer(request, message.tensors).state_dict())
 
     def _together(self, asked: Sequence[Message]) -> Message:
         texts = [_in_words(message) for message in asked]
         if any(text != texts[0] for text in texts):
-            raise _out_of_step(texts)
+            raise _out_of_step_error(texts)
         if asked[0].kind == "attach":
             return self._attach(asked[0].body)
         return self._sum(asked) if asked[0].kind == "all_reduce" else self._step(asked)
@@ -143,7 +143,7 @@ class ParameterStore:
         _compare_settings([message.body.groups for message in asked])
         request: OptimizerRequest = asked[0].body
         self._log_for_undo(request)
-        optimizer = self._updated(request, asked[0].tensors)
+        optimizer = self._update_optimizer(request, asked[0].tensors)
         held = optimizer_parameters(optimizer)
         for param in held:
             param.grad = None
@@ -155,17 +155,19 @@ class ParameterStore:
         for param in held:
             param.grad = None
         changed = [
-            _changed(_settings(group), known)
+            _changed_settings(_settings(group), known)
             for group, known in zip(optimizer.param_groups, before, strict=True)
         ]
         return Message("done", changed, [param.detach() for param in held])
 
     def _log_for_undo(self, request: OptimizerRequest) -> None:
         optimizer = self._optimizers[request.number]
-        self._undo_log.about_to_change(optimizer, request.may_go_back_to)
+        self._undo_log.log_change(optimizer, request.may_go_back_to)
 
-    def _updated(self, request: OptimizerRequest, tensors: Sequence[torch.Tensor]) -> Optimizer:
-        """The optimizer of a request, with the changes that the workers' loops made.
+    def _update_optimizer(
+        self, request: OptimizerRequest, tensors: Sequence[torch.Tensor]
+    ) -> Optimizer:
+        """Apply the changes that the workers' loops made to the optimizer of a request.
 
         Loops and their schedulers change settings, add groups, and write to weights.
         """
@@ -198,7 +200,10 @@ def _in_words(message: Message) -> str:
 
 def _compare_settings(by_rank: Sequence[Groups]) -> None:
     shown = [
-        [({k: _plain(v) for k, v in settings.items()}, numbers) for settings, numbers in groups]
+        [
+            ({k: _comparable_value(v) for k, v in settings.items()}, numbers)
+            for settings, numbers in groups
+        ]
         for groups in by_rank
     ]
     differ = [rank for rank, other in enumerate(shown) if other != shown[0]]
@@ -217,21 +222,21 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+def _changed_settings(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """The settings that a step has changed: an optimizer may find its own learning rate."""
     return {
         name: value
         for name, value in settings.items()
-        if name not in before or _plain(value) != _plain(before[name])
+        if name not in before or _comparable_value(value) != _comparable_value(before[name])
     }
 
 
-def _plain(value: Any) -> Any:
+def _comparable_value(value: Any) -> Any:
     """A setting in a form that can be compared between ranks, and shown."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_comparable_value(item) for item in value]
     # A function, say, is another object on every rank: only the types are compared.
     return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
 
@@ -251,7 +256,7 @@ def _refusal(error: BaseException) -> Message:
     return Message("error", dumps_exception(error, instead))
 
 
-def _left(ranks: Sequence[int]) -> PeerLostError:
+def _left_error(ranks: Sequence[int]) -> PeerLostError:
     return PeerLostError(
         "a worker waits at the parameter server for one that has left",
         got=f"rank {', '.join(map(str, ranks))} left",
@@ -260,7 +265,7 @@ def _left(ranks: Sequence[int]) -> PeerLostError:
     )
 
 
-def _out_of_step(texts: Sequence[str]) -> GradientNotReducedError:
+def _out_of_step_error(texts: Sequence[str]) -> GradientNotReducedError:
     return GradientNotReducedError(
         "the ranks ask the parameter server for different things",
         expected="every rank in the same backward or step",
@@ -285,7 +290,7 @@ class InProcessServer:
         """
         # Tensors on the CPU are not copied, as those that the store answers with are not.
         message.tensors = [tensor.detach().cpu() for tensor in message.tensors]
-        return checked(self._store.handle(0, message)[0])
+        return raise_if_error(self._store.handle(0, message)[0])
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -135,7 +135,7 @@ class RemoteOptimizer:
         """
         groups: Groups = []
         for group in self.optimizer.param_groups:
-            settings = {name: _on_cpu(item) for name, item in group.items() if name != "params"}
+            settings = {name: _to_cpu(item) for name, item in group.items() if name != "params"}
             numbers = [self._number_of.get(id(param), -1) for param in group["params"]]
             if -1 in numbers:
                 position = numbers.index(-1)
@@ -163,7 +163,7 @@ class RemoteOptimizer:
         type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
         optimizer.state.clear()
         if self._server_weights is not None:
-            own = _on_cpu(dict(state))
+            own = _to_cpu(dict(state))
             self._channel.ask(self._request("load_state_dict", own))
 
     def release(self, *, keep_state: bool) -> None:
@@ -208,7 +208,7 @@ def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return found
 
 
-def pickled_optimizers(
+def pickle_optimizers(
     optimizers: Sequence[Optimizer], parameters: Mapping[int, torch.Tensor]
 ) -> bytes:
     """Copies of optimizers and of the parameters that they hold, on the CPU, as bytes.
@@ -243,7 +243,7 @@ def pickled_optimizers(
     return data
 
 
-def _on_cpu(value: Any) -> Any:
+def _to_cpu(value: Any) -> Any:
     """`value` with its tensors on the CPU."""
     return tree_map(
         lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, value

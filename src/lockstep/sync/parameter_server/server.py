@@ -43,7 +43,7 @@ class _Session:
         self._store = store
         self.connections: dict[int, MessageSocket] = {}
 
-    def attend(self, rank: int) -> list[MessageSocket]:
+    def answer_request(self, rank: int) -> list[MessageSocket]:
         """Answer one request of `rank`; returns the connections that it ended.
 
         Raises:
@@ -95,7 +95,7 @@ class ParameterServer:
         self._size = size
         self._timeout_s = timeout_s
         self.store: ParameterStore = (
-            ParameterStore(size) if before is None else before.store.succeeded_by(size)
+            ParameterStore(size) if before is None else before.store.make_successor(size)
         )
         self._listener = socket.create_server((host, 0), backlog=size)
         self.address = ServerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
@@ -103,8 +103,8 @@ class ParameterServer:
         self._sessions: list[_Session] = []
         self._came: Counter[int] = Counter()
         self._is_called_off = False
-        # Wakes a server that waits for workers which will not come.
-        self._ear, self._bell = socket.socketpair()
+        # A byte in this socket pair wakes a server that waits for workers.
+        self._wake_receiver, self._wake_sender = socket.socketpair()
 
     def serve(self) -> None:
         """Answer until every worker has left, or one is lost, or `call_off`.
@@ -113,14 +113,14 @@ class ParameterServer:
             None: a process of its own, which every worker talks to.
         """
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         try:
             while self._is_needed():
                 for key, _ in self._selector.select():
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.data is not None and key.fileobj in key.data[0].connections.values():
-                        self._attend(*key.data)
+                        self._answer_request(*key.data)
         except ConnectionLostError:
             return  # a worker is lost: those that wait for it learn it from their own connections
         finally:
@@ -135,11 +135,11 @@ class ParameterServer:
         accepted, _ = self._listener.accept()
         try:
             connection = MessageSocket(accepted, min(self._timeout_s, _WELCOME_LIMIT_S))
-            if not connection.receives(self.address.secret):
+            if not connection.has_sent(self.address.secret):
                 accepted.close()
                 return
             rank: int = connection.receive().body
-            connection.limit_waiting(self._timeout_s)
+            connection.set_timeout(self._timeout_s)
         except (OSError, ConnectionLostError):
             accepted.close()  # not a worker
             return
@@ -152,8 +152,8 @@ class ParameterServer:
         self._sessions[number].connections[rank] = connection
         self._selector.register(connection, selectors.EVENT_READ, (self._sessions[number], rank))
 
-    def _attend(self, session: _Session, rank: int) -> None:
-        for connection in session.attend(rank):
+    def _answer_request(self, session: _Session, rank: int) -> None:
+        for connection in session.answer_request(rank):
             self._selector.unregister(connection)
             connection.close()
 
@@ -161,7 +161,7 @@ class ParameterServer:
         """End `serve`, also while it waits for workers; from another thread. Idempotent."""
         self._is_called_off = True
         with suppress(OSError):  # it has ended already
-            self._bell.send(b"!")
+            self._wake_sender.send(b"!")
         for session in list(self._sessions):
             for connection in list(session.connections.values()):
                 connection.cut()
@@ -170,8 +170,8 @@ class ParameterServer:
         """End: workers that wait get an error. Idempotent."""
         self._listener.close()
         self._selector.close()
-        self._ear.close()
-        self._bell.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
         for session in self._sessions:
             for connection in session.connections.values():
                 connection.close()

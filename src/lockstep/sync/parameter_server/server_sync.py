@@ -19,7 +19,7 @@ from lockstep.sync.parameter_server.parameter_store import InProcessServer
 from lockstep.sync.parameter_server.remote_optimizer import (
     RemoteOptimizer,
     optimizers_to_serve,
-    pickled_optimizers,
+    pickle_optimizers,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ParameterServerSync(GradientSync):
             ``load_state_dict`` become the server's until `detach`.
         address: where the server listens; None: its store is in this process, and there is one
             worker.
-        goes_on_at: steps of the run that have happened, if the server served a generation of the
+        resume_step: steps of the run that have happened, if the server served a generation of the
             group before this one: it goes on with the weights and optimizers that it has. None: it
             takes over those of rank 0.
     """
@@ -56,7 +56,7 @@ class ParameterServerSync(GradientSync):
         group: Group,
         address: ServerAddress | None,
         *,
-        goes_on_at: int | None = None,
+        resume_step: int | None = None,
         **options: Any,
     ) -> None:
         self._served: list[RemoteOptimizer] = []
@@ -78,13 +78,13 @@ class ParameterServerSync(GradientSync):
             self._channel.close()
             raise
         try:
-            self._serve(wanted, goes_on_at, leads=group.rank == 0)
+            self._serve(wanted, resume_step, leads=group.rank == 0)
         except BaseException:
             self.detach()
             raise
 
     def _serve(
-        self, optimizers: Sequence[torch.optim.Optimizer], goes_on_at: int | None, *, leads: bool
+        self, optimizers: Sequence[torch.optim.Optimizer], resume_step: int | None, *, leads: bool
     ) -> None:
         """Let the server take over, and replace the steps of the optimizers.
 
@@ -97,7 +97,7 @@ class ParameterServerSync(GradientSync):
         parameters = {slot.number: slot.param for slot in self._rounds.slots}
         body: bytes | int | None = None
         if leads:
-            body = pickled_optimizers(optimizers, parameters) if goes_on_at is None else goes_on_at
+            body = pickle_optimizers(optimizers, parameters) if resume_step is None else resume_step
         answer = self._channel.ask(Message("attach", body))
         weights: dict[int, torch.Tensor] | None = None
         if leads:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of one synchronised parameter: ours, which autograd runs, and the user's, which wait.
+"""The hooks of one parameter: lockstep's, which autograd runs, and the user's, which run later.
 
-A hook on a parameter means to see the gradient of the global batch. While backward runs there is
-only this rank's share of it, scaled by its weight: whatever a hook adds, clamps or replaces would
-be another thing on each rank, and a write after its bucket has left races the reduction. So
-autograd is shown our hooks alone; the user's are run once for each round, on the reduced gradient,
-in the order in which autograd would have run them. It does not matter then whether the user or
-lockstep registered first.
+A user's hook on a parameter expects the gradient of the global batch. While backward runs there is
+only this rank's share of it, scaled by its weight: a hook that adds, clamps or replaces would
+change each rank's share in another way, and a write after its bucket has left races the reduction.
+So autograd sees lockstep's hooks alone. The user's hooks run once for each round, on the reduced
+gradient, in the order in which autograd would have run them. It does not matter then whether the
+user or lockstep registered first.
 
 Rejected: letting buckets leave one gradient later (the user's hooks then still see a share),
 applying weights in the bucket where there are hooks (exact for what a hook adds, wrong for a
@@ -38,7 +38,7 @@ _OURS: Final = -1
 
 
 class _WaitingHooks(OrderedDict[int, Any]):
-    """A parameter's table of hooks, of which autograd sees the one entry that is ours.
+    """A parameter's table of hooks, of which autograd sees only lockstep's entry.
 
     Torch reads the table in C, past the methods here, and users write it through them. The table
     stays on the parameter after `release`, because handles that users hold remove from it.
@@ -47,18 +47,18 @@ class _WaitingHooks(OrderedDict[int, Any]):
         earlier: the table that the parameter had; handles to it stay good.
 
     Attributes:
-        tell: called when the user registers a hook.
+        on_user_hook: called when the user registers a hook.
     """
 
     def __init__(self, earlier: dict[int, Any] | None) -> None:
         super().__init__()
         self.users: dict[int, Any] = OrderedDict() if earlier is None else earlier
-        self.tell: Callable[[], object] | None = None
+        self.on_user_hook: Callable[[], object] | None = None
 
     def __setitem__(self, key: int, hook: Any) -> None:
         self.users[key] = hook
-        if self.tell is not None:
-            self.tell()
+        if self.on_user_hook is not None:
+            self.on_user_hook()
 
     def __contains__(self, key: object) -> bool:
         return key in self.users
@@ -66,26 +66,26 @@ class _WaitingHooks(OrderedDict[int, Any]):
     def __delitem__(self, key: int) -> None:
         del self.users[key]
 
-    def begin(self, tell: Callable[[], object]) -> None:
-        """Keep the user's hooks back from now on."""
-        self.tell = tell
+    def begin(self, on_user_hook: Callable[[], object]) -> None:
+        """Hide the user's hooks from autograd from now on."""
+        self.on_user_hook = on_user_hook
         if self.users:
-            tell()
+            on_user_hook()
 
     def show(self, hook: Callable[..., Any]) -> None:
-        """Let autograd run `hook` and nothing else."""
+        """Let autograd run `hook` alone."""
         super().__setitem__(_OURS, hook)
 
     def pass_on(self, run_users: Callable[..., Any]) -> None:
         """Let autograd run `run_users`, as soon as there are hooks of the user's."""
         super().pop(_OURS, None)
-        self.tell = lambda: self.show(run_users)
+        self.on_user_hook = lambda: self.show(run_users)
         if self.users:
-            self.tell()
+            self.on_user_hook()
 
 
 def _nothing(_: torch.Tensor) -> None:
-    """Shown to autograd where only hooks of the user's wait."""
+    """The hook for autograd where lockstep needs none and the user's hooks run later."""
 
 
 def _table(found: Any) -> _WaitingHooks:
@@ -93,15 +93,15 @@ def _table(found: Any) -> _WaitingHooks:
 
 
 class ParameterHooks:
-    """The hooks that run when a gradient of `param` comes.
+    """The hooks that run when a gradient of `param` is computed.
 
     Args:
         param: the parameter; frozen ones take hooks too, and may be unfrozen later.
-        comes: called with a gradient that autograd has computed, before anything is done with
-            it: also under ``torch.autograd.grad``, which accumulates nothing. Returns None, or
-            the gradient to go on with.
-        arrived: called when a gradient was added to ``param.grad``; None: no call.
-        tell: called when there are hooks of the user's: now, or when one is registered.
+        before_accumulation: called with a gradient that autograd has computed, before its use; also
+            under ``torch.autograd.grad``, which accumulates nothing. Returns None, or the gradient
+            to use instead.
+        after_accumulation: called when a gradient was added to ``param.grad``; None: no call.
+        on_user_hook: called if the user has registered hooks, or when the user registers one.
 
     Attributes:
         param: the same.
@@ -110,58 +110,58 @@ class ParameterHooks:
     def __init__(
         self,
         param: torch.Tensor,
-        comes: Callable[[torch.Tensor], torch.Tensor | None],
-        arrived: Callable[[torch.Tensor], None] | None,
-        tell: Callable[[], object],
+        before_accumulation: Callable[[torch.Tensor], torch.Tensor | None],
+        after_accumulation: Callable[[torch.Tensor], None] | None,
+        on_user_hook: Callable[[], object],
     ) -> None:
         self.param = param
-        self._tell = tell
-        self._arrived = arrived or _nothing
+        self._on_user_hook = on_user_hook
+        self._after_accumulation = after_accumulation or _nothing
         self._before = _table(tensor_hooks(param))
-        self._before.begin(tell)
-        self._before.show(comes)
-        # Set anew in any case: torch looks into the table when the attribute is set.
+        self._before.begin(on_user_hook)
+        self._before.show(before_accumulation)
+        # Set the attribute in any case: torch reads the table when the attribute is set.
         set_tensor_hooks(param, self._before)
         self._after: _WaitingHooks | None = None
-        if arrived is not None or post_accumulate_grad_hooks(param) is not None:
-            self._take_over_after()
+        if after_accumulation is not None or post_accumulate_grad_hooks(param) is not None:
+            self._adopt_post_accumulate_hooks()
 
-    def _take_over_after(self) -> _WaitingHooks:
+    def _adopt_post_accumulate_hooks(self) -> _WaitingHooks:
         if self._after is None:
             self._after = _table(post_accumulate_grad_hooks(self.param))
-            self._after.begin(self._tell)
-            self._after.show(self._arrived)
+            self._after.begin(self._on_user_hook)
+            self._after.show(self._after_accumulation)
             set_post_accumulate_grad_hooks(self.param, self._after)
         return self._after
 
-    def look_after(self) -> None:
-        """Before a gradient is accumulated: has the user registered a first hook behind it?
+    def adopt_post_accumulate_hooks(self) -> None:
+        """Take over post-accumulate hooks that the user has registered since the last call.
 
-        A table of ours from the start would cost a call into Python for every parameter.
+        A table of lockstep's own from the start would cost a Python call for every parameter.
         """
         if post_accumulate_grad_hooks(self.param) is not None:
-            self._take_over_after()
+            self._adopt_post_accumulate_hooks()
 
-    def applied_to(self, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient` as the user's hooks on the tensor leave it."""
-        return _passed_through(self._before.users, gradient)
+    def apply_tensor_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The result of the user's hooks on the tensor for `gradient`."""
+        return _apply_each(self._before.users, gradient)
 
-    def run_after(self) -> None:
+    def run_post_accumulate_hooks(self) -> None:
         """Run the user's hooks that wait for ``param.grad`` to be complete."""
         if self._after is not None:
             _run_each(self._after.users, self.param)
 
     def release(self) -> None:
-        """From now on autograd runs the user's hooks again, and none of ours."""
-        # Nothing here holds the parameter: its memory would wait for the garbage collector.
+        """Let autograd run the user's hooks again, and none of lockstep's."""
+        # The functions must not hold the parameter, whose memory would wait for the collector.
         users = self._before.users
-        self._before.pass_on(lambda gradient: _passed_through(users, gradient))
+        self._before.pass_on(lambda gradient: _apply_each(users, gradient))
         if self._after is not None:
             waiting = self._after.users
             self._after.pass_on(lambda param: _run_each(waiting, param))
 
 
-def _passed_through(hooks: dict[int, Any], gradient: torch.Tensor) -> torch.Tensor:
+def _apply_each(hooks: dict[int, Any], gradient: torch.Tensor) -> torch.Tensor:
     for hook in list(hooks.values()):
         changed = hook(gradient)
         if changed is not None:
@@ -178,7 +178,7 @@ class _HasRun(Exception):
     """Ends a backward that was there for one node."""
 
 
-class _Inside(torch.autograd.Function):
+class _RunInBackward(torch.autograd.Function):
     """A node whose backward calls a function, and stops."""
 
     @staticmethod
@@ -192,20 +192,20 @@ class _Inside(torch.autograd.Function):
         raise _HasRun
 
 
-def inside_a_backward(params: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
-    """Call `run` inside a backward that would reach `params`, and does not.
+def run_inside_backward(params: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
+    """Call `run` inside a backward whose graph leads to `params`, and stop before them.
 
     Hooks ask the engine what the running backward will reach: so does
     ``torch.autograd.graph.register_multi_grad_hook``, to know when all of its tensors came.
     """
     with torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
-        root: torch.Tensor = _Inside.apply(run, *params)  # type: ignore[no-untyped-call]
+        root: torch.Tensor = _RunInBackward.apply(run, *params)  # type: ignore[no-untyped-call]
         with suppress(_HasRun):
             root.backward()
 
 
-def accumulates(param: torch.Tensor) -> bool:
-    """Inside a hook on `param`: does the running backward add to ``param.grad``?
+def is_accumulating(param: torch.Tensor) -> bool:
+    """Inside a hook on `param`: whether the running backward adds to ``param.grad``.
 
     ``torch.autograd.grad`` and ``backward(inputs=others)`` do not. Torch answers for a leaf whose
     gradient is only returned by raising.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that travel beside the gradients of a round: one rank's, and their sums.
+"""The numbers that travel beside the gradients of a round: one rank's, and the ranks' sums.
 
-They are the same for every transport. The sums decide whether the ranks may use the gradients of
+Every transport carries the same numbers. The sums decide whether the ranks may use the gradients of
 the round; see `round_checks`.
 """
 
@@ -41,8 +41,8 @@ class Sums(NamedTuple):
 
     Attributes:
         weight: the weights of all contributions, in units (see `BatchWeights`).
-        plain: how many ranks bring gradients of plain backwards.
-        weighted: how many ranks bring gradients that were weighted at the root.
+        plain: number of ranks with gradients of plain backwards.
+        weighted: number of ranks with gradients that were weighted at the root.
         faults: how many ranks have a fault to report; no gradient is delivered then.
         unfrozen: how many ranks unfroze a parameter that is not in any bucket yet.
         delivered: how many ranks knew the weight of their plain gradients beforehand.
@@ -68,16 +68,18 @@ class Contribution:
     """One rank's part of a round, apart from the gradients.
 
     Attributes:
-        kind: PLAIN, WEIGHTED, or None for a rank that brings nothing.
+        kind: PLAIN, WEIGHTED, or None for a rank without gradients.
         weight: of the rank's gradients, in units.
         scale: factor of the gradients in the bucket (1 if the root was weighted).
         faults: reasons for all ranks to refuse the round.
-        earlier: see `EarlierGradients.number`; alike on all ranks, or refused.
+        earlier: see `EarlierGradients.number`; the same on all ranks, or they refuse.
         is_edited: the program has changed gradients of earlier rounds.
-        is_delivered: the program has said the weight of its plain backwards beforehand.
-        discards: the rank's gradients are of borrowed rows: they count as if there were none.
+        is_delivered: the program has set the weight of its plain backwards beforehand.
+        discards: the rank's batch is borrowed: its gradients count as if there were none. (A rank
+            without samples in this step computes on another rank's batch with weight 0, so that it
+            takes part in the collectives.)
         has_unfrozen: this rank unfroze a parameter that is not in any bucket yet.
-        check: number of the model and round that this is meant for.
+        check: number of the model and the round to which the contribution belongs.
     """
 
     kind: str | None = None
@@ -97,7 +99,7 @@ class Contribution:
         return ((self.check + 128) % 256 - 128) ** 2
 
     @property
-    def is_silent(self) -> bool:
+    def has_zero_weight(self) -> bool:
         return self.weight == 0.0
 
     def sums(self, share: float) -> Sums:
@@ -116,11 +118,11 @@ class Contribution:
 
 
 class UnreadSums:
-    """Sums of a round on their way from an accelerator to the host, which need not wait for them.
+    """Sums of a round that travel from an accelerator to the host, which need not wait for them.
 
     Args:
-        sums: as the accelerator has them, or will have them.
-        contribution: of this rank to them.
+        sums: on the accelerator, maybe not computed yet.
+        contribution: of this rank to the sums.
     """
 
     def __init__(self, sums: torch.Tensor, contribution: Contribution) -> None:
@@ -131,6 +133,6 @@ class UnreadSums:
         self._arrived.record(torch.cuda.current_stream(sums.device))
 
     def read(self) -> Sums:
-        """The sums; waits for the accelerator, which has them as a rule before they are read."""
+        """The sums; waits for the accelerator, which has usually computed them by then."""
         self._arrived.synchronize()
         return Sums(*self._host.tolist())
