@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------- tensors
 
 version_of: Final = cast("Callable[[torch.Tensor], int]", attrgetter("_version"))
-"""How often a tensor's memory was written to in place, as autograd counts it.
+"""Autograd's count of in-place writes to a tensor's memory.
 
 Torch 2.6 to 2.13. `torch.autograd.graph.increment_version` is public, reading the counter is not.
 """

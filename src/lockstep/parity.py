@@ -105,7 +105,7 @@ class ParityReport:
         return f"{workers} against one process: {found}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """The same in an IPython terminal."""
+        """The text of `__str__`, for an IPython terminal."""
         printer.text(str(self))
 
     def _repr_html_(self) -> str:

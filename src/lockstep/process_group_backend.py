@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the backend of an existing process group: gloo or NCCL, registered or raw.
+"""Properties of an existing process group that depend on its backend, gloo or NCCL.
 
-The device of metadata, the timeout of a collective, and how to abort collectives that run.
+The device for metadata, the timeout of a collective, and the abort of collectives that run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def metadata_device(process_group: Any | None) -> torch.device:
 
 
 def timeout_s(process_group: Any) -> float:
-    """How long a collective may take, in seconds; infinite if the backend does not say."""
+    """The timeout of a collective, in seconds; infinite if the backend has no options."""
     return backend_timeout_s(backend_of(process_group, "cpu"))
 
 

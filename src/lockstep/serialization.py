@@ -46,7 +46,7 @@ def dumps(value: Any) -> bytes:
         return file.getvalue()
 
 
-def pickled(value: Any, what: str) -> bytes:
+def dumps_or_refuse(value: Any, what: str) -> bytes:
     """As `dumps`; an error says `what` cannot be sent.
 
     Raises:

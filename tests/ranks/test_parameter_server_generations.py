@@ -56,7 +56,7 @@ class Rank:
     def train(self, sync, part, strike=lambda moment: None):
         while self.committed < STEPS:
             self.before = self.state()
-            sync.may_go_back_to(self.committed)
+            sync.set_undo_point(self.committed)
             for number, optimizer in enumerate(self.optimizers):
                 optimizer.zero_grad()
                 strike(f"forward {number}")
@@ -75,7 +75,7 @@ class OneProcess:
     def backward(self, loss, weight):
         loss.backward()
 
-    def may_go_back_to(self, step):
+    def undo_point(self, step):
         """There is nobody who could be lost."""
 
 

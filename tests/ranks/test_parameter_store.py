@@ -75,7 +75,7 @@ class Run:
 
     def request(self, what, optimizer, point, **about):
         groups = self.groups[optimizer]
-        return Message(what, OptimizerRequest(optimizer, groups, may_go_back_to=point, **about))
+        return Message(what, OptimizerRequest(optimizer, groups, undo_point=point, **about))
 
     def step(self, point, seed, optimizer=0):
         generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,8 @@ import torch
 from lockstep.errors import PeerLostError
 from lockstep.serialization import join, pack, split, unpack
 from lockstep.sync import ParameterServer, ServerAddress
-from lockstep.sync.parameter_server.messages import Message, connect_to_server
+from lockstep.sync.parameter_server.messages import Message
+from lockstep.sync.parameter_server.server_client import connect_to_server
 from ranks.served import server
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
-from lockstep.serialization import pickled
+from lockstep.serialization import dumps_or_refuse
 from lockstep.testing import Strike
 
 
@@ -79,7 +79,7 @@ def test_a_spare_takes_a_buffer_over_as_it_lies():
 
 def test_there_and_back():
     model = parametrized().eval()
-    back = pickle.loads(pickled([model, model.first], "it"))
+    back = pickle.loads(dumps_or_refuse([model, model.first], "it"))
     assert back[0].first is back[1]
     features, _ = problem()
     assert torch.equal(back[0](features), model(features))

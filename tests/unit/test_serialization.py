@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import NotPicklableError
-from lockstep.serialization import dumps_exception, join, pack, pickled, split, unpack
+from lockstep.serialization import dumps_exception, dumps_or_refuse, join, pack, split, unpack
 
 
 def tensors():
@@ -90,4 +90,4 @@ def test_an_exception_that_would_not_arrive_is_replaced():
 
 def test_a_refusal_names_the_value():
     with pytest.raises(NotPicklableError, match="the argument cannot be sent"):
-        pickled((each for each in ()), "the argument")
+        dumps_or_refuse((each for each in ()), "the argument")

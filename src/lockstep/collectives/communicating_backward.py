@@ -38,7 +38,7 @@ _PRINTS: Final = 8
 
 
 class BackwardInfo(NamedTuple):
-    """What one rank tells the others before a backward.
+    """The numbers that one rank sends to the others before a backward.
 
     Attributes:
         call_id: the number that the rank gave the call in its forward.

@@ -94,7 +94,7 @@ def gather(
 
 @disable_dynamo
 def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
-    """Where the rows of this rank stand in ``gather(x)``; for labels, and to pick one's own.
+    """The place of this rank's rows in ``gather(x)``; for labels, and to pick one's own.
 
     ::
 

@@ -70,7 +70,8 @@ def info_nce(
 
     Returns:
         The global loss, the same scalar on every rank; or shape (n,). 16-bit inputs are
-        computed in float32. A worker whose batch is borrowed brings no rows.
+        computed in float32. A rank that has no samples in this step, and computes on another rank's
+        batch with weight 0, brings no rows.
 
     Gradient:
         With g = the sum over ranks of `grad_output`: the gradient of g * loss with respect to this

@@ -53,7 +53,7 @@ class RowLayout:
     others: tuple[tuple[int, ...], ...] = ()
 
     def with_counts(self, counts: Sequence[int]) -> RowLayout:
-        """The same call over other rows."""
+        """This layout with other `counts`, for another tensor of the same call."""
         return replace(self, counts=tuple(counts), others=())
 
     def span(self, rank: int) -> slice:

@@ -28,7 +28,7 @@ from lockstep.engine.terminal_debugger import terminal_debugger
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.phases import Phase, in_phase
-from lockstep.serialization import pickled
+from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import (
     CallContract,
     Communication,
@@ -193,7 +193,7 @@ class RayEngine:
         sent: dict[int, bytes | ObjectRef[bytes]] = {}
         for rank, call in calls.items():
             if id(call) not in sent:
-                arguments = pickled(
+                arguments = dumps_or_refuse(
                     (call.args, call.kwargs), f"an argument of {call.contract.name}"
                 )
                 is_large = len(arguments) > _LARGE_ARGUMENTS

@@ -60,7 +60,7 @@ class WorkerActor:
             arguments: its positional and named arguments. Pickled apart, for their classes may
                 come from modules that are not here; how the method fails is known even then.
         """
-        from lockstep.serialization import pickled
+        from lockstep.serialization import dumps_or_refuse
         from lockstep.worker import Communication, Outcome, RemoteCall, Worker, failure
 
         self._training_thread = threading.get_ident()
@@ -75,7 +75,7 @@ class WorkerActor:
                 self._worker, self._spec = None, b""
                 gc.collect()
             # Pickled here, so that a result that cannot travel is an error of this call.
-            return Outcome(pickled(value, "what the worker returned"))
+            return Outcome(dumps_or_refuse(value, "what the worker returned"))
         except BaseException as error:
             # The peers wait for this rank in a collective: closing the sockets frees them.
             waits_in_group = called.contract.communication is Communication.RUN_GROUP
@@ -86,10 +86,10 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def answer(self) -> Outcome:
         """Nothing; a process that lives answers, whatever it is doing."""
-        from lockstep.serialization import pickled
+        from lockstep.serialization import dumps_or_refuse
         from lockstep.worker import Outcome
 
-        return Outcome(pickled(None, "nothing"))
+        return Outcome(dumps_or_refuse(None, "nothing"))
 
     @ray.method(concurrency_group="control")
     def node(self) -> str:

@@ -28,7 +28,7 @@ from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
 from lockstep.engine.server_actor import ServerProcess
 from lockstep.engine.spares import Readiness, Spare
 from lockstep.engine.worker_handle import WorkerHandle, kill, this_node
-from lockstep.serialization import pickled
+from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import Rendezvous, Worker
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _stands_by(handle: WorkerHandle) -> Spare:
 def _sent(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:
     """`call` on its way to an actor, outside of any `PendingCall`."""
     return actor.perform.remote(
-        cloudpickle.dumps(call.method), pickled((call.args, call.kwargs), "nothing")
+        cloudpickle.dumps(call.method), dumps_or_refuse((call.args, call.kwargs), "nothing")
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How the gradients of an operator's models are synchronised.
+    """Options of the synchronisation of an operator's gradients.
 
     Attributes:
         buffers: "after_backward", or "manual" where the loop says when.
@@ -43,7 +43,7 @@ class SyncOptions:
 
 @dataclass
 class TrainingParts:
-    """What an operator registered, each as a list, and the synchronisation of its gradients.
+    """The registered objects of an operator, in lists, and the synchronisation of its gradients.
 
     Attributes:
         averages: of the models' weights, one for each model; empty without ``ema``.

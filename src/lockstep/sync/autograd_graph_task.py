@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def nesting_depth() -> int:
-    """How many graph tasks enclose the current one (frames on the stack: some microseconds)."""
+    """The number of graph tasks around the current one (walks the stack: some microseconds)."""
     depth = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

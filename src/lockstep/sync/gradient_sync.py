@@ -12,13 +12,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import WrongUseError
+from lockstep.errors import ConfigurationError, WrongUseError
 from lockstep.group import Group, resolve_group
 from lockstep.sync import optimizer_guard
 from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.buffer_broadcast import BufferBroadcast
 from lockstep.sync.reduction_rounds import ReductionRounds
-from lockstep.sync.replica_checks import check_options, compare_structures, compare_values
+from lockstep.sync.replica_checks import compare_structures, compare_values
 from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 
@@ -104,7 +104,7 @@ class GradientSync:
         make_transport: TransportFactory | None = None,
         settings: Sequence[Any] = (),
     ) -> None:
-        check_options(buffers, bucket_cap_mb)
+        _check_options(buffers, bucket_cap_mb)
         self._found = find_synced_tensors(modules)
         fix = "detach() the GradientSync that has it"
         optimizer_guard.refuse_attached(self._found.parameters, fix)
@@ -140,7 +140,9 @@ class GradientSync:
             loss: what to differentiate; a scalar, or with ``gradient=`` of any shape.
             weight: what the loss counts for (samples, tokens) if it is a mean over them.
                 Zero: what it uses has gradient zero (and not None), even if the loss is NaN; of
-                a borrowed batch (`set_delivered_weight` said 0) nothing counts. None: as a
+                a borrowed batch (weight 0 by `set_delivered_weight`: a rank without samples in this
+                step computes on another rank's batch, so that it takes part in the collectives)
+                nothing counts. None: as a
                 plain ``loss.backward()``, one per rank or what `set_delivered_weight` said.
             backward_kwargs: for ``Tensor.backward`` (``gradient``, ``retain_graph``, ...).
 
@@ -217,7 +219,7 @@ class GradientSync:
 
     @property
     def rounds(self) -> int:
-        """How many reductions there have been."""
+        """The number of reductions so far."""
         return self._rounds.num_rounds
 
     @property
@@ -286,7 +288,7 @@ class GradientSync:
         """
         self._rounds.begin_step(step)
 
-    def may_go_back_to(self, step: int | None) -> None:
+    def set_undo_point(self, step: int | None) -> None:
         """Say to which step of the run an interruption from now on leads back.
 
         Here each rank keeps its own optimizers' state for that.
@@ -371,3 +373,11 @@ class GradientSync:
         if self._owns_group and group is not None:
             # An exception's frames may keep the handle alive; it must not keep the sockets.
             group.close()
+
+
+def _check_options(buffers: str, bucket_cap_mb: float) -> None:
+    if buffers not in ("after_backward", "manual") or not bucket_cap_mb > 0:
+        raise ConfigurationError(
+            "buffers is 'after_backward' or 'manual', bucket_cap_mb is above zero",
+            got=f"buffers={buffers!r}, bucket_cap_mb={bucket_cap_mb!r}",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.errors import ConfigurationError, ReplicasDifferError, WrongTypeError
+from lockstep.errors import ReplicasDifferError, WrongTypeError
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
@@ -120,11 +120,3 @@ def _describe(entry: Entry) -> str:
     grad = "" if requires_grad or kind == "buffer" else ", frozen"
     laid_out = strides if isinstance(strides, str) else f"strides {tuple(strides)}"
     return f"{kind} `{name}` {tuple(shape)} {dtype} {laid_out}{grad}"
-
-
-def check_options(buffers: str, bucket_cap_mb: float) -> None:
-    if buffers not in ("after_backward", "manual") or not bucket_cap_mb > 0:
-        raise ConfigurationError(
-            "buffers is 'after_backward' or 'manual', bucket_cap_mb is above zero",
-            got=f"buffers={buffers!r}, bucket_cap_mb={bucket_cap_mb!r}",
-        )

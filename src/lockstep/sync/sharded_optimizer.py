@@ -18,7 +18,8 @@ from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
 from lockstep.errors import LockstepError
-from lockstep.sync.replaced_step import ReplacedStep, needs_closure, optimizer_parameters
+from lockstep.sync.optimizer_contents import needs_closure, optimizer_parameters
+from lockstep.sync.replaced_step import ReplacedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -186,12 +186,12 @@ class Rollback:
     def _rounds(self) -> int:
         return 0 if self._sync is None else self._sync.rounds
 
-    def _tell_server(self, may_go_back_to: int | None) -> None:
+    def _tell_server(self, undo_point: int | None) -> None:
         """Tell the parameter server, where there is one, to which step it may have to return."""
         sync = self._sync
         if sync is not None:
             began = self._call_began
-            sync.may_go_back_to(may_go_back_to if began is None else began)
+            sync.set_undo_point(undo_point if began is None else began)
 
     def holds_own_part(self, cursor: Cursor) -> bool:
         """This rank holds gradients that have not been reduced, and that no other rank knows."""

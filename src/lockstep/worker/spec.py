@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.data import split_batch_size
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
-from lockstep.serialization import pickled
+from lockstep.serialization import dumps_or_refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,11 +62,11 @@ class WorkerSpec:
         """
         if isinstance(self.config, Mapping):
             for key, value in self.config.items():
-                pickled(value, f"config[{key!r}]")
+                dumps_or_refuse(value, f"config[{key!r}]")
         if self.initialization_hook is not None:
-            pickled(self.initialization_hook, "initialization_hook")
-        pickled(self.operator_cls, f"the operator class {self.operator_cls.__name__}")
-        return pickled(self, "the trainer's arguments")
+            dumps_or_refuse(self.initialization_hook, "initialization_hook")
+        dumps_or_refuse(self.operator_cls, f"the operator class {self.operator_cls.__name__}")
+        return dumps_or_refuse(self, "the trainer's arguments")
 
     @property
     def can_go_back(self) -> bool:

@@ -12,22 +12,19 @@ import hmac
 import pickle
 import socket
 import struct
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from lockstep.errors import PeerLostError
-from lockstep.phases import Phase, in_phase
 from lockstep.serialization import join, pack, split, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LENGTHS: Final = struct.Struct("<QQ")
-_CONNECT_LIMIT_S: Final = 60.0
 
 Groups = list[tuple[dict[str, Any], list[int]]]
 """An optimizer's parameter groups: their settings, and the numbers of their parameters."""
@@ -66,7 +63,7 @@ class OptimizerRequest:
         weights: numbers of the parameters whose new values are the first of the message's tensors.
         with_gradient: numbers of those whose gradients follow.
         state: the state dict that the optimizer is to load.
-        may_go_back_to: steps of the run to which an interruption leads back; None: to none.
+        undo_point: steps of the run to which an interruption leads back; None: to none.
     """
 
     number: int
@@ -74,7 +71,7 @@ class OptimizerRequest:
     weights: list[int] = field(default_factory=list)
     with_gradient: list[int] = field(default_factory=list)
     state: Any = None
-    may_go_back_to: int | None = None
+    undo_point: int | None = None
 
 
 class Channel(Protocol):
@@ -169,90 +166,3 @@ class MessageSocket:
 def _memory_of(block: torch.Tensor) -> memoryview:
     array: Any = block.numpy()
     return memoryview(array)
-
-
-@dataclass(frozen=True)
-class ServerAddress:
-    """The address of a parameter server, and the secret that a worker has to send.
-
-    Attributes:
-        timeout_s: how long a worker waits for an answer, which includes waiting for its peers.
-    """
-
-    host: str
-    port: int
-    secret: bytes = field(repr=False)
-    timeout_s: float
-
-
-def connect_to_server(address: ServerAddress, rank: int) -> ServerClient:
-    """Connect rank `rank` to its parameter server.
-
-    Raises:
-        PeerLostError: no server answers there.
-    """
-    place = f"rank {rank}"
-    with ExitStack() as until_welcome:
-        try:
-            connection = until_welcome.enter_context(
-                socket.create_connection(
-                    (address.host, address.port), timeout=min(address.timeout_s, _CONNECT_LIMIT_S)
-                )
-            )
-            messages = MessageSocket(connection, address.timeout_s)
-            connection.sendall(address.secret)
-            messages.send(Message("here", rank))
-        except (OSError, ConnectionLostError) as error:
-            raise _server_lost_error(place, error) from error
-        until_welcome.pop_all()
-    return ServerClient(messages, place)
-
-
-class ServerClient:
-    """A worker's connection to a server in another process; see `Channel`."""
-
-    def __init__(self, messages: MessageSocket, place: str) -> None:
-        self._messages: MessageSocket | None = messages
-        self._place = place
-
-    @in_phase(Phase.WAITING)
-    def ask(self, message: Message) -> Message:
-        """See `Channel`.
-
-        Collective:
-            A request in which all ranks take part is answered when all have sent it.
-        """
-        if self._messages is None:
-            raise _server_lost_error(self._place, "this worker has left it")
-        try:
-            self._messages.send(message)
-            answer = self._messages.receive()
-        except ConnectionLostError as error:
-            raise _server_lost_error(self._place, error) from error
-        return raise_if_error(answer)
-
-    def close(self) -> None:
-        messages, self._messages = self._messages, None
-        if messages is None:
-            return
-        with suppress(ConnectionLostError):  # the server has ended
-            messages.send(Message("leave"))
-        messages.close()
-
-
-def raise_if_error(answer: Message) -> Message:
-    """`answer`; raises the exception that it holds instead, if it is one."""
-    if answer.kind == "error":
-        error: BaseException = pickle.loads(answer.body)
-        raise error
-    return answer
-
-
-def _server_lost_error(place: str, got: object) -> PeerLostError:
-    return PeerLostError(
-        "the parameter server does not answer",
-        where=place,
-        got=str(got) or type(got).__name__,
-        cause="its process died, or ended because another rank died, raised or left",
-        fix="look for the first failure among the other ranks",
-    )

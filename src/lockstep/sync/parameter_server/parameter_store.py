@@ -21,9 +21,10 @@ from lockstep.errors import (
     WorkerFailedError,
 )
 from lockstep.serialization import dumps_exception
-from lockstep.sync.parameter_server.messages import Message, raise_if_error
+from lockstep.sync.optimizer_contents import optimizer_parameters
+from lockstep.sync.parameter_server.messages import Message
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
-from lockstep.sync.replaced_step import optimizer_parameters
+from lockstep.sync.parameter_server.server_client import raise_if_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,7 +163,7 @@ class ParameterStore:
 
     def _log_for_undo(self, request: OptimizerRequest) -> None:
         optimizer = self._optimizers[request.number]
-        self._undo_log.log_change(optimizer, request.may_go_back_to)
+        self._undo_log.log_change(optimizer, request.undo_point)
 
     def _update_optimizer(
         self, request: OptimizerRequest, tensors: Sequence[torch.Tensor]

@@ -16,14 +16,14 @@ import torch
 
 from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
-from lockstep.sync.replaced_step import (
-    ReplacedStep,
+from lockstep.sync.optimizer_contents import (
     needs_closure,
     optimizer_parameters,
     own_attributes,
     state_tensors,
 )
+from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
+from lockstep.sync.replaced_step import ReplacedStep
 from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RemoteOptimizer:
             has them, by number; all optimizers share it. None on the other ranks.
 
     Attributes:
-        may_go_back_to: steps of the run to which an interruption now leads back, the server's
+        undo_point: steps of the run to which an interruption now leads back, the server's
             state with the rest; None: the server's steps from now on stay.
     """
 
@@ -60,7 +60,7 @@ class RemoteOptimizer:
         server_weights: dict[int, torch.Tensor] | None,
     ) -> None:
         self.optimizer = optimizer
-        self.may_go_back_to: int | None = None
+        self.undo_point: int | None = None
         self._number = number
         self._number_of = number_of
         self._channel = channel
@@ -123,7 +123,7 @@ class RemoteOptimizer:
             self._groups(),  # first: it refuses parameters that have no number
             [self._number_of[id(param)] for param in weights],
             state=state,
-            may_go_back_to=self.may_go_back_to,
+            undo_point=self.undo_point,
         )
         return Message(kind, request, weights)
 

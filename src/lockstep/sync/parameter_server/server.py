@@ -16,12 +16,9 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from lockstep.sync.parameter_server.messages import (
-    ConnectionLostError,
-    MessageSocket,
-    ServerAddress,
-)
+from lockstep.sync.parameter_server.messages import ConnectionLostError, MessageSocket
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
+from lockstep.sync.parameter_server.server_client import ServerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,13 +14,14 @@ from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.group import Pending
 from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.parameter_server.messages import Message, ServerAddress, connect_to_server
+from lockstep.sync.parameter_server.messages import Message
 from lockstep.sync.parameter_server.parameter_store import InProcessServer
 from lockstep.sync.parameter_server.remote_optimizer import (
     RemoteOptimizer,
     optimizers_to_serve,
     pickle_optimizers,
 )
+from lockstep.sync.parameter_server.server_client import ServerAddress, connect_to_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +110,7 @@ class ParameterServerSync(GradientSync):
                 RemoteOptimizer(optimizer, number, number_of, self._channel, server_weights=weights)
             )
 
-    def may_go_back_to(self, step: int | None) -> None:
+    def set_undo_point(self, step: int | None) -> None:
         """See `GradientSync`: the server logs, for undoing, what its next steps change.
 
         Gradient:
@@ -119,7 +120,7 @@ class ParameterServerSync(GradientSync):
             None; it travels with the next request.
         """
         for each in self._served:
-            each.may_go_back_to = step
+            each.undo_point = step
 
     def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `GradientSync`."""

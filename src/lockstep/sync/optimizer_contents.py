@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer object holds: parameters, tensors of its state, and attributes of its own."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_ATTRIBUTES_OF_STEPPING: Final = frozenset(
+    {"step", "state_dict", "load_state_dict", AMP_SCALING_ATTR}
+    | {WAS_STEPPED_ATTR, "grad_scale", "found_inf"}
+)
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters in all groups of `optimizer`, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors that `optimizer` keeps for each of its parameters (momenta, step counts)."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    values = (value for state in states for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that only this kind of optimizer has; its copies and pickles lack them."""
+    skipped = _attributes_of_every_optimizer() | _ATTRIBUTES_OF_STEPPING
+    return {name: value for name, value in vars(optimizer).items() if name not in skipped}
+
+
+@cache
+def _attributes_of_every_optimizer() -> frozenset[str]:
+    return frozenset(vars(torch.optim.SGD([torch.zeros((), device="cpu")])))
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether a step evaluates the loss itself, maybe several times (LBFGS)."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
