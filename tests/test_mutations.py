@@ -27,7 +27,7 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-_DIVIDE = "if not self._divides or (sums is not None and self.layout.is_one(sums.weight)):"
+_DIVIDE = "if not self._divides or (sums is not None and self.layout.is_unit_weight(sums.weight)):"
 _NEVER_DIVIDE = (_DIVIDE, "if True:")
 
 MUTATIONS = {

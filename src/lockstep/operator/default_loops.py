@@ -58,7 +58,7 @@ class _MetricsRecorder:
     def __init__(self, state: OperatorState) -> None:
         self._state = state
         self._pass = AverageMeterCollection()
-        # The first pass of a call is all of the call so far, which need not be counted twice.
+        # In the first pass of a call both are one collection, so that nothing is counted twice.
         if state.meters.is_empty:
             state.meters = self._pass
         self._call = state.meters

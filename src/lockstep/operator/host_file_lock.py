@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The name holds the user: the file of another user could not be opened.
+# The name contains the user id: this process could not open the file of another user.
 DATA_LOCK: Final = os.path.join(tempfile.gettempdir(), f"lockstep-data-{os.getuid()}.lock")
 
 

@@ -92,6 +92,6 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
     A scaler that remembers having unscaled its gradients would refuse to do so once more, or
     would take them, scaled as they are, for unscaled ones.
     """
-    # A scaler that has never scaled has nothing to forget, and asserts that it has.
+    # A scaler that has never scaled has nothing to forget, and raises AssertionError.
     with suppress(AssertionError):
         scaler.update(scaler.get_scale())

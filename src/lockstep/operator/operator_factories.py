@@ -137,7 +137,7 @@ def from_model(
         def setup(self, config: Any) -> None:
             given = (model, optimizer, criterion)
             if self._lockstep.context.is_trial:
-                # Together, so that the optimizer's copy holds the parameters of the model's.
+                # In one copy, so that the optimizer's copy holds the parameters of the model's.
                 given = copy.deepcopy(given)
             self.model, self.optimizer, *rest = self.register(
                 models=given[0], optimizers=given[1], criterion=given[2]

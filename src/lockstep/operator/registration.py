@@ -152,7 +152,7 @@ def build_training_parts(
         module.to(context.device)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
-    # Before the hooks: a copy of a model with hooks would have the hooks, too.
+    # Averages are made before the hooks: a copy of a model with hooks would have them, too.
     registered.averages = make_weight_averages(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
         _refuse_foreign_parameters(registered)
@@ -214,7 +214,7 @@ def _refuse_duplicates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
     """Refuse schedulers of optimizers that were not registered: the run would ignore them."""
-    # By groups and not by optimizers: a wrapper of an optimizer shares its groups.
+    # Compare groups and not optimizers: a wrapper of an optimizer shares its groups.
     groups = {id(group) for each in registered.optimizers for group in each.param_groups}
     for number, scheduler in enumerate(registered.schedulers):
         optimizer = getattr(scheduler, "optimizer", None)

@@ -49,13 +49,16 @@ class RunningStatistics:
         self._first: list[torch.Tensor | None] = []
 
     def begin_shard(self, position: int) -> None:
-        """Before the forward of the worker's shard number `position`: it starts from the committed
-        buffers."""
+        """Before the forward of shard number `position`: put the committed buffers back."""
         if position > 0:
             self._put(self._before)
 
     def end_shard(self, position: int, *, counts: bool) -> None:
-        """After the backward of shard number `position`; `counts`: its weight is not zero."""
+        """After the backward of shard number `position`: keep the buffers of the first shard.
+
+        Args:
+            counts: the shard's weight is not zero.
+        """
         if position > 0:
             return
         if not counts:
@@ -64,7 +67,7 @@ class RunningStatistics:
             self._first = self._copies()
 
     def commit(self) -> None:
-        """After the last backward of the step.
+        """After the last backward of the step: commit shard 0's buffers on all ranks.
 
         Collective:
             Every rank: one broadcast if there are buffers.

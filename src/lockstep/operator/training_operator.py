@@ -437,7 +437,7 @@ def _move_to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if type(batch) in (list, tuple):  # the common case, before slower questions
         return type(batch)(_move_to_device(child, device) for child in batch)
-    # Before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
+    # Checked before containers: a BatchEncoding is a mapping whose own `.to` keeps its class.
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     children = children_of(batch)

@@ -44,7 +44,7 @@ def call_at_end(function: Callable[[], None], or_else: Callable[[], None] | None
         or_else: called if it has, before its exception reaches the caller.
     """
     last = _AtEnd(function, or_else)
-    call_at_end_of_task(_Handover(last) if nesting_depth() else last)
+    call_at_end_of_task(_RequeueInOuterTask(last) if nesting_depth() else last)
 
 
 class _AtEnd:
@@ -63,15 +63,17 @@ class _AtEnd:
             self._or_else()
 
 
-class _Handover:
+class _RequeueInOuterTask:
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
 
     def __call__(self) -> None:
-        """The inner task ended; its enclosing one did not."""
+        """Do nothing: the inner task has ended, but not the task around it."""
 
     def __del__(self) -> None:
         if current_graph_task() < 0:
             return  # no task runs: the backward failed and is being taken down
         # One node is still on the stack: the one whose task is now the current one.
-        call_at_end_of_task(self._function if nesting_depth() <= 1 else _Handover(self._function))
+        call_at_end_of_task(
+            self._function if nesting_depth() <= 1 else _RequeueInOuterTask(self._function)
+        )

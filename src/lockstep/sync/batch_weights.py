@@ -85,7 +85,7 @@ def make_weighted_root(
     if carried == 1.0 or not loss.requires_grad:
         return carried, loss, None
     # A view, so that the user's own hooks on the loss see the multiplied gradient.
-    with torch.enable_grad():  # backward itself does not ask whether it is
+    with torch.enable_grad():  # backward works under no_grad as well
         root = loss.view_as(loss)
     root.register_hook(lambda gradient: gradient * carried)
     return carried, root, None

@@ -286,7 +286,7 @@ class Layout:
         if sums.earlier:
             self.tail[-1].fill_(sums.earlier)
 
-    def is_one(self, weight: float) -> bool:
+    def is_unit_weight(self, weight: float) -> bool:
         """Whether a sum of weights is 1, up to the rounding of the tail's dtype."""
         return abs(weight - 1.0) <= 4.0 * torch.finfo(self.tail.dtype).eps
 

@@ -144,7 +144,7 @@ class DDPRound:
 
     # ------------------------------------------------------------------ led by a backward
 
-    def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def reduce_bucket(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket that DDP has filled.
 
         Returns:
@@ -306,7 +306,7 @@ class DDPRound:
         if self._ends_together:
             for model in halves:
                 self._send_rest(model)
-        # With nothing led, peers may wait for this rank's faults.
+        # If this rank led no model, peers may wait for its faults.
         if self._ends_together if halves or self.models_reduced_by_backward() else mine.faults:
             ending = make_header(mine, self._step, ends=True)
             exchange_headers(self._owner.attached_group(), ending, mine)
@@ -318,7 +318,7 @@ class DDPRound:
         return [m for m, turn in self._turns.items() if turn.is_led and not turn.is_reduced]
 
     def _send_rest(self, model: DDPWrapper) -> None:
-        """Peers wait for all buckets of a model, and then for the message that refuses it."""
+        """Send the other buckets of a model: peers wait for them before the refusal."""
         turn = self._turns[model]
         for flat, params in list(model.empty_buckets())[len(turn.buckets) :]:
             turn.buckets.append(_BucketInFlight(flat, params))

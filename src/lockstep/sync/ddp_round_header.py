@@ -67,7 +67,7 @@ def make_header(
 
 
 def exchange_headers(group: Group, own: Header, mine: Contribution) -> Header:
-    """The sums of all ranks' headers, judged.
+    """Sum the ranks' headers; raise unless the ranks are at one place.
 
     Collective:
         Every rank. Blocks. One all-reduce of some numbers.

@@ -103,11 +103,11 @@ class DDPTransport(Transport):
 
     @property
     def is_paused(self) -> bool:
-        """Inside `no_sync`."""
+        """Whether `no_sync` is active."""
         return self._owner.is_paused
 
     def refuse_broken(self) -> None:
-        """Before a forward: its backward could not be reduced."""
+        """Before a forward: raise if its backward could not be reduced."""
         self._owner.attached_group()
         pairs = zip(self._slots, self._kinds, strict=True)
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
@@ -115,15 +115,15 @@ class DDPTransport(Transport):
             raise round_checks.fault_error(*Fault.of("moved", moved), where=self._owner.place)
         addresses = [slot.param.data_ptr() for slot in self._slots]
         if addresses != self._addresses:
-            # To another dtype and back: autograd accumulates where DDP's hooks are not.
+            # After `.to` another dtype and back, autograd accumulates in nodes without DDP's hooks.
             self._addresses = addresses
             for model in self._reduced:
                 model.forget()
 
-    def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: a bucket is full."""
+    def reduce_bucket(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: reduce a full bucket."""
         if not self._owner.is_paused:
-            return self._round.carry(model, bucket)
+            return self._round.reduce_bucket(model, bucket)
         # The forward ran outside `no_sync` and its backward inside: these stay local.
         flat = bucket.buffer()
         devices = [flat.device] if flat.is_cuda else None
@@ -240,7 +240,7 @@ class DDPTransport(Transport):
         try:
             self._round.finish()
         except PeerLostError as lost:
-            # The peers are somewhere else, and this is why.
+            # This rank's refusal explains why the peers are at another place.
             raise refusal or lost from lost
         if refusal is not None:
             raise refusal

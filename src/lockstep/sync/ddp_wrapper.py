@@ -69,7 +69,9 @@ class Carrier(Protocol):
     @property
     def is_paused(self) -> bool: ...
     def refuse_broken(self) -> None: ...
-    def carry(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]: ...
+    def reduce_bucket(
+        self, model: DDPWrapper, bucket: Any
+    ) -> torch.futures.Future[torch.Tensor]: ...
 
 
 def parse_ddp_args(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class DDPWrapper(DistributedDataParallel):
         # DDP would rebuild its buckets in the order in which a rank's gradients came in its first
         # backward, which a rank without samples cannot know. So it is told one now.
         freeze_ddp_buckets(self)
-        self.register_comm_hook(None, lambda state, bucket: self._carry(bucket))
+        self.register_comm_hook(None, lambda state, bucket: self._reduce_bucket(bucket))
         self.reduced = self.trainable_slots()
         self.note_reduction()
 
@@ -223,10 +225,10 @@ class DDPWrapper(DistributedDataParallel):
                 slot.param.grad = None
         self._filled.clear()
 
-    def _carry(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if self._carrier is None:
             raise NotAvailableError("this model was detached from its peers")
-        return self._carrier.carry(self, bucket)
+        return self._carrier.reduce_bucket(self, bucket)
 
 
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

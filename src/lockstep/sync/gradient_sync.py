@@ -224,12 +224,12 @@ class GradientSync:
 
     @property
     def has_open_window(self) -> bool:
-        """Gradients have arrived since the last round."""
+        """Whether gradients have arrived since the last round."""
         return self._rounds.has_open_window
 
     @property
     def needs_guard(self) -> bool:
-        """There are peers, so that a gradient of this rank alone is not the global one."""
+        """Whether there are peers, so that a local gradient is not the global one."""
         return self._rounds.needs_guard
 
     def watch_gradients(self) -> None:
@@ -271,10 +271,6 @@ class GradientSync:
             WeightError: negative, NaN or infinite.
         """
         self._rounds.weights.deliver(weight)
-
-    def batch_weight(self) -> float | None:
-        """The argument of the last `set_delivered_weight`; an error is raised."""
-        return self._rounds.weights.delivered
 
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
@@ -333,7 +329,7 @@ class GradientSync:
         """Leave a group that has broken.
 
         Returns:
-            Whether the sync can `join` another group, which depends on the transport. Otherwise
+            Whether the sync can `join_group`, which depends on the transport. Otherwise
             it is detached, and a new one has to be made.
         """
         if not self._rounds.listener.is_listening:
@@ -345,7 +341,7 @@ class GradientSync:
         return False
 
     def join_group(self, group: Group) -> None:
-        """Belong to `group`, whose ranks hold the same values, after a `part` that said yes.
+        """Belong to `group`, whose ranks hold the same values, after `leave_group` returned True.
 
         Gradient:
             None: gradients of an open window are dropped.

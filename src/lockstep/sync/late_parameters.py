@@ -45,21 +45,21 @@ class LateParameters:
         self._found: list[tuple[str, torch.nn.Parameter]] = []
         _listeners.add(self)
 
-    def heard(self, module: torch.nn.Module) -> None:
+    def note_registration(self, module: torch.nn.Module) -> None:
         """Note that a parameter or module was registered in `module`."""
         if id(module) in self._members:
             self._has_changed = True
 
-    def are_there(self) -> bool:
+    def has_trainable(self) -> bool:
         """Whether a late parameter could get a gradient."""
         self._look()
         return any(param.requires_grad and not is_local(param) for _, param in self._found)
 
-    def include(self, param: torch.Tensor) -> bool:
+    def contains(self, param: torch.Tensor) -> bool:
         """Whether `param` is in the modules now; looks at every module."""
         return any(one is param for one in self._parameters())
 
-    def with_gradient(self) -> list[str]:
+    def names_with_gradient(self) -> list[str]:
         """The names of late parameters that have got a gradient."""
         self._look()
         return [
@@ -78,7 +78,7 @@ class LateParameters:
             ]
 
     def release(self) -> None:
-        """Look for late parameters no longer."""
+        """Stop looking for late parameters."""
         _listeners.discard(self)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ class _Listeners:
     def _tell(self, module: torch.nn.Module, *_: Any) -> None:
         with self._lock:
             for one in list(self._all):
-                one.heard(module)
+                one.note_registration(module)
 
 
 _listeners = _Listeners()

@@ -55,7 +55,7 @@ class _Watch:
                 elif not is_local(param):
                     self.unknown.append((f"param_groups[{group_number}][{number}]", param))
         if not self.slots and self.unknown:
-            # Of models that are each rank's own, or new parameters of a synchronised model?
+            # Keep new parameters of synchronised models; others are of models of this rank alone.
             self.unknown = [one for one in self.unknown if _registry.knows_module_of(one[1])]
 
 
@@ -169,7 +169,7 @@ def _before_step(
             rounds, held = before[owner]
             new = any(a is not b for a, b in zip(_gradients_of(slots), held, strict=True))
             if new and owner.num_rounds == rounds:
-                # New gradients without a reduction: earlier rounds do not vouch for them.
+                # New gradients without a reduction: no earlier round has reduced them.
                 watch.rounds[owner] = rounds
         _check(watch)
         # Its line search and its stopping rule follow the loss that the closure returns: ranks

@@ -72,14 +72,14 @@ class _WaitingHooks(OrderedDict[int, Any]):
         if self.users:
             on_user_hook()
 
-    def show(self, hook: Callable[..., Any]) -> None:
+    def expose(self, hook: Callable[..., Any]) -> None:
         """Let autograd run `hook` alone."""
         super().__setitem__(_OURS, hook)
 
     def pass_on(self, run_users: Callable[..., Any]) -> None:
         """Let autograd run `run_users`, as soon as there are hooks of the user's."""
         super().pop(_OURS, None)
-        self.on_user_hook = lambda: self.show(run_users)
+        self.on_user_hook = lambda: self.expose(run_users)
         if self.users:
             self.on_user_hook()
 
@@ -119,7 +119,7 @@ class ParameterHooks:
         self._after_accumulation = after_accumulation or _nothing
         self._before = _table(tensor_hooks(param))
         self._before.begin(on_user_hook)
-        self._before.show(before_accumulation)
+        self._before.expose(before_accumulation)
         # Set the attribute in any case: torch reads the table when the attribute is set.
         set_tensor_hooks(param, self._before)
         self._after: _WaitingHooks | None = None
@@ -130,7 +130,7 @@ class ParameterHooks:
         if self._after is None:
             self._after = _table(post_accumulate_grad_hooks(self.param))
             self._after.begin(self._on_user_hook)
-            self._after.show(self._after_accumulation)
+            self._after.expose(self._after_accumulation)
             set_post_accumulate_grad_hooks(self.param, self._after)
         return self._after
 
@@ -175,7 +175,7 @@ def _run_each(hooks: dict[int, Any], param: torch.Tensor) -> None:
 
 
 class _HasRun(Exception):
-    """Ends a backward that was there for one node."""
+    """Raised to stop a backward after its one node has run."""
 
 
 class _RunInBackward(torch.autograd.Function):

@@ -50,7 +50,7 @@ def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) ->
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of which this may be a shard.
+    """Gather the whole tensor of which `tensor` is a shard; `tensor` itself if it is none.
 
     Gradient:
         Back to the shard, as `DTensor.full_tensor` has it.
@@ -145,7 +145,7 @@ class ParameterShard:
         if self.whole.grad is not None:
             rows = rows_of(self.whole.grad.detach(), self._rank, self._num_ranks)
             grad = as_shard(rows.clone(), self.whole.grad, self._mesh)
-        # Marks of the user's own, by which an optimizer may choose.
+        # The user's own attributes, by which an optimizer may choose among parameters.
         vars(self.param).update(vars(self.whole))
         local(self.param)
         self.param.requires_grad_(self.whole.requires_grad)
@@ -166,7 +166,7 @@ class ParameterShard:
         grad, version = self._given
         now, changed = self.param.grad, self._version() != version
         self._given, self.param.grad = (None, 0), None
-        # Without a gradient an optimizer leaves a parameter alone; a decay may not.
+        # An optimizer skips a parameter without a gradient, but weight decay may change it.
         found = [self.whole] if grad is not None or self.whole.requires_grad or changed else []
         if now is None:
             self.whole.grad = None

@@ -219,7 +219,7 @@ class Reducer:
         return all(all(bucket.used) for bucket in self.layout.buckets)
 
     def _divide(self, sums: Sums | None) -> None:
-        if not self._divides or (sums is not None and self.layout.is_one(sums.weight)):
+        if not self._divides or (sums is not None and self.layout.is_unit_weight(sums.weight)):
             return
         for bucket in self.layout.buckets:
             if sums is not None:

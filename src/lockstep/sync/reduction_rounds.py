@@ -186,7 +186,7 @@ class ReductionRounds:
         if self._window.has_unchanged_gradients(self.slots):
             return
         grads = [slot.param.grad for slot in self.slots if slot.param.grad is not None]
-        # An earlier gradient may be out of the program's sight: was it to be zeroed, too?
+        # The program cannot zero gradients that were set aside: it may have meant to.
         is_hidden = not self._window.has_gradients_of(self._earlier.by_slot)
         if is_hidden or any(bool(grad.any()) for grad in grads):
             self._window.faults.append(Fault("touched"))
@@ -212,7 +212,7 @@ class ReductionRounds:
     # ------------------------------------------------------------------ backwards
 
     def _backward_began(self, slot: Slot) -> None:
-        """A backward that adds to ``parameter.grad`` brings its first gradient, that of `slot`.
+        """Called at the first gradient, of `slot`, of a backward that adds to ``parameter.grad``.
 
         The backward is one of `_run_backward`, a part of a running one (a reentrant checkpoint), or
         a plain ``loss.backward()`` of the program's own.
@@ -241,7 +241,7 @@ class ReductionRounds:
     def _at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when the running backward has ended and its gradients are in place."""
         if self.transport.ends_late:
-            # Twice: the transport's own call at the end is queued in between.
+            # Queue twice: the transport queues its own callback in between.
             call_at_end(lambda: call_at_end(function, self._fail), self._fail)
         else:
             call_at_end(function, self._fail)
@@ -257,7 +257,7 @@ class ReductionRounds:
         self.listener.is_running = True
         try:
             if weight == 0.0:
-                # No value of this backward may stay, and zero times NaN would.
+                # No value of this backward may stay; scaling by zero would keep NaN.
                 stand_in = self._take_gradients()
             if not self.is_paused:
                 self._begin_round()
@@ -332,7 +332,7 @@ class ReductionRounds:
         assert contribution is not None
         if self._window.kind == WEIGHTED:
             contribution.weight = self._window.weight
-        unknown = self._late.with_gradient()
+        unknown = self._late.names_with_gradient()
         try:
             result = finish([Fault.of("unknown", unknown)] if unknown else [])
         except BaseException:
@@ -342,7 +342,7 @@ class ReductionRounds:
         if self._after_round is not None and result.took_place:
             self._after_round()
         try:
-            # Refusals last: every rank has made the same calls by now, and can go on.
+            # Raise last: every rank has made the same collective calls by now, and can go on.
             self._unread = result.unread
             for sums, mine in result.verdicts:
                 self._judge(sums, mine, together=result.read_together)
@@ -367,7 +367,7 @@ class ReductionRounds:
 
     def _note_round(self, result: RoundResult, earlier: EarlierGradients) -> None:
         if not result.has_gradients:
-            # The ranks have compared what earlier rounds left.
+            # The ranks have compared the gradients that earlier rounds left.
             self.num_rounds += result.took_place and bool(earlier.by_slot)
             return
         self.num_rounds += 1
@@ -390,7 +390,7 @@ class ReductionRounds:
             raise
 
     def _reset(self, *, has_failed: bool = False) -> None:
-        # Peers wait for the buckets that did not follow, or have taken other messages for them.
+        # Peers wait for the missing buckets, or have read other messages as those.
         self._is_broken = self._is_broken or self.transport.is_half_sent
         self.transport.reset(has_failed=has_failed)
         self.listener.forget_tasks()
@@ -492,8 +492,8 @@ class ReductionRounds:
     @property
     def has_late_parameters(self) -> bool:
         """Whether parameters were added later: only some ranks may have their gradients."""
-        return self._late.are_there()
+        return self._late.has_trainable()
 
     def contains(self, param: torch.Tensor) -> bool:
         """Whether `param` is in the synchronised modules now."""
-        return self._late.include(param)
+        return self._late.contains(param)

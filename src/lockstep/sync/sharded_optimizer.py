@@ -39,7 +39,7 @@ def needs_whole_step(optimizer: Optimizer) -> bool:
 
 
 class ShardedOptimizer:
-    """One optimizer, until `release`.
+    """Replaces the step of one optimizer by a sharded one, until `release`.
 
     Args:
         optimizer: the user's. Of the state that it has already, each rank keeps its rows.

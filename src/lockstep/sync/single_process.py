@@ -157,9 +157,6 @@ class SingleProcess:
 
     def set_delivered_weight(self, weight: float | WeightError | None) -> None: ...
 
-    def batch_weight(self) -> float | None:
-        return None
-
     def take_shard(self, shard: int) -> None: ...
 
     def last_shard(self, shard: int) -> AbstractContextManager[None]:

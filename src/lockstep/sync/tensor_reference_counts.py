@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def python_references(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """References to each from Python objects."""
+    """For each tensor the number of references from Python objects."""
     return list(map(sys.getrefcount, tensors))
 
 
 def cpp_references(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """References to each from C++: a ``grad``, graphs, one for its Python object."""
+    """For each tensor the references from C++: a ``grad``, graphs, one for its Python object."""
     return list(map(use_count, tensors))
 
 

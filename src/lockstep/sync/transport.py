@@ -93,7 +93,7 @@ class Transport(Protocol):
 
     @property
     def needs_on_accumulated(self) -> bool:
-        """`on_accumulated` may ever be set."""
+        """Whether the transport may set `on_accumulated` in some backward."""
 
     @property
     def on_accumulated(self) -> Callable[[Slot], None] | None:

@@ -289,9 +289,9 @@ class InProcessServer:
         Collective:
             None: there is one worker.
         """
-        # Tensors on the CPU are not copied, as those that the store answers with are not.
+        # Neither these tensors, if on the CPU, nor those of the answer are copied.
         message.tensors = [tensor.detach().cpu() for tensor in message.tensors]
         return raise_if_error(self._store.handle(0, message)[0])
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is no connection."""

@@ -71,7 +71,7 @@ class RemoteOptimizer:
             state_dict=self._state_dict,
             load_state_dict=self._load_state_dict,
         )
-        # The server has the state: a copy here would only be memory, and stale.
+        # The server has the state: a copy here would cost memory, and be stale.
         optimizer.state.clear()
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,7 +159,7 @@ class RemoteOptimizer:
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load into the server's optimizer; called on every rank, as it is on one process."""
         optimizer = self.optimizer
-        # The settings are this object's; an empty state, for the server holds it.
+        # Load the settings here, and an empty state, because the server holds the state.
         type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
         optimizer.state.clear()
         if self._server_weights is not None:

@@ -60,7 +60,7 @@ class _Session:
             try:
                 self.connections[rank].send(answer)
             except ConnectionLostError as error:
-                # The others' step has happened all the same.
+                # Send the other answers all the same: the step of those ranks has happened.
                 lost = error
         if lost is not None:
             raise lost
@@ -164,7 +164,7 @@ class ParameterServer:
                 connection.cut()
 
     def close(self) -> None:
-        """End: workers that wait get an error. Idempotent."""
+        """Close all connections; workers that wait get an error. Idempotent."""
         self._listener.close()
         self._selector.close()
         self._wake_receiver.close()
