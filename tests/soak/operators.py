@@ -204,10 +204,10 @@ def _worker_spec(spec: Spec, made: type) -> WorkerSpec:
         "accumulate": spec.options["accumulate"],
     }
     given |= {"clip_grad_norm": spec.options["clip"], "reproducible": spec.options["reproducible"]}
-    is_unit_weight = spec.sync == "data_parallel"
-    if is_unit_weight:
+    is_one = spec.sync == "data_parallel"
+    if is_one:
         given["replicas"] = spec.workers
-    processes = 1 if is_unit_weight else spec.workers
+    processes = 1 if is_one else spec.workers
     return WorkerSpec(
         made,
         {BATCH_SIZE: spec.options["batch"]},

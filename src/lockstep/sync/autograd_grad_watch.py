@@ -145,8 +145,8 @@ def _group_for_comparison(
     others = [pair for pair in pairs if pair[1][:-1].count_nonzero() <= 1]
     yield from (stack_pairs([pair]) for pair in telling)
     if others:
-        is_unit_weight = sum(int(now[:-1].count_nonzero()) for _, now in others) <= 1
-        yield stack_pairs([*others, *telling[:1]] if is_unit_weight else others)
+        is_one = sum(int(now[:-1].count_nonzero()) for _, now in others) <= 1
+        yield stack_pairs([*others, *telling[:1]] if is_one else others)
 
 
 def _is_clipped(before: torch.Tensor, now: torch.Tensor, rounding: float) -> bool:
