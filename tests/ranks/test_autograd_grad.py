@@ -163,7 +163,7 @@ def test_an_addition_is_no_factor_also_where_few_elements_tell(shape):
     captures = AutogradGradWatch([slot])
     first = torch.zeros_like(param)
     first.view(-1)[0] = 2.0
-    slot.deliver(first)
+    slot.set_reduced(first)
     captures.note("rank 0", 1, 0)
     first.view(-1)[-1] += 1.0  # a vector's last element is not among the samples
     assert captures.has_suspicious_changes([slot])
