@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May a function over the rows of all ranks be called here, over which group, and with which rows?
+"""Checks before a call of `gather` and the losses: its group, the loss reduction, its samples.
 
 These checks read the reduction context of this rank alone; `row_layout` compares the ranks.
 """
