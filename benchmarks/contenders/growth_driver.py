@@ -19,7 +19,7 @@ from lockstep import TorchTrainer
 from lockstep.engine import PoolStatus
 from lockstep.engine.pending_call import PendingCall
 from lockstep.metrics import AverageMeterCollection
-from lockstep.serialization import pickled
+from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import LoopRequest, Outcome, Report, StartReport
 from reporting import report
 
@@ -75,7 +75,7 @@ class Standing:
         on_progress: OnProgress | None = None,
         retries: int = 3,
     ) -> list[Any]:
-        arguments = pickled((call.args, call.kwargs), "arguments")
+        arguments = dumps_or_refuse((call.args, call.kwargs), "arguments")
         pending_call: PendingCall[Any] = PendingCall(call.contract, outlives_deaths=False)
         for rank in range(len(self.started)):
             method = cloudpickle.dumps(call.method)
@@ -102,7 +102,7 @@ def _measure(actor: Any, num_workers: int) -> dict[str, float]:
         cpu.append(time.process_time() - cpu_before)
         wall.append(time.perf_counter() - started)
     trainer.shutdown()
-    arguments = len(pickled(((LoopRequest("train", None, False, {}),), {}), "arguments"))
+    arguments = len(dumps_or_refuse(((LoopRequest("train", None, False, {}),), {}), "arguments"))
     answer = len(cloudpickle.dumps(Outcome(value=cloudpickle.dumps(_report()))))
     return {
         "workers": num_workers,

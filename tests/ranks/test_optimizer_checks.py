@@ -8,7 +8,7 @@ from torch import nn
 from harness import reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError, ReplicasDifferError, UnknownParameterError
 from lockstep.operator import Options, RankContext
-from lockstep.operator.registration import assemble
+from lockstep.operator.registration import build_training_parts
 from lockstep.operator.training_parts import SyncOptions
 from lockstep.sync import local, replicate
 
@@ -26,7 +26,7 @@ def registers(make_optimizer, make_scheduler=None):
     def one(group):
         model = replicas[group.rank]
         optimizer = make_optimizer(model, group.rank)
-        registered = assemble(
+        registered = build_training_parts(
             RankContext(
                 world_rank=group.rank,
                 world_size=2,
@@ -95,7 +95,7 @@ def registered_on_two_ranks(body):
     def one(group):
         model = replicas[group.rank]
         optimizer = sgd(model.parameters())
-        run = assemble(
+        run = build_training_parts(
             RankContext(world_rank=group.rank, world_size=2, group=group),
             models=model,
             optimizers=optimizer,
