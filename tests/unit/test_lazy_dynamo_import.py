@@ -131,7 +131,7 @@ _DETERMINISTIC = """
 import os
 import sys
 import torch
-from lockstep.worker.determinism import deterministic
+from lockstep.worker.determinism import deterministic_mode
 
 def modes():
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -139,19 +139,19 @@ def modes():
 
 torch.set_deterministic_debug_mode("warn")
 before = modes()
-with deterministic(None):
+with deterministic_mode(None):
     assert modes()[:2] == (True, False)
 assert modes() == before
 assert "torch._dynamo" not in sys.modules
 
-with deterministic(None):
+with deterministic_mode(None):
     import torch._inductor.config as compiler
     assert compiler.deterministic
-with deterministic(None):
+with deterministic_mode(None):
     assert compiler.deterministic
 torch.use_deterministic_algorithms(False)
 before = modes()
-with deterministic(None):
+with deterministic_mode(None):
     assert compiler.deterministic and modes()[:2] == (True, False)
 assert modes() == before and not compiler.deterministic
 print("all of it")
