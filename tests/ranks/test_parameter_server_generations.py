@@ -75,7 +75,7 @@ class OneProcess:
     def backward(self, loss, weight):
         loss.backward()
 
-    def undo_point(self, step):
+    def set_undo_point(self, step):
         """There is nobody who could be lost."""
 
 
