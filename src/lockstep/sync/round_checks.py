@@ -107,7 +107,7 @@ def _refuse_alone(place: str, mine: list[Fault]) -> None:
     if mine:
         raise fault_error(*mine[0], where=place)
     raise GradientNotReducedError(
-        "another rank fault_error the last reduction",
+        "another rank refused the last reduction",
         where=place,
         fix="look for the first failure among the other ranks",
     )
