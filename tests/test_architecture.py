@@ -28,7 +28,7 @@ LIMITS = {
 
 WAYS = {*LIMITS, "a remote call", "a metric", "a failure", "a checkpoint", "a checkpoint back"}
 
-VERIFY = {"worker.parity_trial.verify", "trainer.verification.verified"}
+VERIFY = {"worker.parity_trial.verify", "trainer.verification.verify_steps"}
 """`TorchTrainer.verify` hands its own `num_steps` to these, and not to a loop."""
 
 CALLS = {
