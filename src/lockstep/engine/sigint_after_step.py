@@ -49,5 +49,5 @@ def sigint_after_step(worker: Worker) -> Iterator[None]:
         worker.on_boundary = None
         if signal.getsignal(signal.SIGINT) is on_sigint:  # else the program has set another one
             signal.signal(signal.SIGINT, previous_handler)
-        take_effect()  # also where the step fails: its error is then the context of
-        KeyboardInterrupt
+        # Also where the step failed: its error is then the context of KeyboardInterrupt.
+        take_effect()

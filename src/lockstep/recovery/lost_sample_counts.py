@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lost workers had counted in a call, so that its result counts every sample once."""
+"""Counts the samples that lost workers computed in a call, so that its result counts each once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class LostSampleCounts:
-    """Which worker carried which shards, generation by generation of one call.
+    """Knows which worker computed which shards in each generation of one call.
 
     Args:
-        engine: whose workers report.
-        purpose: of the loop; None for a call that counts no samples.
+        engine: the engine of the workers.
+        purpose: the purpose of the loop; None for a call that counts no samples.
 
     Attributes:
-        reports: one for each worker that was lost.
+        reports: a report in the name of each worker that was lost.
     """
 
     def __init__(self, engine: RayEngine, purpose: str | None) -> None:
@@ -37,9 +37,10 @@ class LostSampleCounts:
         return list(self._engine.workers.members)
 
     def record_losses(self, new_generation: NewGeneration) -> None:
-        """The group was formed anew in the middle of the call."""
+        """Make the reports of workers that were lost before the call goes on in
+        `new_generation`."""
         progress = new_generation.progress
-        # A validation is done again from its beginning, by the members of now.
+        # The present members repeat a validation from its beginning.
         if self._purpose != "train" or progress is None:
             return
         if progress.steps <= 0:
