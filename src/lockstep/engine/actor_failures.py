@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ray reports of calls and actors that fail: whether, why, and Ctrl-C as Python names it."""
+"""Reads failures of calls and actors from Ray: whether a call failed, why an actor died, Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Ray cluster a trainer uses, where the user has not connected to one."""
+"""Connects a trainer to a Ray cluster, or starts a private one, unless the user has connected."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Engine(Protocol):
 
     @property
     def interrupted_by(self) -> BaseException | None:
-        """Why the latest call was interrupted, until `undo_interrupted_call`."""
+        """The error that interrupted the latest call; None after `undo_interrupted_call`."""
 
     def undo_interrupted_call(self) -> None:
         """Take all workers back to the last committed step.
@@ -100,7 +100,7 @@ class Engine(Protocol):
 
     @property
     def started(self) -> list[StartReport]:
-        """What each worker's `start` returned, by rank."""
+        """The result of each worker's `start`, by rank."""
 
     def call(
         self,

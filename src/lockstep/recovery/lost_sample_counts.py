@@ -11,7 +11,7 @@ from lockstep.worker import report_of_lost_worker, samples_of
 if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.recovery.lost_workers import LostWorker
+    from lockstep.recovery.lost_worker import LostWorker
     from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import LoopProgress, Report
 

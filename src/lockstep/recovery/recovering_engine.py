@@ -33,7 +33,7 @@ from lockstep.engine.rollback_messages import warn_of_cut_short_step
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
-from lockstep.recovery.lost_workers import LostWorker
+from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.poisoned_batch import DeathsByShard
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog

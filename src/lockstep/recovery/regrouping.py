@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.engine.rank_assignment import local_ranks
 from lockstep.engine.rollback_messages import rollback_impossible_error
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.lost_workers import LostWorker, RankTable
+from lockstep.recovery.lost_worker import LostWorker
+from lockstep.recovery.rank_table import RankTable
 from lockstep.recovery.spare_pool import SparePool
 from lockstep.worker import Formation, LoopProgress, join, stand_down
 

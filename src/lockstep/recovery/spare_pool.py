@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lockstep.engine.worker_group import WorkerGroup
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.recovery.lost_workers import LostWorker
+    from lockstep.recovery.lost_worker import LostWorker
     from lockstep.recovery.watchdog import Watchdog
 
 _log = logging.getLogger("lockstep.recovery")

@@ -28,7 +28,7 @@ class PreemptionNotice:
 
     @contextmanager
     def defer_sigterm(self, request: Callable[[], None]) -> Iterator[None]:
-        """Inside, SIGTERM calls `request`; the code that writes the checkpoint calls `take_effect`.
+        """Inside, SIGTERM calls `request`; the writer of the checkpoint then calls `take_effect`.
 
         Does nothing outside of the main thread, in which Python delivers signals, or where the
         program ignores the signal.

@@ -86,7 +86,7 @@ class WorkerPool:
 
     @property
     def started(self) -> Sequence[StartReport]:
-        """What each worker's `start` returned, by rank."""
+        """The result of each worker's `start`, by rank."""
         return self.open_engine().started
 
     def has_loader(self, purpose: str) -> bool:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LostWorker`, and `RankTable`: the ranks of the other workers after a loss."""
+"""`RankTable`: assigns workers to the ranks of the next generation after a loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.engine.rank_assignment import group_by_node
@@ -12,27 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.errors import WorkerDiedError
-    from lockstep.worker import WorkerStatus
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """A worker whose process is gone.
-
-    Attributes:
-        worker: the handle of the worker.
-        rank: the rank that it had.
-        shards: the shards of each global batch that it computed.
-        died: the error that says why it is gone.
-        last_seen: its last known status.
-    """
-
-    worker: WorkerHandle
-    rank: int
-    shards: range
-    died: WorkerDiedError
-    last_seen: WorkerStatus | None = None
+    from lockstep.recovery.lost_worker import LostWorker
 
 
 class RankTable:
