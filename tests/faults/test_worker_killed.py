@@ -25,7 +25,7 @@ from lockstep import TrainingOperator
 from lockstep.errors import PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
-from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec, failure
+from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec, failed_outcome
 
 WORKERS, ROWS, GLOBAL_BATCH = 3, 25, 12
 # The second step, which has rows for everybody, is the one that does not happen; the third has
@@ -119,7 +119,7 @@ def _live(rank, victim, port):
         worker.train(LoopRequest("train", AFTER, False, {}))
     except BaseException as error:
         worker.leave()
-        outcome = failure(rank, error)
+        outcome = failed_outcome(rank, error)
     else:
         return "nobody died"
     assert outcome.peer_lost, outcome.notes
@@ -135,7 +135,7 @@ def _live(rank, victim, port):
     successor = Worker(replace(SPEC, num_workers=len(survivors)), survivors.index(rank), rank)
     successor.start(replace(rendezvous, generation=1))
     try:
-        successor.go_to(state)
+        successor.load_state(state)
         successor.train(LoopRequest("train", AFTER, False, {}))
         weights = [p.detach().flatten() for p in successor.operator.model.parameters()]
         return torch.cat(weights).tolist(), successor.operator.global_step

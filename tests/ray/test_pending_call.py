@@ -7,7 +7,7 @@ import time
 import ray
 from lockstep.engine.pending_call import PendingCall
 from lockstep.errors import PeerLostError, WorkerDiedError
-from lockstep.worker import Worker, failure
+from lockstep.worker import Worker, failed_outcome
 
 
 @ray.remote(num_cpus=0)
@@ -16,7 +16,7 @@ class Rank:
         return True
 
     def loses_its_peer(self):
-        return failure(0, PeerLostError("another rank went away"))
+        return failed_outcome(0, PeerLostError("another rank went away"))
 
     def dies(self, after_s):
         time.sleep(after_s)

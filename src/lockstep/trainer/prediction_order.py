@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the workers' shares of a prediction to one item per sample, in the dataset's order."""
+"""Orders the workers' predictions: one item per sample, in the dataset's order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def order_predictions(answers: Iterable[Sequence[Prediction]]) -> list[Any]:
-    """The samples' predictions in the dataset's order; in the loader's if that is not known.
+    """Order predictions as the dataset, if known, otherwise as the loader.
 
-    The order of the dataset is known where the loader's sampler takes each of its indices once,
-    in whatever order. A sampler that leaves samples out or repeats some has an order of its own.
+    The dataset's order is known where the loader's sampler takes each index once. A sampler that
+    leaves samples out or repeats some has an order of its own.
     """
     parts = sorted((part for own in answers for part in own), key=lambda p: (p.step, p.shard))
     keyed: list[tuple[Any, Any]] = []

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
-    """One dict for all workers: every sample counts once, whichever worker computed it."""
+    """Merge reports into one dict, in which every sample counts once, on whichever worker it
+    was."""
     _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
     kept = {key for report in reports for key in _unchanged_metrics(report)}
@@ -51,7 +52,10 @@ def refuse_unused_metrics(reports: Sequence[Report]) -> None:
 
 
 def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
-    """One worker sees its own mixing before the step; between workers it shows only here."""
+    """Refuse losses that workers weighed by different kinds of weights.
+
+    A worker checks its own losses before the step; differences between workers show only here.
+    """
     kinds = [report.weighed_by for report in reports]
     if len({kind for kind in kinds if kind is not None}) > 1:
         raise MixedWeightsError(
@@ -63,7 +67,7 @@ def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
 
 
 def _unchanged_metrics(report: Report) -> set[str]:
-    """The metrics of lockstep's own loop that the user's loop around it left as they were."""
+    """The metrics of lockstep's own loop that the user's loop around it did not change."""
     return {
         key
         for metrics, summary in zip(report.metrics, report.summaries, strict=True)
@@ -73,7 +77,7 @@ def _unchanged_metrics(report: Report) -> set[str]:
 
 
 def _own_results(report: Report) -> dict[str, Any]:
-    """Results that the user's own loop returned, or added to those of lockstep's loop."""
+    """The results that the user's own loop returned, or added to the results of lockstep's loop."""
     passes = [
         {
             key: value

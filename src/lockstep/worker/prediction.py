@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's share of `trainer.predict`: its shards of a loader that the driver sent along.
+"""One worker's share of `trainer.predict`: its shards of a loader that the driver sends.
 
-The run stays as it is: the position in the data, the random numbers and the modules' modes are
-those of before. No rank waits for another.
+The run does not change: the position in the data, the random numbers and the modules' modes are
+restored. No rank waits for another.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What came out for one shard of one global batch.
+    """The output of `predict_batch` for one shard of one global batch.
 
     Attributes:
-        step: the batch's number in the loader; with `shard` its place in the loader's order.
-        indices: the samples' places in the dataset, where the loader tells.
+        step: the batch's number in the loader; (step, shard) is the order of the loader.
+        indices: the samples' indices in the dataset, where the loader knows them.
         output: what `predict_batch` returned, its tensors on the CPU.
     """
 
@@ -73,7 +73,7 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
 
 
 def _read(steps: Iterator[Step]) -> Iterator[Step]:
-    """`steps`, each of them read in the phase of its name."""
+    """Yield `steps`; reading each one is in phase READING."""
     while True:
         with in_phase(Phase.READING):
             step = next(steps, None)
@@ -100,14 +100,14 @@ def _to_sendable(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     moved = leaf.detach().to(_CPU)
-    # A view takes the whole of its storage along, to another process and into the user's list.
+    # A view keeps the whole of its storage, also in another process and in the user's list.
     is_part = moved.layout == torch.strided and moved.untyped_storage().nbytes() > moved.nbytes
     return moved.clone() if is_part else moved
 
 
 @contextmanager
 def _eval_mode(run: TrainingParts) -> Iterator[None]:
-    """Modules in evaluation mode; afterwards each in the mode that it was in."""
+    """Inside, modules are in evaluation mode; afterwards each is in its former mode."""
     modes = [(each, each.training) for module in run.modules() for each in module.modules()]
     run.set_training(False)
     try:
