@@ -3,7 +3,7 @@
 
 - `plain_values`: what may stand in a checkpoint. `plain_state` converts a state, or refuses it.
 - `file_format`: a checkpoint in one file, which is a torch file with our mark at its end.
-- `record_checksums`: which checksum covers which bytes of that file.
+- `file_integrity`: which checksum covers which bytes of that file.
 - `dcp_directory`: a checkpoint as a directory, whose tensors any program can read in shards.
 - `atomic_write`: a file gets its new content in one step.
 - `rotation`: the last few checkpoints of a run.

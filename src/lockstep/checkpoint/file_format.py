@@ -10,7 +10,7 @@
 The comment is the last field of a zip file, and its length the last but one: torch writes none, and
 readers skip it. Every byte is covered: the content of large records by their own CRCs and the rest
 of torch's by the checksum (of the file as torch wrote it, with a comment of length zero; see
-`record_checksums`), the length by the mark's real length, the mark by its own CRC. So a reader can
+`file_integrity`), the length by the mark's real length, the mark by its own CRC. So a reader can
 believe the mark before the content, and calls a newer file newer, not damaged. Version 1, whose
 checksum is that of all of torch's bytes, is read as well.
 
@@ -33,8 +33,12 @@ from typing import IO, TYPE_CHECKING, Any, Final, cast
 import torch
 
 from lockstep.checkpoint.atomic_write import publish
+from lockstep.checkpoint.file_integrity import (
+    find_damaged_record,
+    large_record_ranges,
+    sha256_excluding,
+)
 from lockstep.checkpoint.plain_values import plain_state
-from lockstep.checkpoint.record_checksums import changed_record, digest_around, large_records
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ def serialise(state: Mapping[str, Any], file: IO[bytes]) -> None:
             fix="use a torch version that lockstep was tested with",
         )
     content_size = file.seek(-len(_NO_COMMENT), os.SEEK_END)
-    mark = _make_mark(digest_around(file, large_records(file), content_size))
+    mark = _make_mark(sha256_excluding(file, large_record_ranges(file), content_size))
     file.seek(content_size)
     file.write(struct.pack("<H", len(mark)) + mark)
 
@@ -241,16 +245,16 @@ def _damage_of(file: IO[bytes], mark: Mapping[str, Any], content_size: int) -> s
     """What is wrong with torch's part of the file; None if it is what was written."""
     other = "its checksum does not match its content"
     if mark["version"] == 1:
-        return None if digest_around(file, [], content_size) == mark["sha256"] else other
+        return None if sha256_excluding(file, [], content_size) == mark["sha256"] else other
     try:
-        records = large_records(file)
+        records = large_record_ranges(file)
     except OSError:
         raise
     except Exception as error:  # what a reader of zip files raises for one that is damaged
         return f"its directory cannot be read ({_first_line(error)})"
-    if digest_around(file, records, content_size) != mark["sha256"]:
+    if sha256_excluding(file, records, content_size) != mark["sha256"]:
         return other
-    changed = changed_record(file)
+    changed = find_damaged_record(file)
     return None if changed is None else f"the checksum of {changed} does not match its content"
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.cli.error_text import shown
+from lockstep.cli.fix_hints import shown
 from lockstep.cli.operator_config import config_of
 from lockstep.cli.operator_import import find_operator
 from lockstep.cli.train_options import SAVING, TRAINER

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lockstep.data import ShardPlacement, shards_of
+from lockstep.data import ShardAssignment, shards_of
 from lockstep.group import Group
 from lockstep.sync import ServerAddress, ShardOrder
 
@@ -70,7 +70,7 @@ class RankContext:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Group = field(default_factory=lambda: Group(None))
-    placement: ShardPlacement = field(default_factory=lambda: ShardPlacement(1, range(1), seed=0))
+    placement: ShardAssignment = field(default_factory=lambda: ShardAssignment(1, range(1), seed=0))
     options: Options = field(default_factory=Options)
     is_trial: bool = False
     is_spare: bool = False

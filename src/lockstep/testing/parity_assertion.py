@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.data.batch_structure import leading_length, rows_of
-from lockstep.data.shard_batch_size import share_bounds
+from lockstep.data.batch_rows import leading_length, rows_of
+from lockstep.data.shard_assignment import shard_bounds
 from lockstep.dropout_off import DropoutOff, pin
 from lockstep.errors import ConfigurationError, ParityError
 from lockstep.group import Group
@@ -121,7 +121,7 @@ def _parity(
 
     def body(group: Group) -> dict[str, torch.Tensor | None]:
         model = replicas[group.rank]
-        start, stop = share_bounds(size, world_size, group.rank)
+        start, stop = shard_bounds(size, world_size, group.rank)
         rows = stop - start
         # A rank without rows takes part with the first row and no weight.
         part = rows_of(batch, slice(start, stop) if rows else slice(1))

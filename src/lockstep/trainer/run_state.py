@@ -97,7 +97,7 @@ class RunState:
 
     def give_back(self) -> None:
         """Objects handed over by `from_model` hold the trained state after every change."""
-        absorb = getattr(self._pool.spec.operator_cls, "_absorb", None)
+        absorb = getattr(self._pool.spec.operator_cls, "_load_into_instance", None)
         if absorb is not None and self._pool.local_operator() is None:
             absorb(self._of_rank_0(Worker.state_dict.with_args()))
 

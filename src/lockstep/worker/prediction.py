@@ -24,7 +24,7 @@ from lockstep.worker.remote_method import Communication, OnFailure, remote_metho
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.data import LoadedPart, ShardPlacement, Step
+    from lockstep.data import LoadedPart, ShardAssignment, Step
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
@@ -83,7 +83,7 @@ def _read(steps: Iterator[Step]) -> Iterator[Step]:
 
 
 def _predicted(
-    operator: TrainingOperator, step: int, part: LoadedPart, placement: ShardPlacement
+    operator: TrainingOperator, step: int, part: LoadedPart, placement: ShardAssignment
 ) -> Predicted:
     shard = ShardBatch.of(part, placement.seed, "predict", epoch=0, step=step)
     state = operator._lockstep

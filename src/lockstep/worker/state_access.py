@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardPlacement, shards_of
+from lockstep.data import ShardAssignment, shards_of
 from lockstep.errors import CheckpointError
 from lockstep.operator.default_loss import registered
 from lockstep.worker import state as states
@@ -48,8 +48,8 @@ class StateAccess:
     def run(self) -> TrainingParts:
         return registered(self.operator)
 
-    def _placement(self, num_shards: int, seed: int, rank: int) -> ShardPlacement:
-        return ShardPlacement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
+    def _placement(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+        return ShardAssignment(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()

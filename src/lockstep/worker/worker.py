@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.data import RayBatches, ShardPlacement
+    from lockstep.data import RayBatches, ShardAssignment
     from lockstep.operator import TrainingOperator
     from lockstep.worker.report import Report
     from lockstep.worker.saved_gradients import SavedGradients
@@ -345,7 +345,7 @@ class Worker(StateAccess):
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
 
-    def placement_for(self, before: ShardPlacement) -> ShardPlacement:
+    def placement_for(self, before: ShardAssignment) -> ShardAssignment:
         """The shards that this rank carries now."""
         return self._placement(before.num_shards, before.seed, self.rank)
 

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep import TorchTrainer
 from lockstep.cli import main
-from lockstep.cli.error_text import shown
+from lockstep.cli.fix_hints import shown
 from lockstep.cli.operator_config import config_of, value_of
 from lockstep.cli.train_options import TRAINER, add_arguments
 from lockstep.errors import ConfigurationError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterable data: each keeps its part of one stream, or it is refused with the reason.
+"""Iterable data: every rank reads its part of one stream, or the loader is refused with the reason.
 
 `lockstep.data.global_batches` reads or refuses the stream, `lockstep.data.data_order_check`
 compares the ranks.
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement, check_agreement, shard_loader
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, check_same_plan, shard_loader
 from lockstep.errors import DataOrderError, NotShardableError, WrongTypeError
 from sharing import by_shard, placements, plain, samples, share_out
 
-ALONE = ShardPlacement(1, range(1), 0)
+ALONE = ShardAssignment(1, range(1), 0)
 
 
 class Stream(IterableDataset):
@@ -204,7 +204,7 @@ def test_workers_that_read_alike_agree() -> None:
         lambda: [torch.ones(2), torch.zeros(1)],
     ):
         prints = _fingerprints(make, make)
-        check_agreement(prints)
+        check_same_plan(prints)
         assert prints[0]["first_batch"] is not None
 
 
@@ -228,14 +228,14 @@ def test_workers_that_read_otherwise_are_named(other: object, words: str) -> Non
         return DataLoader(range(9), batch_size=2, shuffle=True)
 
     with pytest.raises(DataOrderError, match=words) as caught:
-        check_agreement(_fingerprints(usual, usual, other))
+        check_same_plan(_fingerprints(usual, usual, other))
     assert "rank(s) 2 against rank 0" in str(caught.value)
 
 
 def test_a_stream_that_reads_only_this_ranks_part_is_noticed() -> None:
     """Such a stream would be cut twice, and most of it read by nobody."""
     with pytest.raises(DataOrderError, match="first global batches"):
-        check_agreement(
+        check_same_plan(
             _fingerprints(
                 lambda: DataLoader(Stream(10), batch_size=2),
                 lambda: DataLoader(Stream(10, first=10), batch_size=2),

@@ -86,7 +86,7 @@ def from_lightning(
     )
     members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
-        members["_absorb"] = staticmethod(
+        members["_load_into_instance"] = staticmethod(
             lambda state: module_cls.load_state_dict(state["models"][0])
         )
     bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)

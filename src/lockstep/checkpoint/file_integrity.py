@@ -23,7 +23,7 @@ _LOCAL_HEADER_SIZE: Final = 30
 _NO_COMMENT: Final = b"\0\0"
 
 
-def large_records(file: IO[bytes]) -> list[range]:
+def large_record_ranges(file: IO[bytes]) -> list[range]:
     """Where the contents of large records lie in a zip file: bytes from its start, ascending.
 
     Raises:
@@ -41,7 +41,7 @@ def large_records(file: IO[bytes]) -> list[range]:
     return records
 
 
-def digest_around(file: IO[bytes], records: Sequence[range], content_size: int) -> str:
+def sha256_excluding(file: IO[bytes], records: Sequence[range], content_size: int) -> str:
     """The SHA-256 of the first `content_size` bytes without `records`, and of an empty comment."""
     digest = hashlib.sha256()
     position = 0
@@ -53,7 +53,7 @@ def digest_around(file: IO[bytes], records: Sequence[range], content_size: int) 
     return digest.hexdigest()
 
 
-def changed_record(file: IO[bytes]) -> str | None:
+def find_damaged_record(file: IO[bytes]) -> str | None:
     """The name of the first record whose content is not what was written."""
     with zipfile.ZipFile(file) as archive:
         return archive.testzip()
