@@ -39,8 +39,8 @@ class Numbers(Dataset[int]):
 
 def _ours(dataset: Numbers, skip: int) -> Iterator[Any]:
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
-    placement = ShardAssignment(NUM_WORKERS, range(1), seed=0)
-    return ShardedLoader(loader, placement, parts=BatchParts.BY_SHARD).batches(0, skip)
+    assignment = ShardAssignment(NUM_WORKERS, range(1), seed=0)
+    return ShardedLoader(loader, assignment, parts=BatchParts.BY_SHARD).batches(0, skip)
 
 
 def _theirs(dataset: Numbers, skip: int) -> Iterator[Any]:

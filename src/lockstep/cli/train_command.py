@@ -185,6 +185,6 @@ def _say(name: str, value: Any) -> None:
 
 
 def _shards(operator: TrainingOperator) -> str:
-    placement = operator._lockstep.context.placement
-    own = ", ".join(map(str, placement.shards))
-    return f"shard {own} of {placement.num_shards}"
+    assignment = operator._lockstep.context.shard_assignment
+    own = ", ".join(map(str, assignment.shards))
+    return f"shard {own} of {assignment.num_shards}"

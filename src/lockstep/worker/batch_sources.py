@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     context = operator._lockstep.context
-    placement = context.placement
+    assignment = context.shard_assignment
     if not context.options.add_dist_sampler:
-        return UserShardedLoader(loader, placement)
+        return UserShardedLoader(loader, assignment)
     # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
     # validation loop would count it, and has collectives only with a joint loss.
     borrows = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
@@ -27,7 +27,7 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
         parts = BatchParts.BY_SHARD
     # Every shard is seeded before its computation, so the generators' states after loading are
     # not needed.
-    return ShardedLoader(loader, placement, parts=parts, keeps_generators=False)
+    return ShardedLoader(loader, assignment, parts=parts, keeps_generators=False)
 
 
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:

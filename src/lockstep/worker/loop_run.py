@@ -122,7 +122,7 @@ class LoopRun:
         self.tally = Tally(steps=-owed, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
-        self._shards = self._state.context.placement.shards
+        self._shards = self._state.context.shard_assignment.shards
         self._pass_began = 0
         self._deliveries: BatchIterator | None = None
         self._counted_at = time.monotonic()
@@ -199,7 +199,7 @@ class LoopRun:
         Collective:
             The operator's loop, and one exchange at the start of an epoch.
         """
-        self._shards = self._state.context.placement.shards
+        self._shards = self._state.context.shard_assignment.shards
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
         with preserved(), self._arithmetic(), activate(reduction):

@@ -45,8 +45,8 @@ def progress_of(worker: Worker) -> ProgressReport:
     if call is None or not worker.is_built:
         return ProgressReport()
     state = worker.operator._lockstep
-    placement = state.context.placement
-    samples = call.tally.samples * placement.num_shards / len(placement.shards)
+    assignment = state.context.shard_assignment
+    samples = call.tally.samples * assignment.num_shards / len(assignment.shards)
     loss = as_number(state.latest.get("train_loss", state.latest.get("val_loss")))
     # A number: a driver without CUDA could not even receive a tensor that lives there.
     return ProgressReport(

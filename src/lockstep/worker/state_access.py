@@ -48,7 +48,7 @@ class StateAccess:
     def run(self) -> TrainingParts:
         return registered(self.operator)
 
-    def _placement(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+    def _make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
         return ShardAssignment(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
@@ -89,8 +89,8 @@ class StateAccess:
             for purpose, cursor in self.cursors.items()
         }
         self._rewind_to_window(state)
-        placement = self.operator._lockstep.context.placement
-        state["seed"], state["num_shards"] = placement.seed, placement.num_shards
+        assignment = self.operator._lockstep.context.shard_assignment
+        state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         return state
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
@@ -157,12 +157,14 @@ class StateAccess:
             operator._lockstep.step_log.back_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
-        before = operator._lockstep.context.placement
-        placement = self._placement(
+        before = operator._lockstep.context.shard_assignment
+        assignment = self._make_shard_assignment(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
         )
-        if placement != before:
-            operator._lockstep.context = replace(operator._lockstep.context, placement=placement)
+        if assignment != before:
+            operator._lockstep.context = replace(
+                operator._lockstep.context, shard_assignment=assignment
+            )
             self._open_loaders(operator)
         places = state.get("position", {})
         if not places and "epoch" in state:

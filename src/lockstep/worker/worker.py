@@ -164,7 +164,9 @@ class Worker(StateAccess):
             device=device,
             group=self._handle,
             # A spare does not know yet whose shards it will carry; `join` tells it.
-            placement=self._placement(spec.num_shards, spec.seed, 0 if is_spare else self.rank),
+            shard_assignment=self._make_shard_assignment(
+                spec.num_shards, spec.seed, 0 if is_spare else self.rank
+            ),
             options=spec.options,
             is_trial=is_trial,
             is_spare=is_spare,
@@ -172,7 +174,7 @@ class Worker(StateAccess):
             if self._rendezvous is not None
             else None,
         )
-        config = config_for(spec.config, spec.num_shards, context.placement.shards[0])
+        config = config_for(spec.config, spec.num_shards, context.shard_assignment.shards[0])
         operator = spec.operator_cls(config, context)
         # Known before `setup` may fail, so that what it registered is let go of.
         self._operator = operator
@@ -345,9 +347,9 @@ class Worker(StateAccess):
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
 
-    def placement_for(self, before: ShardAssignment) -> ShardAssignment:
+    def shard_assignment_of(self, before: ShardAssignment) -> ShardAssignment:
         """The shards that this rank carries now."""
-        return self._placement(before.num_shards, before.seed, self.rank)
+        return self._make_shard_assignment(before.num_shards, before.seed, self.rank)
 
     # --------------------------------------------------------------------- copies beside it
 

@@ -125,15 +125,15 @@ def test_a_loader_that_was_asked_for_its_state_reads_all():
 
 
 def test_what_is_shared_out_or_entered_already_is_refused():
-    placement = ShardAssignment(2, range(2), 0)
+    assignment = ShardAssignment(2, range(2), 0)
     half = DataLoader(split_dataset_by_node(stream(), rank=0, world_size=2), batch_size=4)
     with pytest.raises(NotShardableError, match="split_dataset_by_node"):
-        ShardedLoader(half, placement, parts=BatchParts.BY_SHARD)
+        ShardedLoader(half, assignment, parts=BatchParts.BY_SHARD)
     loader = StatefulDataLoader(table(), batch_size=4)
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(NotShardableError, match="load_state_dict"):
-        ShardedLoader(loader, placement, parts=BatchParts.BY_SHARD)
+        ShardedLoader(loader, assignment, parts=BatchParts.BY_SHARD)
 
 
 class Regression(TrainingOperator):

@@ -153,9 +153,9 @@ def test_a_lazy_sampler_draws_the_same_everywhere_and_disturbs_nobody() -> None:
     drawn = (torch.rand(1).item(), np.random.rand(), random.random())
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     # Draws of the training step, in between, do not shift the sampler's.
-    placement = ShardAssignment(4, range(4), 0)
+    assignment = ShardAssignment(4, range(4), 0)
     disturbed = {}
-    for step in ShardedLoader(make(), placement, parts=BatchParts.BY_SHARD).batches(0, 3):
+    for step in ShardedLoader(make(), assignment, parts=BatchParts.BY_SHARD).batches(0, 3):
         torch.rand(3), np.random.rand(3), random.random(), sampler.numpy.random()
         disturbed[step.index] = [plain(part.batch) for part in step.parts]
     assert disturbed[3] == [alone[3, shard] for shard in range(4)]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, split_batch_size
 from lockstep.errors import ConfigurationError
-from sharing import by_shard, placements, plain, samples, share_out
+from sharing import by_shard, plain, samples, shard_assignments, share_out
 
 SIZES = [1, 2, 5, 10, 37]
 SHARDS = [1, 2, 3, 4, 7]
@@ -63,7 +63,7 @@ def test_a_resize_keeps_the_global_batch() -> None:
     for num_shards in (8, 3, 7, 2):
         share = split_batch_size(100, num_shards, num_shards - 1)
         loader = DataLoader(range(300), batch_size=share)
-        sharded = ShardedLoader(loader, placements(num_shards, 1)[0], parts=BatchParts.JOINT)
+        sharded = ShardedLoader(loader, shard_assignments(num_shards, 1)[0], parts=BatchParts.JOINT)
         assert sharded.global_batch_size == 100
         assert [step.num_samples for step in sharded.batches(0)] == [100, 100, 100]
 

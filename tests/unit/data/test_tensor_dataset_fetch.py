@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A selected batch equals what torch collates from the samples; else the samples are read singly."""
+"""A selected batch equals what torch collates from the samples; else none is selected."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""add_dist_sampler=False: each worker reads its own loader, and repeats its last batch at the end."""
+"""add_dist_sampler=False: each worker reads its own loader, and may repeat its last batch."""
 
 import pytest
 import torch

@@ -171,7 +171,7 @@ class LightningOperator(TrainingOperator):
                 validation = self._loader_of("val_dataloader")
         train, validation = _only(train, "train"), _only(validation, "validation")
         self.register_data(train_loader=train, validation_loader=validation)
-        shards = self._lockstep.context.placement.num_shards
+        shards = self._lockstep.context.shard_assignment.num_shards
         lengths = [
             None if each is None else global_batches_of(each, shards).num_steps()
             for each in (train, validation)
