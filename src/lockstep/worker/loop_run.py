@@ -279,5 +279,5 @@ class LoopRun:
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=self._state.weighed_by.get(self.request.purpose),
             measured=self._state.registered_metrics.collected(self.request.purpose),
-            rows=log.newer_than(0) if training and log is not None else [],
+            rows=log.rows_after(0) if training and log is not None else [],
         )

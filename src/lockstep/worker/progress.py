@@ -60,4 +60,4 @@ def rows_after(worker: Worker, step: int) -> tuple[int, Sequence[StepRow]]:
     if state is None or state.step_log is None:
         return 0, []
     committed = state.committed  # first: rows of steps up to it are there
-    return committed, state.step_log.newer_than(step)
+    return committed, state.step_log.rows_after(step)

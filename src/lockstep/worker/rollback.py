@@ -424,7 +424,7 @@ class Rollback:
         stage = self._operator._lockstep
         stage.committed = self._operator.global_step = start.committed
         if stage.step_log is not None:
-            stage.step_log.back_to(start.committed)
+            stage.step_log.rewind_to(start.committed)
         tally.steps, tally.samples = start.tally_steps, start.tally_samples
         if start.meters is not None:
             stage.meters = start.meters

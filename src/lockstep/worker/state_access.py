@@ -134,7 +134,7 @@ class StateAccess:
         owed = self.owed + self.operator._lockstep.committed - before["global_step"]
         self._before_load = before, owed
         if self.operator._lockstep.step_log is not None:
-            self.operator._lockstep.step_log.back_to(0)
+            self.operator._lockstep.step_log.rewind_to(0)
         self.go_to(state)
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
@@ -154,7 +154,7 @@ class StateAccess:
             self._rollback.forget()
         states.apply(operator, self.run, self._own_part(state))
         if operator._lockstep.step_log is not None:
-            operator._lockstep.step_log.back_to(operator._lockstep.committed)
+            operator._lockstep.step_log.rewind_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
         before = operator._lockstep.context.shard_assignment

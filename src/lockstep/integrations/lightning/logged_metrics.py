@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, NotAvailableError
-from lockstep.metrics.metric_values import WeightedMean, is_scalar, merged_mean, read_means
+from lockstep.metrics.metric_values import is_scalar
+from lockstep.metrics.weighted_mean import WeightedMean, merge_means, read_means
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,7 +111,7 @@ def merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         reductions, means, reduced, forks = zip(
             *(each["values"][name] for each in ranks if name in each["values"]), strict=True
         )
-        value, latest = merged_mean([WeightedMean(*mean) for mean in means])
+        value, latest = merge_means([WeightedMean(*mean) for mean in means])
         if reductions[0] != "mean":
             value = _OF_RANKS[reductions[0]](reduced)
         result[name] = value
