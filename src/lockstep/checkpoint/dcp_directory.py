@@ -42,8 +42,8 @@ _MARK: Final = "\0tensor"
 _METADATA: Final = ".metadata"
 
 # The classes of torch's index (`.metadata`) of a distributed checkpoint of tensors; unpickling
-# resolves no other name. Rejected: allowing modules as a whole, because a module has what it imports
-# (`os`) as attributes. `BytesStorageMetadata` is left out: torch unpickles such an entry's content.
+# resolves no other name. Rejected: allowing modules as a whole, because a module's imports (`os`)
+# are attributes of it. `BytesStorageMetadata` is missing: torch unpickles the content of such an entry.
 _ALLOWED_GLOBALS: Final = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",

@@ -17,7 +17,7 @@ DESCRIPTION = "Train a model with several workers, and find what is silently wro
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line; imports no torch."""
+    """Make the parser of the whole command line; imports no torch."""
     from lockstep.audit.options import add_arguments as add_audit
     from lockstep.cli.completion import SHELLS
     from lockstep.cli.train_options import add_arguments as add_train
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Read from the installed packages, and only when asked: torch need not be imported."""
+    """Prints the versions of the installed packages, without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         versions = []

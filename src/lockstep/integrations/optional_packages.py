@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.errors import NotAvailableError
 
 
-def required(module: str, *, extra: str, by: str) -> Any:
+def import_optional(module: str, *, extra: str, by: str) -> Any:
     """Import `module`, which the extra `extra` of lockstep installs.
 
     Args:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For our tests and for your own: parity with one process, and fault injection.
+"""Helpers for tests, lockstep's and users': parity with one process, and fault injection.
 
-Needs torch only, never Ray.
+They need torch, and no Ray.
 """
 
 from lockstep.testing.fault_injection import Strike, struck

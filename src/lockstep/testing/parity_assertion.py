@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parity with one process, for our tests and for your own. Needs torch only, never Ray."""
+"""Asserts that ranks compute the gradients of one process, in lockstep's tests and in users'.
+
+This module needs torch, and no Ray.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,14 @@ def run_ranks(world_size: int, body: Callable[[Group], Result]) -> list[Result]:
     generators, so `body` should draw nothing from them.
 
     Raises:
-        Whatever the first failing rank raises; the others are freed by closing its group.
+        The error of the first failing rank, of any type. Closing that rank's group ends the
+            collectives in which the other ranks wait.
     """
     store = dist.HashStore()
-    meeting = threading.Barrier(world_size)
+    barrier = threading.Barrier(world_size)
 
     def run(rank: int) -> Result:
-        meeting.wait()
+        barrier.wait()
         group = Group(dist.ProcessGroupGloo(store, rank, world_size, _TIMEOUT))
         try:
             return body(group)
@@ -94,14 +98,14 @@ def assert_parity(
         raise ConfigurationError("assert_parity needs at least one batch")
     report = None
     for batch in batches:
-        report = _parity(step_fn, make_model, batch, world_size)
+        report = _compare_with_one_process(step_fn, make_model, batch, world_size)
         if not report.ok:
             raise ParityError(f"the ranks' gradients are not those of one process\n{report}")
     assert report is not None
     return report
 
 
-def _parity(
+def _compare_with_one_process(
     step_fn: Callable[[nn.Module, Any], torch.Tensor | None],
     make_model: Callable[[], nn.Module],
     batch: Any,
@@ -123,7 +127,8 @@ def _parity(
         model = replicas[group.rank]
         start, stop = shard_bounds(size, world_size, group.rank)
         rows = stop - start
-        # A rank without rows takes part with the first row and no weight.
+        # A rank without rows computes on the batch's first row with weight 0, so that it takes part
+        # in the collectives.
         part = rows_of(batch, slice(start, stop) if rows else slice(1))
         sync = GradientSync([model], group)
         sync.set_delivered_weight(rows)
@@ -132,14 +137,14 @@ def _parity(
                 loss = step_fn(model, part)
                 if loss is not None:
                     sync.backward(loss, weight=rows)
-            return _gradients(model)
+            return _copy_gradients(model)
         finally:
             sync.detach()
 
-    return compare(_gradients(alone), run_ranks(world_size, body), sorted(set(notes)))
+    return compare(_copy_gradients(alone), run_ranks(world_size, body), sorted(set(notes)))
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+def _copy_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.integrations.loggers.base import Logger, Row, flattened
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.optional_packages import import_optional
 
 if TYPE_CHECKING:
     from lockstep.trainer import TorchTrainer
@@ -48,7 +48,7 @@ class MLflowLogger(Logger):
         super().__init__(every)
         self.run_id = run_id
         self._experiment, self._run_name = experiment, run_name
-        mlflow = required("mlflow", extra="loggers", by="MLflowLogger")
+        mlflow = import_optional("mlflow", extra="loggers", by="MLflowLogger")
         self._client: Any = mlflow.MlflowClient(tracking_uri)
         self._metric: Any = mlflow.entities.Metric
         self._is_open = False

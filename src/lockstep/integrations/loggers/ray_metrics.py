@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
 from lockstep.integrations.loggers.base import Logger, Row
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.optional_packages import import_optional
 from lockstep.keys import NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class RayMetricsLogger(Logger):
         super().__init__()
         self.run = run
         # Without its exporter Ray accepts metrics, and drops them without a word.
-        required("prometheus_client", extra="cluster", by="RayMetricsLogger")
-        self._ray = required("ray", extra="cluster", by="RayMetricsLogger")
+        import_optional("prometheus_client", extra="cluster", by="RayMetricsLogger")
+        self._ray = import_optional("ray", extra="cluster", by="RayMetricsLogger")
         self._metrics: dict[str, Any] = {}
         self._began: dict[str, float] = {}
         self._counted = 0.0
@@ -68,7 +68,7 @@ class RayMetricsLogger(Logger):
             )
         if self.run is None:
             self.run = trainer._pool.spec.operator_cls.__name__
-        kinds = required("ray.util.metrics", extra="cluster", by="RayMetricsLogger")
+        kinds = import_optional("ray.util.metrics", extra="cluster", by="RayMetricsLogger")
         for names, kind in ((_GAUGES, kinds.Gauge), (_COUNTERS, kinds.Counter)):
             for name, meaning in names.items():
                 keys = ("run", "phase", "metric") if name == "metric" else ("run", "phase")

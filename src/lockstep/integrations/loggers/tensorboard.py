@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lockstep.integrations.loggers.base import Logger, Row, flattened
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.optional_packages import import_optional
 from lockstep.keys import BATCH_COUNT
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class TensorBoardLogger(Logger):
         super().__init__(every)
         self.folder = os.fspath(folder)
         # Imported now: a run should not find out after its first epoch that the package is missing.
-        required("tensorboard", extra="loggers", by="TensorBoardLogger")
+        import_optional("tensorboard", extra="loggers", by="TensorBoardLogger")
         self._writer: Any = None
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:

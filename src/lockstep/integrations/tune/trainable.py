@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from lockstep.engine.placement_group import bundle_for, warn_of_no_room
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.optional_packages import import_optional
 from lockstep.integrations.tune import trial_checkpoint
 from lockstep.trainer.arguments import checked_config, checked_operator, is_positive_int, pick_gpu
 from lockstep.trainer.arguments import require as holds
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lockstep.trainer import TorchTrainer
 else:
-    _tune = required("ray.tune", extra="tune", by="TorchTrainer.as_trainable")
+    _tune = import_optional("ray.tune", extra="tune", by="TorchTrainer.as_trainable")
     Trainable, PlacementGroupFactory = _tune.Trainable, _tune.PlacementGroupFactory
 
 TuneStep = Callable[["TorchTrainer", dict[str, Any]], dict[str, Any]]
