@@ -43,7 +43,7 @@ _METADATA: Final = ".metadata"
 
 # The classes of torch's index (`.metadata`) of a distributed checkpoint of tensors; unpickling
 # resolves no other name. Rejected: allowing modules as a whole, because a module's imports (`os`)
-# are attributes of it. `BytesStorageMetadata` is missing: torch unpickles the content of such an entry.
+# are attributes of it. `BytesStorageMetadata` is missing: torch unpickles such an entry's content.
 _ALLOWED_GLOBALS: Final = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",

@@ -23,7 +23,7 @@ def resources(
     num_gpus_per_worker: float = 0,
     resources_per_worker: Mapping[str, float] | None = None,
 ) -> Any:
-    """What a trial reserves: a bundle for each worker; the function itself needs none.
+    """The resources of a trial: one bundle for each worker; the function itself needs none.
 
     ::
 
@@ -39,7 +39,7 @@ def resources(
 
 
 def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> None:
-    """Give Tune a result of this trial, and the trainer's state with it.
+    """Report a result of this trial, and the trainer's state, to Tune.
 
     ::
 
@@ -52,8 +52,8 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
                     report(trainer, trainer.validate())
 
     Args:
-        metrics: what schedulers and searchers decide by.
-        checkpoint: False leaves the state out; a trial that is paused then begins anew.
+        metrics: the metrics by which Tune's schedulers and searchers decide.
+        checkpoint: whether to report the state. Without it a trial that was paused begins anew.
     """
     tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune.report")
     if not checkpoint:
