@@ -24,7 +24,7 @@ from lockstep.worker import LoopRequest, Outcome, Report, StartReport
 from reporting import report
 
 if TYPE_CHECKING:
-    from lockstep.engine.base import OnProgress
+    from lockstep.engine.engine_protocol import OnProgress
     from lockstep.worker import RemoteCall, Worker
 
 WORKERS = (2, 10, 100, 1_000)

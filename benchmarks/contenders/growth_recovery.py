@@ -16,9 +16,10 @@ import cloudpickle
 
 import ray
 from lockstep.engine import Resources
+from lockstep.engine.cluster import this_node
 from lockstep.engine.ray_engine import RayEngine
 from lockstep.engine.worker_group import WorkerGroup
-from lockstep.engine.worker_handle import WorkerHandle, this_node
+from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_workers import LostWorker
 from lockstep.recovery.regrouping import Regrouping

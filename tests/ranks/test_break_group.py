@@ -34,13 +34,13 @@ class Pair:
         self._stores.append(store)
         return Rendezvous("127.0.0.1", store.port, generation, "gloo", True, 20.0, as_default=False)
 
-    def meet(self, generation):
+    def join_group(self, generation):
         place = self._place(generation)
 
         def one(rank):
             self.workers[rank].leave()
             self._both.wait(20)
-            self.groups[rank] = self.workers[rank].meet(place, CPU)
+            self.groups[rank] = self.workers[rank].join_group(place, CPU)
 
         side_by_side(one, 2)
 
@@ -82,8 +82,8 @@ def exchanged(groups):
 def test_a_call_that_comes_late_breaks_no_later_group(pair):
     """It was sent because a peer was lost; by now the others have formed the next group."""
     both = pair()
-    both.meet(0)
-    both.meet(1)
+    both.join_group(0)
+    both.join_group(1)
     both.workers[0].break_group(0)
     assert exchanged(both.groups) == [[0, 1], [0, 1]]
     both.workers[0].break_group(1)
@@ -122,7 +122,7 @@ def test_a_group_beside_the_run_is_broken_with_it(pair):
 
     def one(rank):
         worker = both.workers[rank]
-        copies[rank] = worker.copied(worker.spec, alone=False)
+        copies[rank] = worker.make_copy(worker.spec, alone=False)
         copies[rank].build_as_trial()
         groups[rank] = copies[rank].operator._lockstep.context.group
 

@@ -17,7 +17,7 @@ from tests.ray.surviving import (
     undisturbed,
 )
 
-from lockstep.engine.interrupted_calls import end_interrupted
+from lockstep.engine.idle_worker_eviction import evict_idle_workers
 from lockstep.errors import NonFiniteError, TrainerClosedError
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike, struck
@@ -229,7 +229,7 @@ def test_a_trainer_that_was_left_and_closed_has_no_room_to_give(caplog):
         pytest.raises(RuntimeError, match="struck"),
     ):
         closed.train()
-    end_interrupted()
+    evict_idle_workers()
     assert not [one for one in caplog.messages if "needed the room" in one]
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 
 import ray
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.engine.rendezvous import RendezvousStore
+from lockstep.engine.rendezvous_store import RendezvousStore
 from lockstep.errors import NotEnoughResourcesError
 from lockstep.keys import BATCH_SIZE
 
@@ -36,7 +36,7 @@ ELSEWHERE = {
     "A5 position not in the checkpoint":
         "unit/trainer/test_run_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
     "A6 train(dataset=...) took anything":
-        "unit/trainer/test_arguments.py::test_what_is_no_dataset_is_refused",
+        "unit/trainer/test_argument_checks.py::test_what_is_no_dataset_is_refused",
     "B7 the global batch rounded down, and written back":
         "unit/data/test_per_shard_batch_size.py",
     "B8 fewer samples than workers: the whole batch on each":
@@ -78,7 +78,7 @@ ELSEWHERE = {
     "E29 means of means":
         "ray/test_surface.py::test_two_models_with_two_optimizers_and_own_batches",
     "E30 accuracy of a regression":
-        "unit/trainer/test_results.py::test_no_accuracy_where_targets_are_no_classes",
+        "unit/trainer/test_report_merge.py::test_no_accuracy_where_targets_are_no_classes",
     "E31 schedulers that are no attribute never step":
         "unit/operator/test_schedulers.py::test_a_list_of_schedulers_steps_as_a_whole",
     "E32 update_scheduler without a scheduler":

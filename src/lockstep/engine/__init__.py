@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lockstep.engine.base import Engine, PoolStatus, Resources
+from lockstep.engine.engine_protocol import Engine, PoolStatus, Resources
 from lockstep.errors import NotAvailableError
 from lockstep.import_without_gc import gc_paused
 
@@ -21,18 +21,20 @@ __all__ = [
     "PoolStatus",
     "Resources",
     "has_gpus_elsewhere",
-    "open_remote",
-    "stays_here",
+    "runs_in_driver",
+    "start_ray_engine",
 ]
 
 
-def stays_here(spec: WorkerSpec, resources: Resources, *, use_local: bool, gpu_here: bool) -> bool:
+def runs_in_driver(
+    spec: WorkerSpec, resources: Resources, *, use_local: bool, gpu_here: bool
+) -> bool:
     """Whether the only worker fits into this process."""
-    fits = not resources.further and (gpu_here or not spec.use_gpu)
+    fits = not resources.custom_resources and (gpu_here or not spec.use_gpu)
     return spec.num_workers == 1 and (use_local or fits)
 
 
-def open_remote(
+def start_ray_engine(
     spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
 ) -> RayEngine:
     """Workers in Ray actors.
@@ -40,7 +42,7 @@ def open_remote(
     Raises:
         NotAvailableError: Ray is not installed.
     """
-    with _needing_ray():
+    with _require_ray():
         from lockstep.engine.ray_engine import RayEngine
     return RayEngine(spec, resources, use_local=use_local, num_spares=num_spares)
 
@@ -51,14 +53,14 @@ def has_gpus_elsewhere(count: int) -> bool:
     Raises:
         NotAvailableError: Ray is not installed.
     """
-    with _needing_ray():
+    with _require_ray():
         from lockstep.engine import cluster
     cluster.connect()
     return cluster.gpus_of_other_machines() >= count
 
 
 @contextmanager
-def _needing_ray() -> Iterator[None]:
+def _require_ray() -> Iterator[None]:
     try:
         with gc_paused():
             yield

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actors that fail or end: whether a call failed, why an actor died, when its process is gone."""
+"""What Ray reports of calls and actors that fail: whether, why, and Ctrl-C as Python names it."""
 
 from __future__ import annotations
 
-import os
-import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from ray.exceptions import RayActorError
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def ctrl_c_as_itself() -> Iterator[None]:
+def reraise_keyboard_interrupt() -> Iterator[None]:
     """Around waiting for Ray: Python reports a Ctrl-C in its compiled code as a SystemError.
 
     Code that ends the workers, and the user's program, would take it for any other exception.
@@ -33,11 +31,6 @@ def ctrl_c_as_itself() -> Iterator[None]:
         raise
 
 
-def end_actor(actor: Any) -> None:
-    """End an actor's process. Any: Ray's annotations do not take its own handles here."""
-    ray.kill(actor, no_restart=True)
-
-
 def has_failed(ref: ObjectRef[Outcome]) -> bool:
     """Whether a call has ended with an error, or its actor has died; waits for its end."""
     try:
@@ -48,19 +41,7 @@ def has_failed(ref: ObjectRef[Outcome]) -> bool:
     return outcome.error is not None
 
 
-def wait_until_gone(pids: Iterable[int], at_most_s: float) -> None:
-    """`ray.kill` returns before the process has ended; nothing may outlive `shutdown`."""
-    deadline = time.monotonic() + at_most_s
-    for pid in pids:
-        while time.monotonic() < deadline:
-            try:
-                os.kill(pid, 0)
-            except (ProcessLookupError, PermissionError):
-                break
-            time.sleep(0.01)
-
-
-def reason_of(death: RayActorError) -> str:
+def death_reason(death: RayActorError) -> str:
     """What Ray knows of a death, in a line: without the actor's ids, and without advice.
 
     Ray tells the reason after a sentence that is always the same, and the ids; in the first moments

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lockstep.engine import placement_group
-from lockstep.engine.actor_failures import end_actor
+from lockstep.engine.actor_termination import end_actor
 from lockstep.engine.cluster import connect, session
-from lockstep.engine.interrupted_calls import end_interrupted
+from lockstep.engine.idle_worker_eviction import evict_idle_workers
 from lockstep.engine.worker_actor import RemoteWorkerActor
 from lockstep.errors import ConfigurationError
 from lockstep.import_without_gc import import_and_freeze
@@ -146,7 +146,7 @@ def take_or_start(request: PoolRequest, own_cluster: bool, label: str) -> ActorP
         return idle_pools.pop()
     end_idle_pools()
     if not placement_group.is_free(request.bundle, len(request.ranks)):
-        end_interrupted()
+        evict_idle_workers()
     return _start(request, own_cluster, label)
 
 
@@ -176,13 +176,13 @@ def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
 def _start_actor(
     group: PlacementGroup, resources: Mapping[str, float], bundle: int, number: int, pool_name: str
 ) -> ActorProxy[WorkerActor]:
-    further = {name: n for name, n in resources.items() if name not in ("CPU", "GPU")}
+    custom_resources = {name: n for name, n in resources.items() if name not in ("CPU", "GPU")}
     options = RemoteWorkerActor.options(
         # The worker's number and not its rank: ranks change hands when a worker dies.
         name=f"{pool_name}:worker{number}",
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
-        resources=further or None,
+        resources=custom_resources or None,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=bundle
         ),

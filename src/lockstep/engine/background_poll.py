@@ -21,7 +21,7 @@ _log = logging.getLogger("lockstep.recovery")
 
 
 @contextmanager
-def polling_in_background(poll: Callable[[], None]) -> Iterator[None]:
+def poll_in_background(poll: Callable[[], None]) -> Iterator[None]:
     """Inside, another thread calls `poll` every `POLL_EVERY_S`; it has ended afterwards."""
     is_over = threading.Event()
 

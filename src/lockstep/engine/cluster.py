@@ -50,8 +50,8 @@ def connect() -> bool:
         )
     if not ray.is_initialized():
         if os.environ.get(_ADDRESS_VARIABLE):
-            _join_named()
-        elif not _joined_this_machines():
+            _join_named_cluster()
+        elif not _join_local_cluster():
             with _private_token():
                 ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
             _own_address = _address()
@@ -92,7 +92,7 @@ def _own_token() -> str:
     return secrets.token_hex(32)
 
 
-def _join_named() -> None:
+def _join_named_cluster() -> None:
     try:
         ray.init(logging_level=logging.ERROR)
     except ConnectionError as error:
@@ -103,7 +103,7 @@ def _join_named() -> None:
         raise
 
 
-def _joined_this_machines() -> bool:
+def _join_local_cluster() -> bool:
     started = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     if not started.exists():
         return False
@@ -122,14 +122,19 @@ def gpus_of_other_machines() -> float:
     """
     if ray.util.get_current_placement_group() is not None:
         return 0.0
-    here = ray.get_runtime_context().get_node_id()
-    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != this_node()]
     return float(sum(node["Resources"].get("GPU", 0) for node in others))
 
 
 def _address() -> str:
     address: str = ray.get_runtime_context().gcs_address
     return address
+
+
+def this_node() -> str:
+    """The node that this process runs on."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def session() -> str | None:

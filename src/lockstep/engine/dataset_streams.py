@@ -10,7 +10,7 @@ from lockstep.errors import NotEnoughResourcesError
 _NEEDED_CPUS: Final = 1
 
 
-def split(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
+def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
     """One ``ray.data.DataIterator`` for each worker, by rank.
 
     Args:

@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from lockstep.engine.base import PoolStatus
-from lockstep.engine.interrupted_calls import no_way_back, warn_of_cut_short_step
+from lockstep.engine.engine_protocol import PoolStatus
+from lockstep.engine.rollback_messages import rollback_impossible_error, warn_of_cut_short_step
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.worker import (
     OnFailure,
@@ -22,7 +22,7 @@ from lockstep.worker import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.base import OnProgress, SnapshotFetcher, SnapshotKeeper
+    from lockstep.engine.engine_protocol import OnProgress, SnapshotFetcher, SnapshotKeeper
     from lockstep.operator import TrainingOperator
     from lockstep.worker import RemoteCall, WorkerSpec
 
@@ -54,7 +54,7 @@ class InlineEngine:
         on_progress: OnProgress | None = None,
         retries: int = 0,
     ) -> list[R]:
-        self._worker.on_commit = report_progress(self._worker, on_progress, _PROGRESS_EVERY_S)
+        self._worker.on_commit = progress_reporter(self._worker, on_progress, _PROGRESS_EVERY_S)
         try:
             return [self._perform(call)]
         finally:
@@ -80,14 +80,14 @@ class InlineEngine:
             return
         survivor = go_back_alone(self._worker, self._interrupted_loop)
         if survivor.point is None:
-            self.ended = no_way_back(cause)
+            self.ended = rollback_impossible_error(cause)
             self.close(force=True)
         elif survivor.is_cut_short:
             warn_of_cut_short_step(survivor.point[0], cause)
         self._generation += 1
         self.interrupted_by = None
 
-    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
+    def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._worker.snapshots.give = to.keep
         return self._worker.snapshots
 
@@ -104,7 +104,7 @@ class InlineEngine:
         self._worker.stop()
 
 
-def report_progress(
+def progress_reporter(
     worker: Worker, on_progress: OnProgress | None, every_s: float
 ) -> Callable[[], None] | None:
     """What a worker in this process is to call after every step; None without a listener."""

@@ -15,7 +15,7 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.actor_failures import ctrl_c_as_itself, reason_of
+from lockstep.engine.actor_failures import death_reason, reraise_keyboard_interrupt
 from lockstep.errors import LockstepError, WorkerDiedError
 from lockstep.worker import Communication
 
@@ -79,11 +79,11 @@ class PendingCall(Generic[R]):
     @property
     def is_recoverable(self) -> bool:
         """All that failed may have failed because a worker went away."""
-        return not self._causes or (bool(self.deaths) and not self._has_plain_cause)
+        return not self._causes or (bool(self.deaths) and not self._has_other_cause)
 
     @property
-    def _has_plain_cause(self) -> bool:
-        return any(map(_is_plain, self._causes))
+    def _has_other_cause(self) -> bool:
+        return any(map(_is_no_collective_error, self._causes))
 
     def fail(self, rank: int, error: BaseException, *, peer_lost: bool) -> None:
         """`rank` raised `error`; `peer_lost`: which only says that another rank went away."""
@@ -97,7 +97,7 @@ class PendingCall(Generic[R]):
         self._latest_failure_at = time.monotonic()
         self.failed_at = self.failed_at or self._latest_failure_at
 
-    @ctrl_c_as_itself()
+    @reraise_keyboard_interrupt()
     def wait(self, poll: Callable[[], None] | None) -> None:
         """Until all have answered, or a cause is known, or a consequence waited long enough.
 
@@ -105,13 +105,15 @@ class PendingCall(Generic[R]):
             poll: called while no answer comes, every `POLL_EVERY_S`.
         """
         while self.pending:
-            patience_s = self._patience()
+            patience_s = self._remaining_patience_s()
             # Counted from the latest failure: it may be the consequence of one that comes next.
             is_over = self._latest_failure_at + (patience_s or 0.0) <= time.monotonic()
             if patience_s is not None and is_over:
                 break
             timeout = POLL_EVERY_S if poll is not None or patience_s is not None else None
-            ready, _ = ray.wait([*self.pending, *self._servers()], num_returns=1, timeout=timeout)
+            ready, _ = ray.wait(
+                [*self.pending, *self._awaited_servers()], num_returns=1, timeout=timeout
+            )
             for ref in ready:
                 if ref in self.pending:
                     self._take_answer(ref, self.pending.pop(ref))
@@ -121,13 +123,13 @@ class PendingCall(Generic[R]):
                 poll()
         self._wait_for_server()
 
-    def _patience(self) -> float | None:
+    def _remaining_patience_s(self) -> float | None:
         """Seconds to go on waiting after the latest failure; None without end."""
         together = self.contract.communication is Communication.RUN_GROUP
         if self._outlives_deaths and self.is_recoverable:
             return None
         if self._causes and together:
-            may_follow = self._outlives_deaths and not self._has_plain_cause
+            may_follow = self._outlives_deaths and not self._has_other_cause
             return _WAIT_FOR_DEATH_S if may_follow else 0.0
         if self.deaths:
             return 0.0
@@ -142,7 +144,7 @@ class PendingCall(Generic[R]):
             died = WorkerDiedError(
                 f"the process of rank {rank} died during {self.contract.name}",
                 where=f"rank {rank}",
-                cause=reason_of(death),
+                cause=death_reason(death),
                 fix="look for the reason above (out of memory? killed?), then build a new"
                 " trainer and load the last checkpoint",
             )
@@ -156,22 +158,22 @@ class PendingCall(Generic[R]):
         else:
             self.fail(rank, error, peer_lost=outcome.peer_lost)
 
-    def _servers(self) -> list[Any]:
+    def _awaited_servers(self) -> list[Any]:
         """What to wait for besides the ranks: a server's end matters to those that need it."""
         together = self.contract.communication is Communication.RUN_GROUP
         is_needed = together or self.lost_peers
-        return [self._server.ends] if self._server is not None and is_needed else []
+        return [self._server.serve_ref] if self._server is not None and is_needed else []
 
     def _wait_for_server(self) -> None:
         """The workers may have noticed its death before the notice of it is here."""
-        servers = self._servers()
+        servers = self._awaited_servers()
         if self.lost_peers and not self._causes and not self.deaths and servers:
             ready, _ = ray.wait(servers, timeout=_WAIT_FOR_CAUSE_S)
             if ready:
                 self._note_end_of_server()
 
     def _note_end_of_server(self) -> None:
-        died = self._server.death() if self._server is not None else None
+        died = self._server.death_error() if self._server is not None else None
         self._server = None
         if died is not None:
             self._note_failure()
@@ -183,6 +185,6 @@ class PendingCall(Generic[R]):
         return next(iter(found), None)
 
 
-def _is_plain(error: BaseException) -> bool:
+def _is_no_collective_error(error: BaseException) -> bool:
     """No collective raises such an error."""
     return isinstance(error, LockstepError) or not isinstance(error, RuntimeError)

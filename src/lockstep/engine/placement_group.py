@@ -6,8 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ray.util.placement_group import (
     PlacementGroup,
@@ -17,21 +16,19 @@ from ray.util.placement_group import (
 )
 
 import ray
-from lockstep.engine.actor_failures import ctrl_c_as_itself
-from lockstep.engine.worker_handle import this_node
+from lockstep.engine.actor_failures import reraise_keyboard_interrupt
+from lockstep.engine.rank_assignment import group_by_node
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-Item = TypeVar("Item")
+    from collections.abc import Mapping
 
 _log = logging.getLogger("lockstep")
 
 # What a trainer held is free some milliseconds after its shutdown.
-_GIVING_BACK_S = 5.0
+_RELEASE_TIMEOUT_S = 5.0
 
-_lent: dict[str, int] = {}
+_inherited_groups: dict[str, int] = {}
 """Placement groups that this process did not make (those of a Tune trial), in which its workers
 live now, and the first bundle that is theirs."""
 
@@ -50,14 +47,14 @@ def start_timeout_s() -> float:
 
 
 def bundle_for(
-    num_cpus: float, num_gpus: float, further: Mapping[str, float] | None
+    num_cpus: float, num_gpus: float, custom_resources: Mapping[str, float] | None
 ) -> dict[str, float]:
     """The resources of one worker, in Ray's names."""
-    bundle: dict[str, float] = {"CPU": num_cpus, "GPU": num_gpus, **(further or {})}
+    bundle: dict[str, float] = {"CPU": num_cpus, "GPU": num_gpus, **(custom_resources or {})}
     return {name: amount for name, amount in bundle.items() if amount}
 
 
-@ctrl_c_as_itself()
+@reraise_keyboard_interrupt()
 def reserve(bundle: Mapping[str, float], count: int, own_cluster: bool) -> PlacementGroup:
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
@@ -71,82 +68,61 @@ def reserve(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Place
     Raises:
         NotEnoughResourcesError: no room within the start timeout; nothing stays reserved.
     """
-    lent = _surrounding_group(bundle, count)
-    if lent is not None:
-        return lent
+    inherited = _take_inherited_group(bundle, count)
+    if inherited is not None:
+        return inherited
     timeout_s = start_timeout_s()
     asked = {name: amount * count for name, amount in bundle.items()}
     if own_cluster:
-        if _lacking(asked, ray.cluster_resources()):
-            raise _not_enough(bundle, count, 0.0)
-        timeout_s = min(timeout_s, _GIVING_BACK_S)
+        if _is_lacking(asked, ray.cluster_resources()):
+            raise _not_enough_error(bundle, count, 0.0)
+        timeout_s = min(timeout_s, _RELEASE_TIMEOUT_S)
     began = time.monotonic()
     group: PlacementGroup = placement_group([dict(bundle)] * count, strategy="SPREAD")
     try:
         if group.wait(timeout_seconds=max(1, round(timeout_s))):
             return group
         # Asked before the resources are given back: the message says what was free meanwhile.
-        raise _not_enough(bundle, count, time.monotonic() - began)
+        raise _not_enough_error(bundle, count, time.monotonic() - began)
     except BaseException:
         remove_placement_group(group)
         raise
 
 
-def _surrounding_group(bundle: Mapping[str, float], count: int) -> PlacementGroup | None:
+def _take_inherited_group(bundle: Mapping[str, float], count: int) -> PlacementGroup | None:
     group: PlacementGroup | None = ray.util.get_current_placement_group()
-    if group is None or group.id.hex() in _lent:
+    if group is None or group.id.hex() in _inherited_groups:
         return None
     # A trial that only drives its workers holds nothing: all bundles are for them.
     first = int(bool(ray.get_runtime_context().get_assigned_resources()))
     offered = group.bundle_specs[first : first + count]
-    if len(offered) < count or any(_lacking(bundle, each) for each in offered):
+    if len(offered) < count or any(_is_lacking(bundle, each) for each in offered):
         return None
-    _lent[group.id.hex()] = first
+    _inherited_groups[group.id.hex()] = first
     return group
 
 
 def bundles_by_rank(group: PlacementGroup, count: int, num_spares: int) -> list[tuple[int, str]]:
     """A bundle and its node id for each of `count` workers, by rank; spares come last."""
-    first = _lent.get(group.id.hex(), 0)  # the bundle of the program itself comes before
+    # In an inherited group the bundle of the program itself comes before.
+    first = _inherited_groups.get(group.id.hex(), 0)
     nodes = placement_group_table(group)["bundles_to_node_id"]
     places = [(bundle, nodes[bundle]) for bundle in range(first, first + count)]
     workers, spares = places[: count - num_spares], places[count - num_spares :]
-    return grouped_by_node(workers, lambda place: place[1]) + spares
-
-
-def grouped_by_node(items: Sequence[Item], node_of: Callable[[Item], str]) -> list[Item]:
-    """`items` by rank: those of one node side by side, and otherwise in the order given.
-
-    A ring of all ranks then crosses the network once for each node. Those of the driver's node come
-    first: what is asked of rank 0 is asked of a process that is there as long as the driver is.
-    """
-    by_node: dict[str, list[Item]] = {this_node(): []}
-    for item in items:
-        by_node.setdefault(node_of(item), []).append(item)
-    return [item for group in by_node.values() for item in group]
-
-
-def local_ranks(nodes: Sequence[str]) -> list[int]:
-    """Each rank's position among the ranks on its node."""
-    seen: Counter[str] = Counter()
-    ranks: list[int] = []
-    for node in nodes:
-        ranks.append(seen[node])
-        seen[node] += 1
-    return ranks
+    return group_by_node(workers, lambda place: place[1]) + spares
 
 
 def is_free(bundle: Mapping[str, float], count: int) -> bool:
     """Whether `bundle` for each of `count` workers is free, all nodes taken together."""
     asked = {name: amount * count for name, amount in bundle.items()}
-    return not _lacking(asked, ray.available_resources())
+    return not _is_lacking(asked, ray.available_resources())
 
 
-def _lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
+def _is_lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
     return any(there.get(name, 0) < amount for name, amount in asked.items())
 
 
-def warn_of_no_room(bundle: Mapping[str, float], count: int, what: str) -> None:
+def warn_of_missing_resources(bundle: Mapping[str, float], count: int, what: str) -> None:
     """Say that `what`, which waits for resources without end, waits in vain unless nodes join.
 
     Nothing is raised: a cluster that grows may have no node yet.
@@ -172,11 +148,11 @@ def warn_of_no_room(bundle: Mapping[str, float], count: int, what: str) -> None:
         places,
         len(nodes),
         there,
-        _way_out(asked, total, too_small=True),
+        _suggest_fix(asked, total, too_small=True),
     )
 
 
-def _not_enough(
+def _not_enough_error(
     bundle: Mapping[str, float], count: int, waited_s: float
 ) -> NotEnoughResourcesError:
     asked = {name: amount * count for name, amount in bundle.items()}
@@ -184,7 +160,7 @@ def _not_enough(
     there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in asked)
     wanted = ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
     each = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-    too_small = _lacking(asked, total)
+    too_small = _is_lacking(asked, total)
     workers = "a worker" if count == 1 else f"{count} workers"
     return NotEnoughResourcesError(
         f"the Ray cluster has no room for {workers}",
@@ -194,12 +170,12 @@ def _not_enough(
         cause="the cluster is too small"
         if too_small
         else "other jobs, or another trainer that was not shut down, hold the rest",
-        fix=_way_out(asked, total, too_small)
+        fix=_suggest_fix(asked, total, too_small)
         + f"; {START_TIMEOUT_VARIABLE} sets how long to wait for a cluster that grows",
     )
 
 
-def _way_out(asked: Mapping[str, float], total: Mapping[str, float], too_small: bool) -> str:
+def _suggest_fix(asked: Mapping[str, float], total: Mapping[str, float], too_small: bool) -> str:
     if not too_small:
         return "other_trainer.shutdown(), or fewer workers"
     if asked.get("GPU", 0) > total.get("GPU", 0):
@@ -213,7 +189,7 @@ def _way_out(asked: Mapping[str, float], total: Mapping[str, float], too_small: 
 
 def release(group: PlacementGroup) -> None:
     """Give the resources back; harmless when Ray is already gone."""
-    if _lent.pop(group.id.hex(), None) is not None:
+    if _inherited_groups.pop(group.id.hex(), None) is not None:
         return
     if ray.is_initialized():
         remove_placement_group(group)

@@ -17,10 +17,10 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.actor_failures import ctrl_c_as_itself, has_failed
-from lockstep.engine.background_poll import polling_in_background
-from lockstep.engine.base import PoolStatus
-from lockstep.engine.inline_engine import report_progress
+from lockstep.engine.actor_failures import has_failed, reraise_keyboard_interrupt
+from lockstep.engine.background_poll import poll_in_background
+from lockstep.engine.engine_protocol import PoolStatus
+from lockstep.engine.inline_engine import progress_reporter
 from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
@@ -44,7 +44,12 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorProxy
 
-    from lockstep.engine.base import OnProgress, Resources, SnapshotFetcher, SnapshotKeeper
+    from lockstep.engine.engine_protocol import (
+        OnProgress,
+        Resources,
+        SnapshotFetcher,
+        SnapshotKeeper,
+    )
     from lockstep.engine.worker_actor import WorkerActor
     from lockstep.operator import TrainingOperator
     from lockstep.worker import Outcome, RemoteCall, StartReport, WorkerSpec
@@ -60,7 +65,7 @@ _CHECK_ARRIVALS_S: Final = 0.02
 _LARGE_ARGUMENTS: Final = 100_000
 """Bytes from which on arguments are put into Ray's store once, and not into each message."""
 
-_ROLL_CALL: Final = CallContract("roll call", Communication.NONE, OnFailure.REPEAT)
+_PING: Final = CallContract("roll call", Communication.NONE, OnFailure.REPEAT)
 
 
 class RayEngine:
@@ -152,7 +157,7 @@ class RayEngine:
         calls: Mapping[int, RemoteCall[Worker, R]],
         *,
         on_progress: OnProgress | None = None,
-        look_after: Callable[[PendingCall[R]], None] | None = None,
+        on_poll: Callable[[PendingCall[R]], None] | None = None,
         on_interrupt: Callable[[BaseException], None] | None = None,
     ) -> PendingCall[R]:
         """Let ranks perform a remote method, and wait for their answers, or for a failure.
@@ -167,18 +172,18 @@ class RayEngine:
         self._check_session()
         call = next(iter(calls.values()))
         pending_call: PendingCall[R] = PendingCall(
-            call.contract, self.workers.server, outlives_deaths=look_after is not None
+            call.contract, self.workers.server, outlives_deaths=on_poll is not None
         )
         if self._fetcher is not None:
-            self._fetcher.attend()
+            self._fetcher.on_call_start()
         local = self.workers.members[0].worker if 0 in calls else None
         try:
             self._send(calls, pending_call)
             if local is not None:
-                self._perform_here(local, calls[0], pending_call, on_progress, look_after)
+                self._perform_in_driver(local, calls[0], pending_call, on_progress, on_poll)
                 on_progress = None  # the worker in this process has told of its progress
-            fetcher = self._fetcher if call.trains else None
-            pending_call.wait(self._poll(pending_call, on_progress, look_after, fetcher))
+            fetcher = self._fetcher if call.is_training else None
+            pending_call.wait(self._poll(pending_call, on_progress, on_poll, fetcher))
         except BaseException as error:
             # No worker may be left behind in the middle of a step.
             if pending_call.pending or local is not None:
@@ -202,22 +207,20 @@ class RayEngine:
                 ref = actor.perform.remote(cloudpickle.dumps(call.method), sent[id(call)])
                 pending_call.pending[ref] = rank
 
-    def _perform_here(
+    def _perform_in_driver(
         self,
         worker: Worker,
         call: RemoteCall[Worker, R],
         pending_call: PendingCall[R],
         on_progress: OnProgress | None,
-        look_after: Callable[[PendingCall[R]], None] | None,
+        on_poll: Callable[[PendingCall[R]], None] | None,
     ) -> None:
         """Rank 0 in this process performs `call`, while the other ranks do in theirs."""
-        worker.before_meeting = partial(self._wait_for_peers, pending_call.pending)
-        worker.on_commit = report_progress(worker, on_progress, POLL_EVERY_S)
+        worker.before_first_collective = partial(self._wait_for_peers, pending_call.pending)
+        worker.on_commit = progress_reporter(worker, on_progress, POLL_EVERY_S)
         pending_call.local_status = partial(status_of, worker, threading.get_ident())
         polling = (
-            nullcontext()
-            if look_after is None
-            else polling_in_background(partial(look_after, pending_call))
+            nullcontext() if on_poll is None else poll_in_background(partial(on_poll, pending_call))
         )
         with polling, sigint_after_step(worker):
             try:
@@ -235,11 +238,11 @@ class RayEngine:
     def _check_session(self) -> None:
         # Asked before Ray is: it would start a new cluster to look for our actors there.
         if not self.workers.is_in_session:
-            over = _session_over()
+            over = _session_over_error()
             self.end(over)
             raise over
 
-    @ctrl_c_as_itself()
+    @reraise_keyboard_interrupt()
     @in_phase(Phase.WAITING)
     def _wait_for_peers(self, pending: Mapping[ObjectRef[Outcome], int]) -> None:
         """Rank 0 in this process joins the meeting only when the others stand at it.
@@ -248,7 +251,7 @@ class RayEngine:
         One that fails before would never come, and a wait inside gloo hears of nothing: no
         failure and no Ctrl-C.
         """
-        while not self.workers.have_come(pending.values()):
+        while not self.workers.have_arrived(pending.values()):
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=_CHECK_ARRIVALS_S)
             if any(map(has_failed, ready)):
                 raise PeerLostError(
@@ -262,12 +265,12 @@ class RayEngine:
         self,
         pending_call: PendingCall[R],
         on_progress: OnProgress | None,
-        look_after: Callable[[PendingCall[R]], None] | None,
+        on_poll: Callable[[PendingCall[R]], None] | None,
         fetcher: RemoteSnapshotFetcher | None,
     ) -> Callable[[], None] | None:
         """What to do now and then while the ranks perform; None if nothing."""
         actors = [member.actor for member in self.workers.members if member.actor is not None]
-        if look_after is None and fetcher is None and (on_progress is None or not actors):
+        if on_poll is None and fetcher is None and (on_progress is None or not actors):
             return None
 
         wants_rows = bool(self.spec.log_every) and len(actors) == len(self.workers.members)
@@ -277,24 +280,24 @@ class RayEngine:
             nonlocal rows_known
             if on_progress is not None and actors:
                 rows_known = _report_progress(actors, on_progress, rows_known)
-            if look_after is not None:
-                look_after(pending_call)
+            if on_poll is not None:
+                on_poll(pending_call)
             if fetcher is not None:
-                fetcher.look()
+                fetcher.poll()
 
         return poll
 
-    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
+    def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
         return self._fetcher
 
-    def roll_call(self) -> PendingCall[None]:
+    def ping_workers(self) -> PendingCall[None]:
         """Ask each member whether it lives; the deaths are in what is returned."""
         self._check_session()
-        pending_call: PendingCall[None] = PendingCall(_ROLL_CALL, outlives_deaths=True)
+        pending_call: PendingCall[None] = PendingCall(_PING, outlives_deaths=True)
         for rank, member in enumerate(self.workers.members):
             if member.actor is not None:
-                pending_call.pending[member.actor.answer.remote()] = rank
+                pending_call.pending[member.actor.ping.remote()] = rank
         pending_call.wait(None)
         return pending_call
 
@@ -334,7 +337,7 @@ def _report_progress(
         return rows_known  # a dead actor's progress is of no interest: its call says why
 
 
-def _session_over() -> WorkerDiedError:
+def _session_over_error() -> WorkerDiedError:
     return WorkerDiedError(
         "Ray was shut down, and this trainer's workers with it",
         cause="ray.shutdown() was called in this process",

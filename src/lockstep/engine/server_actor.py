@@ -16,9 +16,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
 from lockstep.engine.actor_bootstrap import bootstrap
-from lockstep.engine.actor_failures import end_actor, reason_of
-from lockstep.engine.rendezvous import LOOPBACK
-from lockstep.engine.worker_handle import this_node
+from lockstep.engine.actor_failures import death_reason
+from lockstep.engine.actor_termination import end_actor
+from lockstep.engine.cluster import this_node
+from lockstep.engine.rendezvous_store import LOOPBACK
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class ServerProcess:
         self._actor: ActorProxy[ServerActor] = options.remote()
         self._timeout_s = timeout_s
         self._node = ""
-        self.ends: ObjectRef[None] | None = None
+        self.serve_ref: ObjectRef[None] | None = None
         self.pid = 0
         self.address: ServerAddress | None = None
 
@@ -132,10 +133,10 @@ class ServerProcess:
         try:
             self.address, self._node, self.pid = ray.get(opened, timeout=limit_s)
         except RayActorError as error:
-            raise _died(error) from error
+            raise _death_error(error) from error
         except GetTimeoutError as error:
-            raise _silent(limit_s) from error
-        self.ends = self._actor.serve.remote()
+            raise _no_answer_error(limit_s) from error
+        self.serve_ref = self._actor.serve.remote()
         return self.address
 
     def call_off(self) -> None:
@@ -143,14 +144,14 @@ class ServerProcess:
         if self.address is not None:
             self._actor.call_off.remote(self.address.secret)
 
-    def death(self) -> WorkerDiedError | None:
+    def death_error(self) -> WorkerDiedError | None:
         """What to raise if its process died; None while it runs, or after it ended in order."""
-        assert self.ends is not None, "listen() comes first"
-        ready, _ = ray.wait([self.ends], timeout=0)
+        assert self.serve_ref is not None, "listen() comes first"
+        ready, _ = ray.wait([self.serve_ref], timeout=0)
         try:
             ray.get(ready)
         except RayActorError as error:
-            died = _died(error)
+            died = _death_error(error)
             died.__cause__ = error
             return died
         return None
@@ -160,16 +161,16 @@ class ServerProcess:
         end_actor(self._actor)
 
 
-def _died(error: RayActorError) -> WorkerDiedError:
+def _death_error(error: RayActorError) -> WorkerDiedError:
     return WorkerDiedError(
         "the process of the parameter server died",
-        cause=reason_of(error),
+        cause=death_reason(error),
         fix="look for the reason above (out of memory? killed?), then build a new"
         " trainer and load the last checkpoint",
     )
 
 
-def _silent(waited_s: float | None) -> WorkerDiedError:
+def _no_answer_error(waited_s: float | None) -> WorkerDiedError:
     return WorkerDiedError(
         "the process of the parameter server does not answer",
         where=f"for {waited_s} s, when the workers that are left were to go on with it",

@@ -24,29 +24,29 @@ def sigint_after_step(worker: Worker) -> Iterator[None]:
     Or when the step fails; and a second one at once. In another thread than the main one nothing
     changes, for Python delivers signals there; nor where the program ignores the signal.
     """
-    before: Any = signal.getsignal(signal.SIGINT)
+    previous_handler: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(before):
+    if not is_main or not callable(previous_handler):
         yield
         return
     pending: list[Any] = []
 
-    def received(number: int, frame: Any) -> None:
+    def on_sigint(number: int, frame: Any) -> None:
         if worker.has_begun_to_step and not pending:
             pending.append(frame)
         else:
-            before(number, frame)
+            previous_handler(number, frame)
 
     def take_effect() -> None:
         if pending:
-            before(signal.SIGINT, pending.pop())
+            previous_handler(signal.SIGINT, pending.pop())
 
-    signal.signal(signal.SIGINT, received)
+    signal.signal(signal.SIGINT, on_sigint)
     worker.on_boundary = take_effect
     try:
         yield
     finally:
         worker.on_boundary = None
-        if signal.getsignal(signal.SIGINT) is received:  # else the program has set another one
-            signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is on_sigint:  # else the program has set another one
+            signal.signal(signal.SIGINT, previous_handler)
         take_effect()  # also where the step fails, whose error is the context then

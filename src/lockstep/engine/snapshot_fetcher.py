@@ -19,7 +19,7 @@ from lockstep.worker import Snapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.base import SnapshotKeeper
+    from lockstep.engine.engine_protocol import SnapshotKeeper
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import Worker
 
@@ -40,19 +40,19 @@ class RemoteSnapshotFetcher:
 
     def request(self) -> None:
         self._is_requested = True
-        if (here := self._worker_here()) is not None:
+        if (here := self._worker_in_driver()) is not None:
             here.snapshots.request()
 
-    def attend(self) -> None:
+    def on_call_start(self) -> None:
         """Another call begins; a worker in this process passes its snapshots on itself."""
-        if (here := self._worker_here()) is not None:
+        if (here := self._worker_in_driver()) is not None:
             here.snapshots.give = self._to.keep
 
-    def _worker_here(self) -> Worker | None:
+    def _worker_in_driver(self) -> Worker | None:
         first = self._rank_0()
         return None if first is None else first.worker
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take a snapshot that has come, and ask for the next one; never waits."""
         if self._asked is not None:
             if not ray.wait([self._asked], timeout=0)[0]:
@@ -71,7 +71,7 @@ class RemoteSnapshotFetcher:
         """
         if self._asked is not None:
             self._receive(timeout_s)
-        self.look()
+        self.poll()
         if self._asked is not None:
             self._receive(timeout_s)
 

@@ -61,13 +61,13 @@ class WorkerActor:
                 come from modules that are not here; how the method fails is known even then.
         """
         from lockstep.serialization import pickled
-        from lockstep.worker import Communication, Outcome, RemoteCall, Worker, failure
+        from lockstep.worker import Communication, Outcome, RemoteCall, Worker, failed_outcome
 
         self._training_thread = threading.get_ident()
         called: RemoteMethod[Worker, ..., object] = cloudpickle.loads(method)
         try:
             if self._worker is None:
-                self._worker = Worker(_loaded(self._spec), self._rank, self._local_rank)
+                self._worker = Worker(_load_spec(self._spec), self._rank, self._local_rank)
             value = RemoteCall(called, *cloudpickle.loads(arguments)).perform(self._worker)
             self._rank = self._worker.rank
             if called is Worker.stop:
@@ -81,10 +81,10 @@ class WorkerActor:
             waits_in_group = called.contract.communication is Communication.RUN_GROUP
             if waits_in_group and self._worker is not None:
                 self._worker.leave()
-            return failure(self._rank, error)
+            return failed_outcome(self._rank, error)
 
     @ray.method(concurrency_group="control")
-    def answer(self) -> Outcome:
+    def ping(self) -> Outcome:
         """Nothing; a process that lives answers, whatever it is doing."""
         from lockstep.serialization import pickled
         from lockstep.worker import Outcome
@@ -119,10 +119,10 @@ class WorkerActor:
         return None if self._worker is None else status_of(self._worker, self._training_thread)
 
     @ray.method(concurrency_group="control")
-    def dismiss(self) -> None:
-        """See `Worker.dismiss`."""
+    def request_leave(self) -> None:
+        """See `Worker.request_leave`."""
         if self._worker is not None:
-            self._worker.dismiss()
+            self._worker.request_leave()
 
     @ray.method(concurrency_group="control")
     def break_group(self, generation: int) -> None:
@@ -157,7 +157,7 @@ class WorkerActor:
             os.kill(pid, signal.SIGKILL)
 
 
-def _loaded(spec: bytes) -> Any:
+def _load_spec(spec: bytes) -> Any:
     try:
         return cloudpickle.loads(spec)
     except ModuleNotFoundError as error:

@@ -13,8 +13,8 @@ import cloudpickle
 import torch.distributed as dist
 
 import ray
-from lockstep.engine import placement_group
-from lockstep.engine.actor_failures import ctrl_c_as_itself, end_actor, has_failed, wait_until_gone
+from lockstep.engine import placement_group, rank_assignment
+from lockstep.engine.actor_failures import has_failed, reraise_keyboard_interrupt
 from lockstep.engine.actor_pool import (
     PoolRequest,
     end_pool,
@@ -23,11 +23,12 @@ from lockstep.engine.actor_pool import (
     start_replacement,
     take_or_start,
 )
-from lockstep.engine.cluster import connect, session
-from lockstep.engine.rendezvous import LOOPBACK, RendezvousStore
+from lockstep.engine.actor_termination import end_actor, kill_worker, wait_until_gone
+from lockstep.engine.cluster import connect, session, this_node
+from lockstep.engine.rendezvous_store import LOOPBACK, RendezvousStore
 from lockstep.engine.server_actor import ServerProcess
-from lockstep.engine.spares import Readiness, Spare
-from lockstep.engine.worker_handle import WorkerHandle, kill, this_node
+from lockstep.engine.spare_worker import Readiness, Spare
+from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.serialization import pickled
 from lockstep.worker import Rendezvous, Worker
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
     from lockstep.engine.actor_pool import ActorPool
-    from lockstep.engine.base import Resources
+    from lockstep.engine.engine_protocol import Resources
     from lockstep.engine.worker_actor import WorkerActor
     from lockstep.worker import Outcome, RemoteCall, WorkerSpec
     from ray import ObjectRef
@@ -72,7 +73,7 @@ class WorkerGroup:
         own_cluster = connect()
         self._session = session()
         bundle = placement_group.bundle_for(
-            resources.num_cpus, resources.num_gpus, resources.further
+            resources.num_cpus, resources.num_gpus, resources.custom_resources
         )
         ranks = remote_ranks(spec.num_workers, use_local, num_spares)
         try:
@@ -97,21 +98,21 @@ class WorkerGroup:
         if self._use_local:
             nodes.insert(0, this_node())
             found.append(WorkerHandle(0, nodes[0], 0, worker=Worker(spec, 0, 0)))
-        local_ranks = placement_group.local_ranks(nodes)
+        local_ranks = rank_assignment.local_ranks(nodes)
         for rank, bundle, actor in zip(pool.request.ranks, pool.bundles, pool.actors, strict=True):
             handle = WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, bundle=bundle)
             actor.assign.remote(self._payload, rank, local_ranks[rank])
             found.append(handle)
         self._num_started = len(found)
         self.members = found[: spec.num_workers]
-        self.spares = [_stands_by(handle) for handle in found[spec.num_workers :]]
+        self.spares = [_start_spare(handle) for handle in found[spec.num_workers :]]
 
     def await_spares(self) -> None:
         """Spares start with the others; what is wrong with one is told now, and not in need."""
         while any(_is_starting(spare) for spare in self.spares):
             self.pause(_STOP_S)
 
-    @ctrl_c_as_itself()
+    @reraise_keyboard_interrupt()
     def pause(self, seconds: float) -> None:
         """Wait, for spares that start."""
         starting = [spare.started for spare in self.spares]
@@ -123,7 +124,7 @@ class WorkerGroup:
         return self.members[0] if self.members else None
 
     @property
-    def everyone(self) -> list[WorkerHandle]:
+    def all_workers(self) -> list[WorkerHandle]:
         """Members and spares, ready or not."""
         return [*self.members, *(spare.handle for spare in self.spares)]
 
@@ -155,10 +156,10 @@ class WorkerGroup:
             server_address=server_address,
         )
 
-    def have_come(self, ranks: Iterable[int]) -> bool:
+    def have_arrived(self, ranks: Iterable[int]) -> bool:
         """Whether all of `ranks` stand at the meeting; never waits."""
         assert self._store is not None
-        return self._store.have_come(ranks)
+        return self._store.have_arrived(ranks)
 
     def close_rendezvous(self) -> None:
         """Free the members that wait at a meeting to which one of them will not come."""
@@ -184,11 +185,11 @@ class WorkerGroup:
         actor = start_replacement(self._pool, bundle, number)
         actor.assign.remote(self._payload, number, local_rank)
         handle = WorkerHandle(number, "", local_rank, actor, bundle=bundle)
-        self.spares.append(_stands_by(handle))
+        self.spares.append(_start_spare(handle))
 
     def kill(self, worker: WorkerHandle) -> None:
         """Make sure that a worker's process is gone, and forget the worker."""
-        kill(worker, self.members)
+        kill_worker(worker, self.members)
         self.forget(worker)
 
     def forget(self, worker: WorkerHandle) -> None:
@@ -206,7 +207,7 @@ class WorkerGroup:
 
     def close(self, *, force: bool) -> None:
         """End all processes; see `Engine.close`."""
-        workers = self.everyone
+        workers = self.all_workers
         members, self.members, self.spares = self.members, [], []
         if not self.is_in_session:
             workers = []
@@ -241,12 +242,12 @@ class WorkerGroup:
         self.close_rendezvous()
 
 
-def _stands_by(handle: WorkerHandle) -> Spare:
+def _start_spare(handle: WorkerHandle) -> Spare:
     assert handle.actor is not None, "spares live in actors"
-    return Spare(handle, _sent(handle.actor, Worker.stand_by.with_args()))
+    return Spare(handle, _send(handle.actor, Worker.stand_by.with_args()))
 
 
-def _sent(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:
+def _send(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:
     """`call` on its way to an actor, outside of any `PendingCall`."""
     return actor.perform.remote(
         cloudpickle.dumps(call.method), pickled((call.args, call.kwargs), "nothing")
@@ -263,10 +264,10 @@ def _is_starting(spare: Spare) -> bool:
     return readiness is Readiness.STARTING
 
 
-@ctrl_c_as_itself()
+@reraise_keyboard_interrupt()
 def _stop(actors: Sequence[Actor]) -> bool:
     """Let the actors close loaders and connections; whether all of them did."""
-    asked = [_sent(actor, Worker.stop.with_args()) for actor in actors]
+    asked = [_send(actor, Worker.stop.with_args()) for actor in actors]
     if not asked:
         return True
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)

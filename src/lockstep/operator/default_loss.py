@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from lockstep.operator.operator_protocol import Operator
@@ -85,38 +83,15 @@ def default_prediction(operator: Operator, batch: Any) -> Any:
             "the default predict_batch does not understand this batch",
             where=type(operator).__name__,
             expected="(*features, target), (feature,) or a tensor",
-            got=_kind(batch)
+            got=described(batch)
             + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
             fix="override predict_batch(self, batch, batch_info)",
         )
     return model(*(batch if len(batch) == 1 else batch[:-1]))
 
 
-@in_phase(Phase.FORWARD)
-def loss_and_metrics(
-    operator: Operator, batch: Any, batch_info: Mapping[str, Any]
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The loss of a batch on the device, and the metrics that `compute_loss` returned beside it.
-
-    Raises:
-        ConfigurationError: `compute_loss` returned no real scalar tensor.
-    """
-    result = operator.compute_loss(batch, batch_info)
-    pair = result if isinstance(result, tuple) else (result, {})
-    loss, metrics = pair if len(pair) == 2 else (result, {})
-    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
-    if not is_scalar or not isinstance(metrics, Mapping):
-        raise ConfigurationError(
-            "compute_loss returned something else than a loss",
-            where=type(operator).__name__,
-            expected="a real scalar tensor, or a real scalar tensor and a dict of metrics",
-            got=" and ".join(map(_kind, result)) if isinstance(result, tuple) else _kind(result),
-            fix="return loss.mean() or (loss, {'name': value})",
-        )
-    return loss, dict(metrics)
-
-
-def _kind(value: Any) -> str:
+def described(value: Any) -> str:
+    """The type of `value` for a message; of a tensor the shape and dtype, too."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"

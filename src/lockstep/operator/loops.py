@@ -14,18 +14,19 @@ operator's `train_batch`, which computes each shard (`_train_shard`): `compute_l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.errors import NonFiniteError, NotAvailableError, WrongTypeError
+from lockstep.errors import ConfigurationError, NonFiniteError, NotAvailableError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.default_loss import (
     class_accuracy,
     default_loss,
-    loss_and_metrics,
+    described,
     registered,
     the_only,
 )
@@ -37,7 +38,7 @@ from lockstep.operator.sync_batch_norm import goes_shard_by_shard
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from lockstep.operator.operator_protocol import Operator
@@ -217,6 +218,32 @@ def _train_shard(
         with state.step_actions.around_backward(scaled), _turn(state, shard, reduces):
             backward(operator, scaled, weight)
     return {"train_loss": _reported(operator, loss, shard), **metrics}, weight
+
+
+@in_phase(Phase.FORWARD)
+def loss_and_metrics(
+    operator: Operator, batch: Any, batch_info: Mapping[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss of a batch on the device, and the metrics that `compute_loss` returned beside it.
+
+    Raises:
+        ConfigurationError: `compute_loss` returned no real scalar tensor.
+    """
+    result = operator.compute_loss(batch, batch_info)
+    pair = result if isinstance(result, tuple) else (result, {})
+    loss, metrics = pair if len(pair) == 2 else (result, {})
+    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if not is_scalar or not isinstance(metrics, Mapping):
+        raise ConfigurationError(
+            "compute_loss returned something else than a loss",
+            where=type(operator).__name__,
+            expected="a real scalar tensor, or a real scalar tensor and a dict of metrics",
+            got=" and ".join(map(described, result))
+            if isinstance(result, tuple)
+            else described(result),
+            fix="return loss.mean() or (loss, {'name': value})",
+        )
+    return loss, dict(metrics)
 
 
 def loss_again(

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.data import shards_of
-from lockstep.worker import lost_report, samples_of
+from lockstep.worker import report_of_lost_worker, samples_of
 
 if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.lost_workers import LostWorker
-    from lockstep.recovery.regrouping import Regrouped
+    from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import LoopProgress, Report
 
 
@@ -36,9 +36,9 @@ class LostSampleCounts:
     def _members(self) -> list[WorkerHandle]:
         return list(self._engine.workers.members)
 
-    def note(self, regrouped: Regrouped) -> None:
+    def record_losses(self, new_generation: NewGeneration) -> None:
         """The group was formed anew in the middle of the call."""
-        progress = regrouped.progress
+        progress = new_generation.progress
         # A validation is done again from its beginning, by the members of now.
         if self._purpose != "train" or progress is None:
             return
@@ -46,7 +46,7 @@ class LostSampleCounts:
             self.reports.clear()
             self._generations = [(0, self._members())]
             return
-        for each in regrouped.lost_workers:
+        for each in new_generation.lost_workers:
             self.reports.append(self._report(each, progress))
         self._generations.append((progress.steps, self._members()))
 
@@ -58,7 +58,7 @@ class LostSampleCounts:
             samples = self._engine.call_rank(0, samples_of.with_args("train", segments))
         if samples is None:
             samples = 0 if counted is None else counted.samples
-        return lost_report(samples, counted)
+        return report_of_lost_worker(samples, counted)
 
     def _segments(
         self, worker: WorkerHandle, progress: LoopProgress

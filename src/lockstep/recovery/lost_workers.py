@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.engine.placement_group import grouped_by_node
+from lockstep.engine.rank_assignment import group_by_node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,13 +51,13 @@ class RankTable:
         """Workers that still have a rank."""
         return sum(worker is not None for worker in self._by_rank)
 
-    def lose(self, lost: LostWorker) -> None:
+    def mark_lost(self, lost: LostWorker) -> None:
         """A worker is gone; its rank is free, if it had one."""
         self.lost_workers.append(lost)
         if lost.worker in self._by_rank:
             self._by_rank[self._by_rank.index(lost.worker)] = None
 
-    def fill(self, spares: Sequence[WorkerHandle], num_workers: int) -> list[WorkerHandle]:
+    def assign_ranks(self, spares: Sequence[WorkerHandle], num_workers: int) -> list[WorkerHandle]:
         """Give free ranks, `num_workers` in all, to spares; the members afterwards, by rank."""
         ready = list(spares)
         self._by_rank += [None] * (num_workers - len(self._by_rank))
@@ -67,4 +67,4 @@ class RankTable:
         members = [worker for worker in self._by_rank if worker is not None]
         # A spare of another host belongs to the ranks of that host. Which process computes a
         # rank's shards changes no bit, and rank 0 in the driver's process stays the first one.
-        return grouped_by_node(members, lambda worker: worker.node)
+        return group_by_node(members, lambda worker: worker.node)

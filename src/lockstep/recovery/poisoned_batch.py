@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-LIMIT: Final = 3
+MAX_DEATHS: Final = 3
 """Deaths over the same shard of the same step: the first worker and two in its place."""
 
 
@@ -23,11 +23,11 @@ class DeathsByShard:
         self._step: tuple[str, int, int] | None = None
         self._by_shard: dict[int, int] = {}
 
-    def note(self, step: tuple[str, int, int], shards: Iterable[int]) -> list[int]:
+    def count_death(self, step: tuple[str, int, int], shards: Iterable[int]) -> list[int]:
         """A worker that carried `shards` died in `step`; the shards that have killed too often."""
         if step != self._step:
             self._step, self._by_shard = step, {}
         shards = list(shards)
         for shard in shards:
             self._by_shard[shard] = self._by_shard.get(shard, 0) + 1
-        return [shard for shard in shards if self._by_shard[shard] >= LIMIT]
+        return [shard for shard in shards if self._by_shard[shard] >= MAX_DEATHS]

@@ -14,7 +14,7 @@ decides what follows, by the `CallContract` of the remote method:
   before: a rank may be in a forward that takes minutes. Ctrl-C in the driver ends a call likewise.
 - Anything else ends the workers, and `ended` says why.
 
-While ranks perform, `_look_after` runs several times a second: the watchdog ends a rank that hangs,
+While ranks perform, `_on_poll` runs several times a second: the watchdog ends a rank that hangs,
 replacements start for workers that were lost, and a spare that became ready where a rank is free
 has all members leave before their next batch, which regroups them with it.
 """
@@ -28,11 +28,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lockstep.data import shards_of
-from lockstep.engine.interrupted_calls import (
-    note_interrupted,
-    room_was_needed,
-    warn_of_cut_short_step,
-)
+from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
+from lockstep.engine.rollback_messages import warn_of_cut_short_step
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
@@ -46,12 +43,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.engine import PoolStatus
-    from lockstep.engine.base import OnProgress, SnapshotFetcher, SnapshotKeeper
+    from lockstep.engine.engine_protocol import OnProgress, SnapshotFetcher, SnapshotKeeper
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.policy import Policy
-    from lockstep.recovery.regrouping import Regrouped
+    from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport, Worker
 
 R = TypeVar("R")
@@ -78,7 +75,7 @@ class RecoveringEngine:
         self._regrouping = Regrouping(engine, policy.min_workers, self._watchdog)
         self._deaths = DeathsByShard()
         self._incidents: list[Incident] = []
-        self._has_dismissed = False
+        self._has_asked_to_leave = False
         self._to_replace: list[LostWorker] = []
         self._interrupted: RemoteCall[Worker, object] | None = None
         # Once other bits, always other bits: what was computed by fewer workers stays.
@@ -95,8 +92,8 @@ class RecoveringEngine:
     def local_operator(self) -> TrainingOperator | None:
         return self._engine.local_operator()
 
-    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
-        return self._engine.bring_snapshots(to)
+    def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
+        return self._engine.start_snapshot_fetcher(to)
 
     def close(self, *, force: bool) -> None:
         # An interrupted worker may be in the middle of a step for long.
@@ -111,7 +108,7 @@ class RecoveringEngine:
         return replace(
             self._engine.status(),
             generation=self._regrouping.generation,
-            spares=len(self._regrouping.spares.ready()),
+            spares=len(self._regrouping.spares.ready_workers()),
             recoveries=[incident.as_dict() for incident in self._incidents],
         )
 
@@ -137,7 +134,7 @@ class RecoveringEngine:
         retries: int,
     ) -> list[R]:
         self._deaths = DeathsByShard()
-        self._prepare(call.contract)
+        self._regroup_before_call(call.contract)
         lost_counts = LostSampleCounts(
             self._engine, None if call.loop is None else call.loop.purpose
         )
@@ -150,34 +147,36 @@ class RecoveringEngine:
                 # Only loops have lost reports, and R is Report then.
                 return [*self._engine.results(pending_call), *cast("list[R]", lost_counts.reports)]
             # Members that were asked to leave for a newcomer have not failed.
-            left -= 0 if self._has_dismissed and not pending_call.deaths else 1
+            left -= 0 if self._has_asked_to_leave and not pending_call.deaths else 1
             if not pending_call.is_recoverable or left < 0:
                 if pending_call.is_recoverable:
-                    _note_retries(pending_call.cause(), call.contract.name, retries)
+                    _add_retries_note(pending_call.cause(), call.contract.name, retries)
                 self._interrupt_if_all_live(call, pending_call)
                 return self._engine.results(pending_call)
-            regrouped = self._recover(call, pending_call)
-            lost_counts.note(regrouped)
+            new_generation = self._recover(call, pending_call)
+            lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
-                raise _happened_in_part(pending_call)
-            if call.contract.on_failure is OnFailure.RESUME and regrouped.progress is not None:
-                attempt = call.resumed_at(regrouped.progress)
+                raise _partial_call_error(pending_call)
+            if call.contract.on_failure is OnFailure.RESUME and new_generation.progress is not None:
+                attempt = call.resume_at(new_generation.progress)
 
     def _perform(
         self, calls: Mapping[int, RemoteCall[Worker, R]], on_progress: OnProgress | None
     ) -> PendingCall[R]:
-        self._watchdog.begin()
-        self._has_dismissed = False
+        self._watchdog.begin_call()
+        self._has_asked_to_leave = False
         call = next(iter(calls.values()))
         return self._engine.perform(
             calls,
-            on_progress=None if on_progress is None else partial(self._report_to, on_progress),
-            look_after=partial(self._look_after, call),
+            on_progress=None
+            if on_progress is None
+            else partial(self._forward_progress, on_progress),
+            on_poll=partial(self._on_poll, call),
             on_interrupt=partial(self._interrupt, call),
         )
 
-    def _report_to(self, on_progress: OnProgress, progress: ProgressReport) -> int:
+    def _forward_progress(self, on_progress: OnProgress, progress: ProgressReport) -> int:
         return on_progress(
             replace(
                 progress,
@@ -186,25 +185,25 @@ class RecoveringEngine:
             )
         )
 
-    def _look_after(self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]) -> None:
+    def _on_poll(self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]) -> None:
         self._replace_lost()
-        self._watchdog.look(pending_call)
+        self._watchdog.poll(pending_call)
         if call.contract.communication is Communication.OWN_GROUP and pending_call.deaths:
             # The worker died after the roll call: the others wait for it at the meeting.
             self.workers.close_rendezvous()
-        if call.trains and not self._has_dismissed and self._regrouping.can_grow:
+        if call.is_training and not self._has_asked_to_leave and self._regrouping.can_grow:
             # Each leaves before its next batch; a rank that is in a step then fails in it.
-            self._has_dismissed = True
-            self._regrouping.dismiss()
+            self._has_asked_to_leave = True
+            self._regrouping.request_leave()
 
-    def _prepare(self, contract: CallContract) -> None:
+    def _regroup_before_call(self, contract: CallContract) -> None:
         """Before a call: newcomers take their ranks, and workers that died are replaced."""
         # A rank that meets another for the first time cannot hear of its death: all have to live.
         forms_group = contract.communication is Communication.OWN_GROUP
         may_fail = contract.may_be_repeated and not forms_group
         if may_fail and not self._regrouping.can_grow:
             return
-        pending_call = self._engine.roll_call()
+        pending_call = self._engine.ping_workers()
         if pending_call.deaths or self._regrouping.can_grow:
             self._recover(None, pending_call)
 
@@ -236,16 +235,16 @@ class RecoveringEngine:
             self._engine.end(error)
             return
         self.interrupted_by, self._interrupted = error, call
-        self._regrouping.dismiss()
+        self._regrouping.request_leave()
         self.workers.break_group(range(len(self.workers.members)))
         self._engine.fetch_last_snapshot(error)
-        note_interrupted(self)
+        register_for_eviction(self)
 
-    def end_unused(self) -> None:
+    def evict_workers(self) -> None:
         """End the workers, which have not been called since their call was interrupted."""
         cause, self.interrupted_by = self.interrupted_by, None
         if cause is not None:
-            ended = room_was_needed(cause)
+            ended = evicted_error(cause)
             _log.warning("%s; the next time: %s", ended.what, ended.details["fix"])
             self._engine.end(ended)
 
@@ -255,29 +254,29 @@ class RecoveringEngine:
             return
         try:
             purpose = None if call.loop is None else call.loop.purpose
-            regrouped = self._regrouping.run(purpose, [], given_up_for=cause)
+            new_generation = self._regrouping.run(purpose, [], given_up_for=cause)
         except LockstepError as error:
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
         else:
             # A worker that died since the call was interrupted is an incident like any other.
             seconds = time.monotonic() - began
-            self._note(call.contract.name, regrouped, seconds, has_failed=False)
-            self._to_replace += regrouped.lost_workers
-            if regrouped.is_cut_short:
-                warn_of_cut_short_step(regrouped.point[0], cause)
+            self._record_recovery(call.contract.name, new_generation, seconds, has_failed=False)
+            self._to_replace += new_generation.lost_workers
+            if new_generation.is_cut_short:
+                warn_of_cut_short_step(new_generation.point[0], cause)
         self.interrupted_by = None
 
     # ------------------------------------------------------------------------- recovering
 
     def _recover(
         self, call: RemoteCall[Worker, object] | None, pending_call: PendingCall[Any]
-    ) -> Regrouped:
+    ) -> NewGeneration:
         """Form the group anew after a failure of `call`; None for a roll call between calls."""
         began = pending_call.failed_at or time.monotonic()
         loop = None if call is None else call.loop
         try:
-            regrouped = self._regrouping.run(
+            new_generation = self._regrouping.run(
                 None if loop is None else loop.purpose, self._lost_workers(pending_call)
             )
         except BaseException as error:
@@ -287,16 +286,16 @@ class RecoveringEngine:
                 self._engine.end(error)
             raise
         seconds, name = time.monotonic() - began, pending_call.contract.name
-        self._note(name, regrouped, seconds, has_failed=pending_call.has_failed)
+        self._record_recovery(name, new_generation, seconds, has_failed=pending_call.has_failed)
         if loop is not None:
-            self._refuse_poisoned_batch(loop.purpose, regrouped)
-        self._to_replace += regrouped.lost_workers
-        return regrouped
+            self._refuse_poisoned_batch(loop.purpose, new_generation)
+        self._to_replace += new_generation.lost_workers
+        return new_generation
 
     def _replace_lost(self) -> None:
         """Not at once: a process that starts takes time from the step that all wait for."""
         lost_workers, self._to_replace = self._to_replace, []
-        self._regrouping.spares.start_for(lost_workers)
+        self._regrouping.spares.start_replacements(lost_workers)
 
     def _lost_workers(self, pending_call: PendingCall[Any]) -> list[LostWorker]:
         members, num_shards = list(self.workers.members), self._engine.spec.num_shards
@@ -311,60 +310,65 @@ class RecoveringEngine:
             for rank, died in pending_call.deaths.items()
         ]
 
-    def _note(self, name: str, regrouped: Regrouped, seconds: float, *, has_failed: bool) -> None:
+    def _record_recovery(
+        self, name: str, new_generation: NewGeneration, seconds: float, *, has_failed: bool
+    ) -> None:
         """Tell of a recovery in the call of the method `name`."""
-        lost_workers, spec = regrouped.lost_workers, self._engine.spec
-        is_whole = regrouped.size == spec.num_workers
+        lost_workers, spec = new_generation.lost_workers, self._engine.spec
+        is_whole = new_generation.size == spec.num_workers
         self._has_same_bits &= spec.options.reproducible or is_whole
-        if not lost_workers and (self._has_dismissed or not has_failed):
-            _log.info("generation %d has %d workers", regrouped.generation, regrouped.size)
+        if not lost_workers and (self._has_asked_to_leave or not has_failed):
+            _log.info(
+                "generation %d has %d workers", new_generation.generation, new_generation.size
+            )
             return
         incident = Incident(
             at=time.time(),
             lost=tuple(f"{each.worker}, rank {each.rank}" for each in lost_workers),
-            why="; ".join(self._why(each) for each in lost_workers) or "the connections broke",
-            during=_during(name, lost_workers),
-            step=regrouped.point[0],
-            replayed=regrouped.replayed,
+            why="; ".join(self._loss_reason(each) for each in lost_workers)
+            or "the connections broke",
+            during=_describe_call(name, lost_workers),
+            step=new_generation.point[0],
+            replayed=new_generation.replayed,
             seconds=seconds,
-            generation=regrouped.generation,
-            workers=regrouped.size,
+            generation=new_generation.generation,
+            workers=new_generation.size,
             same_bits=self._has_same_bits,
         )
         self._incidents.append(incident)
         _log.warning("%s", incident)
 
-    def _why(self, lost: LostWorker) -> str:
+    def _loss_reason(self, lost: LostWorker) -> str:
         return self._watchdog.verdicts.get(lost.worker) or lost.died.details["cause"] or "died"
 
-    def _refuse_poisoned_batch(self, purpose: str, regrouped: Regrouped) -> None:
-        for each in regrouped.lost_workers:
-            fatal = self._deaths.note((purpose, *regrouped.point), each.shards)
+    def _refuse_poisoned_batch(self, purpose: str, new_generation: NewGeneration) -> None:
+        for each in new_generation.lost_workers:
+            fatal = self._deaths.count_death((purpose, *new_generation.point), each.shards)
             if fatal:
-                error = self._poisoned(purpose, fatal, regrouped, each)
+                error = self._poisoned_step_error(purpose, fatal, new_generation, each)
                 self._engine.end(error)
                 raise error
 
-    def _poisoned(
-        self, purpose: str, shards: Sequence[int], regrouped: Regrouped, lost: LostWorker
+    def _poisoned_step_error(
+        self, purpose: str, shards: Sequence[int], new_generation: NewGeneration, lost: LostWorker
     ) -> PoisonedStepError:
         items = self._engine.call_rank(0, items_ahead.with_args(purpose, shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
-            where=f"step {regrouped.point[0]}, shard {', '.join(map(str, shards))}",
+            where=f"step {new_generation.point[0]}, shard {', '.join(map(str, shards))}",
             got=f"samples {items}" if items else None,
-            cause=self._why(lost),
+            cause=self._loss_reason(lost),
             fix="look at these samples (too large for the memory? a crash in native code?), leave"
             " them out, and go on from the last checkpoint",
         )
 
 
-def _during(name: str, lost_workers: Sequence[LostWorker]) -> str:
+def _describe_call(name: str, lost_workers: Sequence[LostWorker]) -> str:
     phases = [seen.phase.value for each in lost_workers if (seen := each.last_seen) is not None]
     return f"{name} ({', '.join(phases)})" if phases else name
 
 
-def _note_retries(cause: BaseException | None, name: str, retries: int) -> None:
+def _add_retries_note(cause: BaseException | None, name: str, retries: int) -> None:
     if cause is not None:
         cause.add_note(
             f"workers were lost {retries + 1} times in this call: max_retries={retries} is"
@@ -372,7 +376,7 @@ def _note_retries(cause: BaseException | None, name: str, retries: int) -> None:
         )
 
 
-def _happened_in_part(pending_call: PendingCall[Any]) -> BaseException:
+def _partial_call_error(pending_call: PendingCall[Any]) -> BaseException:
     cause = pending_call.cause()
     died = WorkerDiedError(
         f"a worker died during {pending_call.contract.name}, which may have happened on the others",

@@ -8,8 +8,8 @@ the next generation is three rounds of calls:
 1. `stand_down`, on every member: it leaves the broken group, undoes what it has not committed, and
    answers with its `SurvivorState`: how far it has come. A member that cannot is lost as well, and
    the round is repeated with the others, until all that are left have answered.
-2. The driver picks the survivor that is furthest (`_furthest`) as the source of the state, and
-   gives free ranks to spares (`RankTable.fill`); with fewer than `min_workers` it waits for
+2. The driver picks the survivor that is furthest (`_find_furthest`) as the source of the state, and
+   gives free ranks to spares (`RankTable.assign_ranks`); with fewer than `min_workers` it waits for
    replacements.
 3. `join`, on every member of the next generation: they meet at a new rendezvous, the source sends
    its state to members that are behind or new (`Formation.stale`), and all compare their bits.
@@ -28,8 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.engine.interrupted_calls import no_way_back
-from lockstep.engine.placement_group import local_ranks
+from lockstep.engine.rank_assignment import local_ranks
+from lockstep.engine.rollback_messages import rollback_impossible_error
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_workers import LostWorker, RankTable
 from lockstep.recovery.spare_pool import SparePool
@@ -49,7 +49,7 @@ _ATTEMPTS: Final = 10
 
 
 @dataclass(frozen=True)
-class Regrouped:
+class NewGeneration:
     """A generation that has formed.
 
     Attributes:
@@ -91,19 +91,19 @@ class Regrouping:
     def can_grow(self) -> bool:
         """A rank is free, and a spare is ready to take it."""
         is_short = len(self._workers.members) < self._engine.spec.num_workers
-        return is_short and bool(self.spares.ready())
+        return is_short and bool(self.spares.ready_workers())
 
-    def dismiss(self) -> None:
+    def request_leave(self) -> None:
         """Ask all members to leave the group before their next batch."""
         for member in self._workers.members:
-            member.dismiss()
+            member.request_leave()
 
     def run(
         self,
         purpose: str | None,
         lost_workers: Sequence[LostWorker],
         given_up_for: BaseException | None = None,
-    ) -> Regrouped:
+    ) -> NewGeneration:
         """Form the next generation from the workers that are left.
 
         Args:
@@ -118,18 +118,18 @@ class Regrouping:
         """
         table = RankTable(self._workers.members)
         for each in lost_workers:
-            table.lose(each)
+            table.mark_lost(each)
             self._workers.forget(each.worker)
         for _ in range(_ATTEMPTS):
             survivors = self._stand_down(purpose, given_up_for is not None, table)
-            furthest = _furthest(survivors)
+            furthest = _find_furthest(survivors)
             if furthest is None and not table.lost_workers and given_up_for is not None:
-                raise no_way_back(given_up_for)
+                raise rollback_impossible_error(given_up_for)
             if furthest is None:
-                raise _nobody_left(table.lost_workers, list(survivors))
+                raise _no_worker_left_error(table.lost_workers, list(survivors))
             self._workers.set_members(self._members(table))
             if self._join(self._formation(survivors, furthest), table):
-                return self._regrouped(furthest, table.lost_workers)
+                return self._new_generation(furthest, table.lost_workers)
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
             cause="workers died, or could not reach each other, while it was being formed",
@@ -142,20 +142,20 @@ class Regrouping:
         """All members leave the group; one that cannot is lost. Empty if all are."""
         call = stand_down.with_args(purpose, is_given_up=is_given_up)
         while members := list(self._workers.members):
-            self._watchdog.begin()
+            self._watchdog.begin_call()
             pending_call = self._engine.perform(
                 dict.fromkeys(range(len(members)), call),
-                look_after=self._watchdog.look,
-                on_interrupt=_leave_as_they_are,
+                on_poll=self._watchdog.poll,
+                on_interrupt=_ignore_interrupt,
             )
             failed = [rank for rank in range(len(members)) if rank not in pending_call.values]
             for rank in failed:
-                self._lose(members[rank], rank, pending_call, table)
+                self._mark_lost(members[rank], rank, pending_call, table)
             if not failed:
                 return {members[rank]: state for rank, state in pending_call.values.items()}
         return {}
 
-    def _lose(
+    def _mark_lost(
         self, worker: WorkerHandle, rank: int, pending_call: PendingCall[Any], table: RankTable
     ) -> None:
         """A worker failed while the group was formed."""
@@ -166,17 +166,17 @@ class Regrouping:
             died = WorkerDiedError(
                 f"rank {rank} could not go on after a failure", cause=str(pending_call.cause())
             )
-        table.lose(LostWorker(worker, rank, range(0), died))
+        table.mark_lost(LostWorker(worker, rank, range(0), died))
 
     def _members(self, table: RankTable) -> list[WorkerHandle]:
         """The members of the next generation, by rank: spares take free ranks."""
-        spares, missing = self.spares.reachable(), self._min_workers - table.num_living
+        spares, missing = self.spares.reachable_workers(), self._min_workers - table.num_living
         if len(spares) < missing:
-            self.spares.start_for(table.lost_workers)
-            spares = self.spares.wait_for(
+            self.spares.start_replacements(table.lost_workers)
+            spares = self.spares.wait_for_spares(
                 missing, have=table.num_living, min_workers=self._min_workers
             )
-        return table.fill(spares, self._engine.spec.num_workers)
+        return table.assign_ranks(spares, self._engine.spec.num_workers)
 
     def _formation(
         self, survivors: dict[WorkerHandle, SurvivorState], furthest: SurvivorState
@@ -193,7 +193,8 @@ class Regrouping:
             stale=tuple(
                 rank
                 for rank, state in enumerate(states)
-                if rank != source and (furthest.is_cut_short or not _is_same(state, furthest))
+                if rank != source
+                and (furthest.is_cut_short or not _has_same_progress(state, furthest))
             ),
             local_ranks=tuple(local_ranks([member.node for member in members])),
         )
@@ -201,28 +202,30 @@ class Regrouping:
     def _join(self, formation: Formation, table: RankTable) -> bool:
         """Form the group; False if a member was lost meanwhile."""
         members = list(self._workers.members)
-        self._watchdog.begin()
+        self._watchdog.begin_call()
 
-        def look_after(pending_call: PendingCall[None]) -> None:
-            self._watchdog.look(pending_call)
+        def on_poll(pending_call: PendingCall[None]) -> None:
+            self._watchdog.poll(pending_call)
             if pending_call.has_failed:
                 self._workers.close_rendezvous()
 
         pending_call = self._engine.perform(
             {rank: join.with_args(rank, formation) for rank in range(len(members))},
-            look_after=look_after,
-            on_interrupt=_leave_as_they_are,
+            on_poll=on_poll,
+            on_interrupt=_ignore_interrupt,
         )
         if not pending_call.is_recoverable:
             self._engine.results(pending_call)
         for rank in pending_call.deaths:
-            self._lose(members[rank], rank, pending_call, table)
+            self._mark_lost(members[rank], rank, pending_call, table)
         return not pending_call.has_failed
 
-    def _regrouped(self, furthest: SurvivorState, lost_workers: Sequence[LostWorker]) -> Regrouped:
+    def _new_generation(
+        self, furthest: SurvivorState, lost_workers: Sequence[LostWorker]
+    ) -> NewGeneration:
         assert furthest.point is not None
         progress = furthest.progress
-        return Regrouped(
+        return NewGeneration(
             generation=self.generation,
             size=len(self._workers.members),
             point=furthest.point,
@@ -233,23 +236,23 @@ class Regrouping:
         )
 
 
-def _leave_as_they_are(_: BaseException) -> None:
+def _ignore_interrupt(_: BaseException) -> None:
     """Ctrl-C while the group is formed: no member is in a step, and it can be formed later."""
 
 
-def _furthest(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:
+def _find_furthest(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:
     able = [state for state in survivors.values() if state.point is not None]
     return max(able, key=lambda one: (one.point or (0, 0), not one.is_cut_short), default=None)
 
 
-def _is_same(state: SurvivorState | None, other: SurvivorState) -> bool:
+def _has_same_progress(state: SurvivorState | None, other: SurvivorState) -> bool:
     return state is not None and (state.point, state.is_cut_short) == (
         other.point,
         other.is_cut_short,
     )
 
 
-def _nobody_left(
+def _no_worker_left_error(
     lost_workers: Sequence[LostWorker], alive: Sequence[WorkerHandle]
 ) -> WorkerDiedError:
     lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)

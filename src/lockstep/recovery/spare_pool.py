@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from lockstep.engine.placement_group import start_timeout_s
-from lockstep.engine.spares import Readiness
+from lockstep.engine.spare_worker import Readiness
 from lockstep.errors import NotEnoughResourcesError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep.recovery")
 
-_LOOK_EVERY_S: Final = 0.1
+_POLL_EVERY_S: Final = 0.1
 
-_STARTS: Final = 5
+_MAX_STARTS: Final = 5
 """Processes that may die in a bundle, one after the other, before one of them is ready."""
 
 
@@ -40,7 +40,7 @@ class SparePool:
         self._watchdog = watchdog
         self._starts: Counter[int] = Counter()
 
-    def ready(self) -> list[WorkerHandle]:
+    def ready_workers(self) -> list[WorkerHandle]:
         """Spares that have run their `setup`; one that failed is replaced."""
         ready: list[WorkerHandle] = []
         for spare in list(self._workers.spares):
@@ -51,9 +51,9 @@ class SparePool:
                 ready.append(spare.handle)
         return ready
 
-    def reachable(self) -> list[WorkerHandle]:
+    def reachable_workers(self) -> list[WorkerHandle]:
         """Ready spares; the host of one may have fallen silent together with a member's."""
-        ready = self.ready()
+        ready = self.ready_workers()
         silent = [worker for worker in ready if not self._watchdog.can_reach(worker)]
         for worker in silent:
             self._replace(worker, WorkerDiedError("its host does not answer"))
@@ -65,17 +65,17 @@ class SparePool:
         # A process that died may live elsewhere; a `setup` that raised will raise again.
         if worker.bundle is not None and isinstance(error, WorkerDiedError):
             self._starts[worker.bundle] += 1
-            if self._starts[worker.bundle] <= _STARTS:
+            if self._starts[worker.bundle] <= _MAX_STARTS:
                 self._workers.start_spare(worker.bundle, worker.local_rank)
 
-    def start_for(self, lost_workers: Sequence[LostWorker]) -> None:
+    def start_replacements(self, lost_workers: Sequence[LostWorker]) -> None:
         """Start a worker for each that is lost; it will be a spare, or take a free rank."""
         for lost in (each.worker for each in lost_workers):
-            taken = {worker.bundle for worker in self._workers.everyone}
+            taken = {worker.bundle for worker in self._workers.all_workers}
             if lost.bundle is not None and lost.bundle not in taken:
                 self._workers.start_spare(lost.bundle, lost.local_rank)
 
-    def wait_for(self, wanted: int, *, have: int, min_workers: int) -> list[WorkerHandle]:
+    def wait_for_spares(self, wanted: int, *, have: int, min_workers: int) -> list[WorkerHandle]:
         """Wait until `wanted` spares are ready.
 
         Args:
@@ -91,12 +91,12 @@ class SparePool:
         )
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            ready = self.reachable()
+            ready = self.reachable_workers()
             if len(ready) >= wanted:
                 return ready
             if not self._workers.spares:
                 break
-            self._workers.pause(_LOOK_EVERY_S)
+            self._workers.pause(_POLL_EVERY_S)
         raise NotEnoughResourcesError(
             "too few workers are left",
             where=f"after waiting {patience_s:.0f} s for others",

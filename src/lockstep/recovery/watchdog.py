@@ -13,8 +13,9 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.engine.actor_termination import kill_worker
 from lockstep.engine.heartbeats import Heartbeats
-from lockstep.engine.worker_handle import host_answers, kill, process_state
+from lockstep.engine.liveness_probe import is_node_reachable, process_state
 
 if TYPE_CHECKING:
     from lockstep.engine.heartbeats import Heartbeat
@@ -49,10 +50,10 @@ class Watchdog:
         self._limit_s = hang_timeout_s
         self._heartbeats = Heartbeats()
         self._broken_at: float | None = None
-        self._host_answers: dict[str, tuple[float, bool]] = {}
+        self._reachable_nodes: dict[str, tuple[float, bool]] = {}
         self.verdicts: dict[WorkerHandle, str] = {}
 
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         """Another call begins."""
         self._heartbeats.clear()
         self._broken_at = None
@@ -61,7 +62,7 @@ class Watchdog:
         """What `worker` was doing when it answered last."""
         return self._heartbeats.last_seen(worker)
 
-    def look(self, pending_call: PendingCall[Any]) -> None:
+    def poll(self, pending_call: PendingCall[Any]) -> None:
         """Ask all ranks that perform what they are doing, and end one that hangs."""
         performing = [self._workers.members[rank] for rank in pending_call.pending.values()]
         heartbeats = self._heartbeats.poll(performing)
@@ -80,15 +81,15 @@ class Watchdog:
                 continue
             if self._is_stuck(heartbeat, now):
                 verdict = "stayed in a collective of a group that has broken"
-                self._end(worker, heartbeat, verdict)
+                self._end_worker(worker, heartbeat, verdict)
                 continue
             waiting = [each for each, one in heartbeats.items() if self._waits(one, now)]
             is_waited_for = others_wait or any(each is not worker for each in waiting)
             if is_waited_for and not self._waits(heartbeat, now):
                 is_timed = pending_call.contract.is_timed
-                complaint = self._complaint(worker, heartbeat, now, is_timed=is_timed)
-                if complaint is not None:
-                    self._end(worker, heartbeat, complaint)
+                fault = self._find_fault(worker, heartbeat, now, is_timed=is_timed)
+                if fault is not None:
+                    self._end_worker(worker, heartbeat, fault)
 
     def _free_waiting_ranks(self, pending_call: PendingCall[Any], now: float) -> None:
         """A process that dies closes its sockets; a host that falls silent closes none."""
@@ -104,7 +105,7 @@ class Watchdog:
         """
         if self._broken_at is None or not self._waits(heartbeat, now):
             return False
-        return now - max(self._broken_at, heartbeat.since) > self._broken_s
+        return now - max(self._broken_at, heartbeat.since) > self._broken_timeout_s
 
     def _waits(self, heartbeat: Heartbeat, now: float) -> bool:
         """The rank answers, and waits in a collective."""
@@ -112,13 +113,13 @@ class Watchdog:
         return is_in_collective and not self._is_silent(heartbeat, now)
 
     def _is_silent(self, heartbeat: Heartbeat, now: float) -> bool:
-        return heartbeat.silent_for(now) > self._broken_s / 2
+        return heartbeat.silent_for(now) > self._broken_timeout_s / 2
 
     @property
-    def _broken_s(self) -> float:
+    def _broken_timeout_s(self) -> float:
         return min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S)
 
-    def _complaint(
+    def _find_fault(
         self, worker: WorkerHandle, heartbeat: Heartbeat, now: float, *, is_timed: bool
     ) -> str | None:
         """Why `worker`, for which others wait, is ended; None while it may go on."""
@@ -144,21 +145,21 @@ class Watchdog:
     def can_reach(self, worker: WorkerHandle) -> bool:
         """Whether the host of `worker` answers; asked once for all workers of a node."""
         now = time.monotonic()
-        until, answers = self._host_answers.get(worker.node, (0.0, True))
+        until, answers = self._reachable_nodes.get(worker.node, (0.0, True))
         if now > until:
-            answers = host_answers(worker.node)
-            self._host_answers[worker.node] = time.monotonic() + _ASK_HOST_EVERY_S, answers
+            answers = is_node_reachable(worker.node)
+            self._reachable_nodes[worker.node] = time.monotonic() + _ASK_HOST_EVERY_S, answers
         return answers
 
     def _is_overdue(self, heartbeat: Heartbeat, now: float) -> bool:
         is_first = heartbeat.latest is None or not heartbeat.latest.is_warm
         return not is_first or heartbeat.without_step_for(now) > self._limit_s * _FIRST_STEP_FACTOR
 
-    def _end(self, worker: WorkerHandle, heartbeat: Heartbeat, complaint: str) -> None:
-        self.verdicts[worker] = complaint
+    def _end_worker(self, worker: WorkerHandle, heartbeat: Heartbeat, fault: str) -> None:
+        self.verdicts[worker] = fault
         stack = "" if heartbeat.latest is None else f"; its stack:\n{heartbeat.latest.stack}"
-        _log.error("%s %s: it is ended%s", worker, complaint, stack)
-        kill(worker, self._workers.members)
+        _log.error("%s %s: it is ended%s", worker, fault, stack)
+        kill_worker(worker, self._workers.members)
 
 
 def _is_stopped(worker: WorkerHandle) -> bool:

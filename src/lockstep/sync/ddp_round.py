@@ -23,7 +23,7 @@ from lockstep.sync.ddp_round_header import Header, exchange, make_header
 from lockstep.sync.ddp_wrapper import put_in, taken_out, views_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from lockstep.group import Pending
     from lockstep.sync.buckets import Slot
@@ -167,7 +167,8 @@ class DDPRound:
             except BaseException as error:
                 self.refusal = error
         if bucket.is_last():
-            _call_at_end_of_task(lambda: self._land(model, turn))
+            # Before what DDP queues after this: it writes the buckets into `parameter.grad`.
+            call_at_end_of_task(lambda: self._land(model, turn))
         return future
 
     def _send(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
@@ -350,8 +351,3 @@ def came_twice(place: str, what: str) -> GradientNotReducedError:
         " model's forward",
         fix='torch.utils.checkpoint(..., use_reentrant=False), or leave out sync="ddp"',
     )
-
-
-def _call_at_end_of_task(function: Callable[[], None]) -> None:
-    """Call `function` when the innermost backward ends, before what DDP queues after this."""
-    call_at_end_of_task(function)

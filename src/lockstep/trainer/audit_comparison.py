@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 
-_NOT_OURS: Final = ("LS115", "LS402", "LS404", "LS405", "LS406", "LS6")
+_IGNORED_RULES: Final = ("LS115", "LS402", "LS404", "LS405", "LS406", "LS6")
 """Rules on what a trainer knows better: which gradients are taken, which parameters train, that
 workers meet, that they live."""
 
-_TOLD: Final = ("LS116",)
+_NOTICES: Final = ("LS116",)
 """Notices that concern a trainer's run."""
 
-_OWN_WRAPPER: Final = (
+_OWN_WRAPPER_WARNING: Final = (
     "wrap_ddp=False: synchronising the gradients is your own wrapper's business; whether they and"
     " the replicas agree is watched"
 )
@@ -43,7 +43,7 @@ class AuditComparison:
         self._spec = spec
         self._logged: set[str] = set()
         if spec.audit != "off" and spec.num_workers > 1 and not spec.options.wrap_ddp:
-            _log.warning(_OWN_WRAPPER)
+            _log.warning(_OWN_WRAPPER_WARNING)
 
     def judge(self, reports: Sequence[Report]) -> None:
         """Compare what the workers' audits saw during one call of `train`.
@@ -56,17 +56,17 @@ class AuditComparison:
         for ledger in seen:
             for error in ledger.facts.get("unseen", ())[:1] if ledger is not None else ():
                 self._log_once("unseen", f"the watch could not look at everything, e.g. {error}")
-        if not any(_is_news(ledger) for ledger in seen):
+        if not any(_has_new_records(ledger) for ledger in seen):
             return
-        findings = [self._in_context(f) for f in judge(seen, ignore=_NOT_OURS)]
+        findings = [self._adjust_severity(f) for f in judge(seen, ignore=_IGNORED_RULES)]
         for finding in findings:
-            if finding.severity == "warning" or finding.code in _TOLD:
-                self._log_once(finding.code, str(_as_error([finding])))
+            if finding.severity == "warning" or finding.code in _NOTICES:
+                self._log_once(finding.code, str(_audit_error([finding])))
         errors = [finding for finding in findings if finding.severity == "error"]
         if errors:
-            raise _as_error(errors)
+            raise _audit_error(errors)
 
-    def _in_context(self, finding: Finding) -> Finding:
+    def _adjust_severity(self, finding: Finding) -> Finding:
         if finding.code == "LS503" and not self._spec.options.add_dist_sampler:
             return replace(finding, severity="warning")  # loaders of their own were asked for
         return finding
@@ -77,12 +77,12 @@ class AuditComparison:
             _log.warning("%s", text)
 
 
-def _is_news(ledger: Ledger | None) -> bool:
+def _has_new_records(ledger: Ledger | None) -> bool:
     """Whether the audit looked at a step in this call; in most short calls it does not."""
     return ledger is not None and bool(ledger.facts.get("looked"))
 
 
-def _as_error(findings: Sequence[Finding]) -> AuditError:
+def _audit_error(findings: Sequence[Finding]) -> AuditError:
     first = findings[0]
     many = "rank" if len(first.rank) == 1 else "ranks"
     ranks = f"{many} {', '.join(map(str, first.rank))}" if first.rank else None

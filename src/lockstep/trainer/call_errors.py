@@ -10,7 +10,7 @@ from lockstep.errors import (
     TrainerClosedError,
     WrongUseError,
 )
-from lockstep.worker import shown_error
+from lockstep.worker import error_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,10 +32,10 @@ def check_loader(started: Sequence[StartReport], operator: str, purpose: str) ->
                 fix=f"call self.register_data({purpose}_loader=...) inside setup",
             )
     if all(worker.steps_per_epoch[purpose] == 0 for worker in started):
-        raise _empty(operator, purpose)
+        raise _empty_loader_error(operator, purpose)
 
 
-def no_batch(
+def no_batch_error(
     operator_cls: type[TrainingOperator], purpose: str, started: Sequence[StartReport]
 ) -> ConfigurationError:
     """Why a call came to its end without a step."""
@@ -44,7 +44,7 @@ def no_batch(
     if not operator_cls._overrides(loop) or not any(
         worker.steps_per_epoch[purpose] for worker in started
     ):
-        return _empty(operator, purpose)
+        return _empty_loader_error(operator, purpose)
     return ConfigurationError(
         f"{operator}.{loop} ended without having read a batch",
         got=f"a {purpose} loader with batches",
@@ -53,7 +53,7 @@ def no_batch(
     )
 
 
-def _empty(operator: str, purpose: str) -> ConfigurationError:
+def _empty_loader_error(operator: str, purpose: str) -> ConfigurationError:
     return ConfigurationError(
         f"the {purpose} loader of {operator} has not one batch",
         cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
@@ -61,7 +61,7 @@ def _empty(operator: str, purpose: str) -> ConfigurationError:
     )
 
 
-def two_calls(method: str) -> WrongUseError:
+def concurrent_call_error(method: str) -> WrongUseError:
     """Why `method` cannot be called now."""
     return WrongUseError(
         f"{method} was called while another call of this trainer runs",
@@ -71,7 +71,7 @@ def two_calls(method: str) -> WrongUseError:
     )
 
 
-def no_local_operator() -> ConfigurationError:
+def no_local_operator_error() -> ConfigurationError:
     """All workers live in processes of their own."""
     return ConfigurationError(
         "no operator lives in this process",
@@ -79,7 +79,7 @@ def no_local_operator() -> ConfigurationError:
     )
 
 
-def was_shut_down() -> TrainerClosedError:
+def shut_down_error() -> TrainerClosedError:
     """What a call after `shutdown` says."""
     return TrainerClosedError(
         "this trainer was shut down",
@@ -87,9 +87,9 @@ def was_shut_down() -> TrainerClosedError:
     )
 
 
-def has_ended(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
+def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
     """What a call says after one that ended the workers because of `reason`."""
-    first_line = next(iter(shown_error(reason).splitlines()), "")
+    first_line = next(iter(error_text(reason).splitlines()), "")
     got = None
     if not spec.can_go_back:
         argument, why = why_not_recoverable(spec)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from lockstep.engine import Engine
-    from lockstep.engine.base import SnapshotFetcher
+    from lockstep.engine.engine_protocol import SnapshotFetcher
 
 _log = logging.getLogger("lockstep.checkpoint")
 
@@ -46,7 +46,7 @@ class CheckpointWriter:
         self._running: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._failure: Exception | None = None
-        self._fetcher: SnapshotFetcher = engine.bring_snapshots(self)
+        self._fetcher: SnapshotFetcher = engine.start_snapshot_fetcher(self)
 
     @contextmanager
     def during_training(self, state_dict: Callable[[], dict[str, Any]]) -> Iterator[None]:
@@ -55,7 +55,7 @@ class CheckpointWriter:
         Args:
             state_dict: takes the state of the run, after the call.
         """
-        with self._preemption.heeded(self._fetcher.request):
+        with self._preemption.defer_sigterm(self._fetcher.request):
             yield
             self._fetcher.finish()
             if self._preemption.is_pending:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayBatches
-from lockstep.engine.dataset_streams import split
+from lockstep.engine.dataset_streams import split_dataset
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE
 from lockstep.worker import Worker
@@ -54,19 +54,19 @@ class DatasetTraining:
             self.forget()
             return
         spec, generation = pool.spec, pool.generation
-        wanted = _checked(dataset, spec)
+        wanted = _check_dataset(dataset, spec)
         is_new = generation != self._generation  # another formation has let go of the dataset
-        if is_new or self._current is None or not _same(wanted, self._current):
+        if is_new or self._current is None or not _is_same_dataset(wanted, self._current):
             # One worker lives in this process, and holds no CPU of the cluster.
             held = spec.num_workers * (spec.threads or 1) if spec.num_workers > 1 else 0
-            self._streams = split(wanted.dataset, spec.num_workers, held)
+            self._streams = split_dataset(wanted.dataset, spec.num_workers, held)
             # Without the dataset: each worker gets the streams, and has no use for the plan.
             plan = replace(wanted, dataset=None)
             pool.call(Worker.feed.with_args(self._streams, plan))
             self._current, self._generation = wanted, generation
 
 
-def _checked(dataset: Any, spec: WorkerSpec) -> RayBatches:
+def _check_dataset(dataset: Any, spec: WorkerSpec) -> RayBatches:
     wanted = dataset if isinstance(dataset, RayBatches) else RayBatches(dataset)
     if not callable(getattr(wanted.dataset, "streaming_split", None)):
         raise WrongTypeError(
@@ -95,7 +95,7 @@ def _checked(dataset: Any, spec: WorkerSpec) -> RayBatches:
     return wanted
 
 
-def _same(one: RayBatches, other: RayBatches) -> bool:
+def _is_same_dataset(one: RayBatches, other: RayBatches) -> bool:
     # A dataset has no equality, and a dict of dtypes need not be the same object.
     plain = replace(one, dataset=None) == replace(other, dataset=None)
     return plain and one.dataset is other.dataset

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources
 from lockstep.operator import Options, TrainingOperator
-from lockstep.trainer import arguments as checks
+from lockstep.trainer import argument_checks as checks
 from lockstep.trainer import verification
-from lockstep.trainer.arguments import UNSAID_SEED
+from lockstep.trainer.argument_checks import DEFAULT_SEED
 from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.callback_list import CallbackList
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.dataset_training import DatasetTraining
-from lockstep.trainer.launch import Placement, policy_of, start_workers
-from lockstep.trainer.loop_calls import LoopCalls, loop_request, reduced
-from lockstep.trainer.prediction_order import in_order
+from lockstep.trainer.launch import Placement, make_policy, start_workers
+from lockstep.trainer.loop_calls import LoopCalls, loop_request, reduce_reports
+from lockstep.trainer.prediction_order import order_predictions
 from lockstep.trainer.run_directory import RunDirectory
 from lockstep.trainer.run_state import RunState
 from lockstep.trainer.step_metrics import StepMetrics
@@ -122,7 +122,7 @@ class TorchTrainer:
         spare_workers: int = 0,
         min_workers: int = 1,
         hang_timeout_s: float = 60,
-        seed: int = UNSAID_SEED,
+        seed: int = DEFAULT_SEED,
         reproducible: bool = False,
         accumulate: int = 1,
         clip_grad_norm: float | None = None,
@@ -136,13 +136,13 @@ class TorchTrainer:
         callbacks: Sequence[Callback] = (),
         **further: Any,
     ) -> None:
-        checks.refuse_further(further, known=inspect.signature(TorchTrainer).parameters)
-        operator_cls = checks.checked_operator(training_operator_cls)
-        self.config, explicit = checks.checked_config(config), checks.identity(num_shards, seed)
-        checks.checked_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
-        checks.checked_numbers(timeout_s=timeout_s)
-        policy = policy_of(num_workers, spare_workers, min_workers, hang_timeout_s)
-        given = checks.checked_functions(initialization_hook, callbacks)
+        checks.refuse_unknown_arguments(further, known=inspect.signature(TorchTrainer).parameters)
+        operator_cls = checks.check_operator(training_operator_cls)
+        self.config, explicit = checks.check_config(config), checks.explicit_args(num_shards, seed)
+        checks.check_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
+        checks.check_numbers(timeout_s=timeout_s)
+        policy = make_policy(num_workers, spare_workers, min_workers, hang_timeout_s)
+        given = checks.check_functions(initialization_hook, callbacks)
         self._callbacks, steps = CallbackList(given, self), StepMetrics(given)
         processes, replicas = checks.processes_and_replicas(checks.pick_sync(sync), num_workers)
         options = Options(
@@ -188,7 +188,7 @@ class TorchTrainer:
         steps: StepMetrics,
     ) -> None:
         """Start the workers, and go on from the state that the directory holds."""
-        spec = placement.on_gpus(directory.adjusted(spec, explicit))
+        spec = placement.resolve_gpus(directory.adjust_spec(spec, explicit))
         self._audit = AuditComparison(spec)
         engine = start_workers(spec, placement)
         self._pool = WorkerPool(spec, engine)
@@ -241,7 +241,7 @@ class TorchTrainer:
             CheckpointWriteError: training went well, and the latest checkpoint could not be
                 written to `checkpoint_dir`; ``result`` holds what would have been returned.
         """
-        checks.checked_retries(max_retries)
+        checks.check_retries(max_retries)
         self._pool.open_engine()
         self._dataset.change_to(dataset, self._pool)
         # Ray decides which worker reads which rows, and gives none of them out again.
@@ -251,8 +251,8 @@ class TorchTrainer:
         with nullcontext() if writer is None else writer.during_training(self.state_dict):
             reports = self._loops.run(Worker.train, request, profile, retries)
         self._audit.judge(reports)
-        self._state.give_back()
-        result = reduced(reports, self._callbacks.train_end, reduce_results)
+        self._state.update_users_objects()
+        result = reduce_reports(reports, self._callbacks.train_end, reduce_results)
         return result if writer is None else writer.result(result)
 
     def validate(
@@ -270,7 +270,7 @@ class TorchTrainer:
         self._pool.open_engine()
         request = loop_request("validation", num_steps, profile, info)
         reports = self._loops.run(Worker.validate, request, profile)
-        return reduced(reports, self._callbacks.validate_end, reduce_results)
+        return reduce_reports(reports, self._callbacks.validate_end, reduce_results)
 
     @property
     def should_stop(self) -> bool:
@@ -299,7 +299,7 @@ class TorchTrainer:
             NotAvailableError: workers read loaders of their own (``add_dist_sampler=False``),
                 no optimizer stepped, or another number of times in one process.
         """
-        return verification.verified(self._pool, num_steps)
+        return verification.verify_steps(self._pool, num_steps)
 
     def predict(self, loader: Any) -> list[Any]:
         """The model's outputs for every sample of `loader`, each once; see `predict_batch`.
@@ -322,7 +322,7 @@ class TorchTrainer:
             ConfigurationError: `predict_batch` returned something without one row per sample.
             Whatever the model raises; the run is as it was.
         """
-        return in_order(self._pool.call(predict.with_args(loader)))
+        return order_predictions(self._pool.call(predict.with_args(loader)))
 
     def update_scheduler(self, metric: float) -> None:
         """Step every registered scheduler, giving `metric` to those that take one."""

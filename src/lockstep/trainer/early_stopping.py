@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT
 from lockstep.metrics.metric_values import as_number
-from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.argument_checks import is_positive_int, require
 from lockstep.trainer.callbacks import Callback, steps_done
 
 if TYPE_CHECKING:

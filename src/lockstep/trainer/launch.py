@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lockstep.engine import has_gpus_elsewhere, open_remote, stays_here
+from lockstep.engine import has_gpus_elsewhere, runs_in_driver, start_ray_engine
 from lockstep.engine.inline_engine import InlineEngine
 from lockstep.errors import NotAvailableError
 from lockstep.recovery import Policy
-from lockstep.trainer.arguments import checked_numbers, checked_spares, pick_backend
+from lockstep.trainer.argument_checks import check_numbers, check_spares, pick_backend
 from lockstep.trainer.call_errors import why_not_recoverable
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Placement:
     num_spares: int
     policy: Policy
 
-    def on_gpus(self, spec: WorkerSpec) -> WorkerSpec:
+    def resolve_gpus(self, spec: WorkerSpec) -> WorkerSpec:
         """`spec`, with a GPU for each worker where "auto" finds them on other machines.
 
         A driver often runs on a head node without any.
@@ -53,12 +53,12 @@ class Placement:
         return spec
 
 
-def policy_of(
+def make_policy(
     num_workers: int, spare_workers: int, min_workers: int, hang_timeout_s: float
 ) -> Policy:
     """How much may be lost, from arguments that can be right."""
-    checked_numbers(hang_timeout_s=hang_timeout_s)
-    checked_spares(num_workers, spare_workers, min_workers)
+    check_numbers(hang_timeout_s=hang_timeout_s)
+    check_spares(num_workers, spare_workers, min_workers)
     return Policy(min_workers, hang_timeout_s)
 
 
@@ -70,9 +70,9 @@ def start_workers(spec: WorkerSpec, placement: Placement) -> Engine:
         backend=pick_backend(placement.resources.backend, spec.use_gpu),
     )
     use_local = placement.use_local
-    if stays_here(spec, resources, use_local=use_local, gpu_here=placement.has_gpu_here):
+    if runs_in_driver(spec, resources, use_local=use_local, gpu_here=placement.has_gpu_here):
         return InlineEngine(spec)
-    engine = open_remote(spec, resources, use_local=use_local, num_spares=placement.num_spares)
+    engine = start_ray_engine(spec, resources, use_local=use_local, num_spares=placement.num_spares)
     if not spec.can_go_back:
         return engine
     # Imported here: it needs Ray.

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import WrongTypeError
-from lockstep.trainer import results
-from lockstep.trainer.arguments import is_positive_int, require
-from lockstep.trainer.call_errors import check_loader, no_batch
-from lockstep.trainer.profiler_traces import Profile, traced
+from lockstep.trainer.argument_checks import is_positive_int, require
+from lockstep.trainer.call_errors import check_loader, no_batch_error
+from lockstep.trainer.profiler_traces import Profile, trace_workers
 from lockstep.trainer.progress_bar import ProgressBar, wants_bar
-from lockstep.trainer.progress_listeners import ProgressListeners, all_of
+from lockstep.trainer.progress_listeners import ProgressListeners, combine_listeners
+from lockstep.trainer.report_merge import merge_reports, refuse_unused_metrics
 from lockstep.worker import LoopRequest
 
 if TYPE_CHECKING:
@@ -75,21 +75,21 @@ class LoopCalls:
         if purpose != "train" or not self._dataset.has_dataset:
             check_loader(pool.started, operator_cls.__name__, purpose)
         bar = ProgressBar(purpose) if wants_bar(pool.spec.options.use_tqdm) else None
-        with traced(pool, profile, method.contract.name), bar or nullcontext():
+        with trace_workers(pool, profile, method.contract.name), bar or nullcontext():
             listeners = ProgressListeners(self._callbacks, purpose, self._steps)
-            on_progress = all_of(
+            on_progress = combine_listeners(
                 None if bar is None else bar.on_progress,
-                listeners.on_progress if listeners.are_there else None,
+                listeners.on_progress if listeners.has_listeners else None,
             )
             call = method.with_args(request)
             reports = pool.call(call, on_progress=on_progress, retries=retries)
             listeners.finish(reports)
         if not any(report.steps for report in reports):
-            raise no_batch(operator_cls, purpose, pool.started)
+            raise no_batch_error(operator_cls, purpose, pool.started)
         return reports
 
 
-def reduced(
+def reduce_reports(
     reports: Sequence[Report], tell: Callable[[dict[str, Any]], None], reduce_results: bool
 ) -> Any:
     """What `train` or `validate` returns.
@@ -98,10 +98,10 @@ def reduced(
         tell: tells callbacks of the results, which are reduced for them in either case.
         reduce_results: False for the results of each living worker, by rank.
     """
-    results.refuse_unused_metrics(reports)
-    merged = results.merged(reports)
-    tell(merged)
+    refuse_unused_metrics(reports)
+    result = merge_reports(reports)
+    tell(result)
     if reduce_results:
-        return merged
+        return result
     living = [report for report in reports if not report.is_of_a_lost_worker]
-    return [results.merged([report]) for report in living]
+    return [merge_reports([report]) for report in living]

@@ -10,10 +10,10 @@ from lockstep.data.uncollate import uncollate
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.worker import Predicted
+    from lockstep.worker import Prediction
 
 
-def in_order(answers: Iterable[Sequence[Predicted]]) -> list[Any]:
+def order_predictions(answers: Iterable[Sequence[Prediction]]) -> list[Any]:
     """The samples' predictions in the dataset's order; in the loader's if that is not known.
 
     The order of the dataset is known where the loader's sampler takes each of its indices once,
@@ -29,11 +29,11 @@ def in_order(answers: Iterable[Sequence[Predicted]]) -> list[Any]:
         per_sample = len(part.indices) == len(items)
         first = part.indices[0] if part.indices else None
         keyed += zip(part.indices if per_sample else [first] * len(items), items, strict=True)
-    if _takes_each_once(indices):
+    if _is_permutation(indices):
         keyed.sort(key=lambda pair: pair[0])
     return [item for _, item in keyed]
 
 
-def _takes_each_once(indices: Sequence[Any]) -> bool:
+def _is_permutation(indices: Sequence[Any]) -> bool:
     is_numbered = all(isinstance(index, int) for index in indices)
     return bool(indices) and is_numbered and sorted(indices) == list(range(len(indices)))

@@ -24,33 +24,33 @@ class PreemptionNotice:
 
     def __init__(self) -> None:
         self.is_pending = False
-        self._before: Any = signal.SIG_DFL
+        self._previous_handler: Any = signal.SIG_DFL
 
     @contextmanager
-    def heeded(self, request: Callable[[], None]) -> Iterator[None]:
+    def defer_sigterm(self, request: Callable[[], None]) -> Iterator[None]:
         """Inside, SIGTERM calls `request`; the code that writes the checkpoint calls `take_effect`.
 
         In another thread than the main one nothing changes, for Python delivers signals there;
         nor where the program ignores the signal.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGTERM)
-        if not is_main or before in (None, signal.SIG_IGN):
+        previous_handler = signal.getsignal(signal.SIGTERM)
+        if not is_main or previous_handler in (None, signal.SIG_IGN):
             yield
             return
 
-        def received(number: int, frame: Any) -> None:
+        def on_sigterm(number: int, frame: Any) -> None:
             if self.is_pending:
                 raise SystemExit(_EXIT_STATUS)  # the second signal does not wait
             self.is_pending = True
             request()
 
-        self._before = before
-        signal.signal(signal.SIGTERM, received)
+        self._previous_handler = previous_handler
+        signal.signal(signal.SIGTERM, on_sigterm)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
             # The call has failed before anything could be saved: the signal is not forgotten.
             self.take_effect()
 
@@ -65,8 +65,8 @@ class PreemptionNotice:
             return
         self.is_pending = False
         # Ray's, set by `ray.init`, would end the program with another status.
-        is_of_ray = getattr(self._before, "__module__", "").partition(".")[0] == "ray"
-        if callable(self._before) and not is_of_ray:
-            self._before(signal.SIGTERM, None)
+        is_of_ray = getattr(self._previous_handler, "__module__", "").partition(".")[0] == "ray"
+        if callable(self._previous_handler) and not is_of_ray:
+            self._previous_handler(signal.SIGTERM, None)
         else:
             raise SystemExit(_EXIT_STATUS)

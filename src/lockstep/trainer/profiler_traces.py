@@ -21,7 +21,7 @@ Profile = bool | str | os.PathLike[str]
 
 
 @contextmanager
-def traced(pool: WorkerPool, profile: Profile, name: str) -> Iterator[None]:
+def trace_workers(pool: WorkerPool, profile: Profile, name: str) -> Iterator[None]:
     """Trace what the workers do inside, if `profile` is a folder; it is made.
 
     Args:

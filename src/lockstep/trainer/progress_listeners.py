@@ -12,7 +12,7 @@ from lockstep.worker import ProgressReport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.engine.base import OnProgress
+    from lockstep.engine.engine_protocol import OnProgress
     from lockstep.trainer.callback_list import CallbackList
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.worker import Report
@@ -34,7 +34,7 @@ class ProgressListeners:
 
     def __init__(self, callbacks: CallbackList, purpose: str, steps: StepMetrics) -> None:
         self._callbacks = callbacks
-        self._listeners = [each for each in callbacks if _listens(each)]
+        self._listeners = [each for each in callbacks if _overrides_on_progress(each)]
         self._steps = steps
         self._purpose = purpose
         self._began = self._told_at = time.monotonic()
@@ -42,7 +42,7 @@ class ProgressListeners:
         self._tell(ProgressReport())
 
     @property
-    def are_there(self) -> bool:
+    def has_listeners(self) -> bool:
         """A callback wants to know of this call."""
         return bool(self._listeners) or (self._purpose == "train" and self._steps.every > 0)
 
@@ -50,7 +50,7 @@ class ProgressListeners:
         """See `OnProgress`."""
         if progress.rows is not None and self._error is None:
             try:
-                self._steps.live(progress.rows, self._callbacks.step)
+                self._steps.take_live_rows(progress.rows, self._callbacks.step)
             except Exception as error:
                 self._error = error
         now = time.monotonic()
@@ -79,7 +79,7 @@ class ProgressListeners:
 
     def finish(self, reports: Sequence[Report]) -> None:
         """Tell of the steps that are left, and raise what a callback raised meanwhile."""
-        if not self.are_there:
+        if not self.has_listeners:
             return
         if self._error is None and self._purpose == "train":
             self._steps.finish(reports, self._callbacks.step)
@@ -87,11 +87,11 @@ class ProgressListeners:
             raise self._error
 
 
-def _listens(callback: Callback) -> bool:
+def _overrides_on_progress(callback: Callback) -> bool:
     return getattr(callback.on_progress, "__func__", None) is not Callback.on_progress
 
 
-def all_of(*listeners: OnProgress | None) -> OnProgress | None:
+def combine_listeners(*listeners: OnProgress | None) -> OnProgress | None:
     """One function for those that are there; None if there are none."""
     there = [each for each in listeners if each is not None]
 

@@ -15,7 +15,7 @@ from lockstep.errors import (
     ConfigurationError,
     NotAvailableError,
 )
-from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.argument_checks import is_positive_int, require
 from lockstep.trainer.run_state import refuse_another_run
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RunDirectory:
     """
 
     def __init__(self, folder: Any, every: Any, keep: Any, resume: Any, sync: str) -> None:
-        _check(folder, every, keep, resume)
+        _check_arguments(folder, every, keep, resume)
         self.every: int | None = every
         self.found: dict[str, Any] | None = None
         self._rotation: Rotation | None = None
@@ -85,7 +85,7 @@ class RunDirectory:
             fix='resume="auto" goes on from the newest; a new run takes an empty directory',
         )
 
-    def adjusted(self, spec: WorkerSpec, explicit: Mapping[str, Any]) -> WorkerSpec:
+    def adjust_spec(self, spec: WorkerSpec, explicit: Mapping[str, Any]) -> WorkerSpec:
         """`spec` with `num_shards` and `seed` of the state that was found.
 
         Args:
@@ -99,7 +99,7 @@ class RunDirectory:
         if self.found is not None:
             refuse_another_run(self.found, explicit)
         spec = replace(spec, checkpoint_every=self.every)
-        _refuse_uncollectable(spec)
+        _refuse_uncollectable_states(spec)
         if self.found is None:
             return spec
         shards = self.found.get("num_shards", spec.num_shards)
@@ -127,7 +127,7 @@ class RunDirectory:
         self.found = None  # as large as the model
 
 
-def _check(folder: Any, every: Any, keep: Any, resume: Any) -> None:
+def _check_arguments(folder: Any, every: Any, keep: Any, resume: Any) -> None:
     path_like = (str, os.PathLike)
     require(
         folder is None or isinstance(folder, path_like),
@@ -161,7 +161,7 @@ def _need_folder(every: Any, resume: Any) -> list[tuple[str, bool]]:
     return [("checkpoint_every", every is not None), ('resume="auto"', resume == "auto")]
 
 
-def _refuse_uncollectable(spec: WorkerSpec) -> None:
+def _refuse_uncollectable_states(spec: WorkerSpec) -> None:
     """Operators' own states are collected when all ranks have counted the same steps.
 
     Raises:

@@ -45,12 +45,12 @@ class RunState:
         return self._take(Worker.state_dict.with_args())
 
     def _take(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
-        state, spec = self._of_rank_0(call), self._pool.spec
+        state, spec = self._state_of_rank_0(call), self._pool.spec
         if spec.num_workers > 1 and spec.operator_cls._overrides("state_dict"):
             state["operator_by_rank"] = self._pool.call(Worker.operator_state.with_args())
         return state
 
-    def _of_rank_0(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
+    def _state_of_rank_0(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
         spec = self._pool.spec
         if spec.options.sync != "fsdp" or spec.num_workers == 1:
             return self._pool.call_rank_0(call)
@@ -73,13 +73,13 @@ class RunState:
         try:
             self._pool.call(Worker.apply_state.with_args(state))
         except BaseException:
-            if not self._pool.have_ended:
+            if not self._pool.has_ended:
                 self._pool.call(Worker.settle_state.with_args(keep=False))
             raise
         self._pool.call(Worker.settle_state.with_args(keep=True))
         self._pool.set_num_shards(int(state.get("num_shards", self._pool.spec.num_shards)))
-        self._steps.go_to(int(state.get("global_step", 0)))
-        self.give_back()
+        self._steps.restart_at(int(state.get("global_step", 0)))
+        self.update_users_objects()
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """See `TorchTrainer.save`."""
@@ -95,11 +95,11 @@ class RunState:
         self._pool.open_engine()
         self.load(checkpoint.read(os.fspath(path)))
 
-    def give_back(self) -> None:
+    def update_users_objects(self) -> None:
         """Objects handed over by `from_model` hold the trained state after every change."""
         absorb = getattr(self._pool.spec.operator_cls, "_load_into_instance", None)
         if absorb is not None and self._pool.local_operator() is None:
-            absorb(self._of_rank_0(Worker.state_dict.with_args()))
+            absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
 
 
 def refuse_another_run(state: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.keys import BATCH_COUNT
 from lockstep.metrics import merge
-from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.argument_checks import is_positive_int, require
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -37,23 +37,23 @@ class StepMetrics:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = callbacks
-        listening = [each for each in callbacks if _listens(each)]
+        listening = [each for each in callbacks if _overrides_on_step(each)]
         for each in listening:
             _require_every(each)
         self._listeners = [each for each in listening if each.every is not None]
         for each in self._listeners:
             require(is_positive_int(each.every), "every", each.every, "an int, 1 or more")
         self.every = math.gcd(*(each.every or 0 for each in self._listeners))
-        self.go_to(0)
+        self.restart_at(0)
 
-    def go_to(self, step: int) -> None:
+    def restart_at(self, step: int) -> None:
         """The run goes on from `step`, in whatever state was loaded."""
         self.written = step
         self._gathered: dict[Callback, list[dict[str, Any]]] = {
             each: [] for each in self._listeners
         }
 
-    def live(
+    def take_live_rows(
         self,
         rows: Sequence[tuple[int, Sequence[StepRow]]],
         tell: Callable[[Callback, int, dict[str, Any]], None],
@@ -87,16 +87,16 @@ class StepMetrics:
             found = [row for row in rows if row.step == step]
             self.written = step
             for callback, gathered in self._gathered.items():
-                gathered.append(_together([row.sums for row in found]))
+                gathered.append(_join_workers([row.sums for row in found]))
                 if step % (callback.every or 1) == 0:
-                    metrics = _means(gathered)
+                    metrics = _mean_over_steps(gathered)
                     gathered.clear()
                     if metrics:
                         epoch = max(row.epoch for row in found)
                         tell(callback, step, {**metrics, "epoch": epoch})
 
 
-def _listens(callback: Callback) -> bool:
+def _overrides_on_step(callback: Callback) -> bool:
     return getattr(callback.on_step, "__func__", None) is not Callback.on_step
 
 
@@ -113,12 +113,12 @@ def _require_every(callback: Callback) -> None:
     )
 
 
-def _together(sums: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _join_workers(sums: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Workers side by side: they share every global batch."""
     return {"sums": sums, BATCH_COUNT: max(each[BATCH_COUNT] for each in sums)}
 
 
-def _means(gathered: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _mean_over_steps(gathered: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Steps one after the other: means over all their samples; empty if nothing was told of."""
     merged = merge([each for row in gathered for each in row["sums"]])
     names = {name for row in gathered for each in row["sums"] for name in each["sums"]}

@@ -15,7 +15,7 @@ from lockstep.trainer.callbacks import Callback
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SIMILAR: Final = 0.86
+_SIMILARITY: Final = 0.86
 """`validation_batch` and `train_bach` are above it, `train_one_batch` and `log_loss` below."""
 
 _METHODS: Final = (
@@ -32,7 +32,7 @@ _METHODS: Final = (
 _SETTINGS: Final = ("joint_loss", "loss_reduction")
 """Methods and plain attributes that an operator may define."""
 
-_OTHERS: Final = {
+_NAMES_IN_OTHER_TRAINERS: Final = {
     "training_step": "compute_loss, or train_batch for a step of your own",
     "train_step": "compute_loss, or train_batch for a step of your own",
     "validation_step": "validate_batch",
@@ -57,21 +57,21 @@ _NOT_FOR_THE_LOOP: Final = {
 }
 """Methods that only a step of the user's own calls: the default loop does their work otherwise."""
 
-_HOOKS: Final = tuple(name for name in vars(Callback) if name.startswith("on_"))
+_CALLBACK_METHODS: Final = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
-def refuse_unused(cls: type[Any]) -> None:
+def refuse_unused_methods(cls: type[Any]) -> None:
     """Raise if an operator or callback class defines a method that would never be called.
 
     Raises:
         ConfigurationError: names the method, and the one that was meant.
     """
     if issubclass(cls, TrainingOperator):
-        _refuse_shadows(cls)
+        _refuse_shadowing(cls)
     _refuse_near_names(cls)
 
 
-def _refuse_shadows(cls: type[TrainingOperator]) -> None:
+def _refuse_shadowing(cls: type[TrainingOperator]) -> None:
     """Refuse overrides of what a trainer's arguments decide, and of methods that users call."""
     said = [name for name, value in vars(TrainingOperator).items() if isinstance(value, property)]
     for name in filter(cls._overrides, said):
@@ -106,27 +106,33 @@ def _refuse_near_names(cls: type[Any]) -> None:
             continue
         for name, value in vars(owner).items():
             is_known = hasattr(base, name) or name.startswith("_")
-            meant = None if is_known else _meant(name, value, base)
+            meant = None if is_known else _find_intended_name(name, value, base)
             if meant is None or _is_used(name, cls, base, owner):
                 continue
             raise ConfigurationError(
                 f"{cls.__name__}.{name} would never be used",
                 where=f"{owner.__module__}.{owner.__qualname__}",
-                expected=", ".join(_HOOKS if base is Callback else (*_METHODS, *_SETTINGS)),
+                expected=", ".join(
+                    _CALLBACK_METHODS if base is Callback else (*_METHODS, *_SETTINGS)
+                ),
                 fix=f"call it {meant}; or rename it, if it is for code of your own",
             )
 
 
-def _meant(name: str, value: Any, base: type[Any]) -> str | None:
+def _find_intended_name(name: str, value: Any, base: type[Any]) -> str | None:
     is_method = isinstance(value, FunctionType)
     if base is Callback:
         # By its prefix alone it is a hook: any likeness will do as advice.
         is_hook = is_method and name.startswith("on_")
-        return difflib.get_close_matches(name, _HOOKS, n=1, cutoff=0)[0] if is_hook else None
-    if is_method and name in _OTHERS:
-        return _OTHERS[name]
+        return (
+            difflib.get_close_matches(name, _CALLBACK_METHODS, n=1, cutoff=0)[0]
+            if is_hook
+            else None
+        )
+    if is_method and name in _NAMES_IN_OTHER_TRAINERS:
+        return _NAMES_IN_OTHER_TRAINERS[name]
     near = difflib.get_close_matches(
-        name, _METHODS if is_method else _SETTINGS, n=1, cutoff=_SIMILAR
+        name, _METHODS if is_method else _SETTINGS, n=1, cutoff=_SIMILARITY
     )
     return near[0] if near else None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
 from lockstep.parity import NO_NUMBERS, NOT_SYNCHRONISED, ParityReport, ParityRow, compare
-from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.argument_checks import is_positive_int, require
 from lockstep.trainer.call_errors import check_loader
 from lockstep.worker import verify
 
@@ -38,7 +38,7 @@ def refuse_unverifiable(spec: WorkerSpec) -> None:
     )
 
 
-def verified(pool: WorkerPool, num_steps: Any) -> ParityReport:
+def verify_steps(pool: WorkerPool, num_steps: Any) -> ParityReport:
     """See `TorchTrainer.verify`."""
     started, spec = pool.started, pool.spec
     require(is_positive_int(num_steps), "num_steps", num_steps, "a positive number of steps")
@@ -60,7 +60,9 @@ def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:
         found = [steps[number] for steps in by_rank]
         counts = {len(step.gradients) for step in (true, *found)}
         if len(counts) > 1:
-            raise _other_steps([len(step.gradients) for step in found], len(true.gradients))
+            raise _different_steps_error(
+                [len(step.gradients) for step in found], len(true.gradients)
+            )
         for event, expected in enumerate(true.gradients):
             gradients = [step.gradients[event] for step in found]
             wanted = expected if comparable else gradients[0]
@@ -73,7 +75,7 @@ def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:
         expected_weights = {name: true.weights[name] for name in true.weights if name in held}
         for row in compare(expected_weights, weights, tolerance=tolerance).rows:
             _note_weights(rows, row, _STEP_DIFFERS)
-    shown = rows.values() if comparable else map(_of_ranks_only, rows.values())
+    shown = rows.values() if comparable else map(_mark_as_ranks_only, rows.values())
     notes = dict.fromkeys(note for trial in trials for note in trial.notes)
     # The replicas of one process are the workers that the user asked for.
     workers = max(len(trials), spec.options.replicas)
@@ -99,11 +101,11 @@ def _note_weights(rows: dict[str, ParityRow], row: ParityRow, explanation: str) 
         rows[row.parameter] = replace(row, explanation=explanation)
 
 
-def _of_ranks_only(row: ParityRow) -> ParityRow:
+def _mark_as_ranks_only(row: ParityRow) -> ParityRow:
     return replace(row, explanation=_RANKS_ONLY) if row.ok else row
 
 
-def _other_steps(by_rank: Sequence[int], alone: int) -> NotAvailableError:
+def _different_steps_error(by_rank: Sequence[int], alone: int) -> NotAvailableError:
     return NotAvailableError(
         "the workers and one process did not step equally often, so nothing can be compared",
         expected=f"{alone} optimizer steps, as in one process",

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.trainer.call_errors import (
-    has_ended,
-    no_local_operator,
-    two_calls,
-    was_shut_down,
+    concurrent_call_error,
+    no_local_operator_error,
+    shut_down_error,
+    workers_ended_error,
 )
 from lockstep.worker import position
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.engine import Engine
-    from lockstep.engine.base import OnProgress
+    from lockstep.engine.engine_protocol import OnProgress
     from lockstep.operator import TrainingOperator
     from lockstep.worker import RemoteCall, StartReport, Worker, WorkerSpec
 
@@ -48,12 +48,12 @@ class WorkerPool:
             TrainerClosedError: there are no workers any more.
         """
         if not self.is_open:
-            raise was_shut_down()
+            raise shut_down_error()
         if self._engine.interrupted_by is not None:
             with self._one_call_at_a_time("a call"):
                 self._engine.undo_interrupted_call()
         if self._engine.ended is not None:
-            raise has_ended(self._engine.ended, self.spec) from self._engine.ended
+            raise workers_ended_error(self._engine.ended, self.spec) from self._engine.ended
         return self._engine
 
     def call(
@@ -78,7 +78,7 @@ class WorkerPool:
     def _one_call_at_a_time(self, name: str) -> Iterator[None]:
         """Two calls at once would take turns with the batches, the model and the metrics."""
         if not self._calling.acquire(blocking=False):
-            raise two_calls(name)
+            raise concurrent_call_error(name)
         try:
             yield
         finally:
@@ -125,7 +125,7 @@ class WorkerPool:
         """
         operator = self.local_operator()
         if operator is None:
-            raise no_local_operator()
+            raise no_local_operator_error()
         return operator
 
     def set_num_shards(self, num_shards: int) -> None:
@@ -139,7 +139,7 @@ class WorkerPool:
         return self._engine.ended or self._engine.interrupted_by
 
     @property
-    def have_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """There are no workers any more."""
         return self._engine.ended is not None
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker's life: process group, shards, the commit of a step."""
 
-from lockstep.worker.call_outcome import Outcome, add_rank, failure, is_peer_lost, shown_error
+from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
 from lockstep.worker.data_position import items_ahead, position, samples_of
 from lockstep.worker.group_formation import (
     Formation,
@@ -12,7 +12,7 @@ from lockstep.worker.group_formation import (
 )
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.parity_trial import Trial, verify
-from lockstep.worker.prediction import Predicted, predict
+from lockstep.worker.prediction import Prediction, predict
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.progress import ProgressReport, progress_of, rows_after
 from lockstep.worker.remote_method import (
@@ -22,7 +22,7 @@ from lockstep.worker.remote_method import (
     RemoteCall,
     RemoteMethod,
 )
-from lockstep.worker.report import Counted, Report, StartReport, lost_report
+from lockstep.worker.report import LoopCounts, Report, StartReport, report_of_lost_worker
 from lockstep.worker.snapshot import Snapshot
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.torch_profiler import start_tracing, stop_tracing
@@ -32,13 +32,13 @@ from lockstep.worker.worker_status import WorkerStatus, status_of
 __all__ = [
     "CallContract",
     "Communication",
-    "Counted",
     "Formation",
+    "LoopCounts",
     "LoopProgress",
     "LoopRequest",
     "OnFailure",
     "Outcome",
-    "Predicted",
+    "Prediction",
     "ProgressReport",
     "RemoteCall",
     "RemoteMethod",
@@ -53,18 +53,18 @@ __all__ = [
     "WorkerStatus",
     "add_rank",
     "arrival_key",
-    "failure",
+    "error_text",
+    "failed_outcome",
     "go_back_alone",
     "is_peer_lost",
     "items_ahead",
     "join",
-    "lost_report",
     "position",
     "predict",
     "progress_of",
+    "report_of_lost_worker",
     "rows_after",
     "samples_of",
-    "shown_error",
     "stand_down",
     "start_tracing",
     "status_of",

@@ -59,12 +59,12 @@ class BatchIterator:
         self._purpose = purpose
         self._rollback = rollback
         self.first_index = first_index
-        self._open: int | None = None
+        self._num_open_samples: int | None = None
         own_loop = purpose == "train" and operator._overrides("train_epoch")
         self._prefetched = PrefetchedBatches() if own_loop and cursor.source.joint else None
         self._state.step = StepContext(reduction, purpose, prefetched=self._prefetched)
-        self.delivered = 0
-        self.epoch_over = False
+        self.num_delivered = 0
+        self.is_epoch_over = False
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -75,22 +75,22 @@ class BatchIterator:
         if total is None:
             raise TypeError("this data has no length")
         left = total - self._cursor.step
-        return left if self._limit is None else min(left, self._limit - self.delivered)
+        return left if self._limit is None else min(left, self._limit - self.num_delivered)
 
     def __next__(self) -> Any:
         while True:
             self.commit()
-            if self._tally.at_boundary is not None:
-                self._tally.at_boundary()
-            at_limit = self._limit is not None and self.delivered >= self._limit
-            read = None if self.epoch_over or at_limit else self._cursor.take()
+            if self._tally.before_batch is not None:
+                self._tally.before_batch()
+            at_limit = self._limit is not None and self.num_delivered >= self._limit
+            read = None if self.is_epoch_over or at_limit else self._cursor.take()
             if read is None:
-                self.epoch_over = self.epoch_over or not at_limit
-                self._look_for_the_end()
-                self._note_the_end()
+                self.is_epoch_over = self.is_epoch_over or not at_limit
+                self._check_epoch_end()
+                self._note_end_of_data()
                 raise StopIteration
-            self._open = sum(part.num_samples for part in read.parts)
-            self.delivered += 1
+            self._num_open_samples = sum(part.num_samples for part in read.parts)
+            self.num_delivered += 1
             # Without parts no sample of the batch is this worker's, and no peer waits for it (see
             # `borrow`): a loop that takes plain batches does not hear of it.
             if read.parts or not self._cursor.source.joint:
@@ -115,17 +115,17 @@ class BatchIterator:
             # Without an open batch as well: a loop may step once more after its last one.
             stepped, step.stepped = step.stepped, []
             update_averages(state.registered, stepped)
-        if self._open is None:
+        if self._num_open_samples is None:
             return
         if training:
             refuse_left_out(self._operator)
         self._cursor.commit()
         self._tally.steps += 1
         if self._tally.steps > 0:
-            self._tally.samples += self._open
+            self._tally.samples += self._num_open_samples
         else:
             state.forget_counts()
-        self._open = None
+        self._num_open_samples = None
         state.step = step.between_batches()
         if training:
             state.committed += 1
@@ -137,7 +137,7 @@ class BatchIterator:
                 is_settled = self._rollback is None or self._rollback.is_settled
                 epoch = self._cursor.epochs_entered
                 state.step_log.commit(state.committed, epoch, is_settled=is_settled)
-        self._look_for_the_end()
+        self._check_epoch_end()
         if self._tally.on_commit is not None:
             self._tally.on_commit()
 
@@ -146,10 +146,10 @@ class BatchIterator:
         if step.closes_window or self._cursor.step % every == 0:
             self._cursor.window_start = self._cursor.step
 
-    def _look_for_the_end(self) -> None:
+    def _check_epoch_end(self) -> None:
         # A source of known length tells without reading on; the others tell by running out.
         if self._cursor.step == self._cursor.source.steps_per_epoch:
-            self.epoch_over = True
+            self.is_epoch_over = True
 
     def _deliver(self, read: Step) -> Any:
         """Make the context of a batch that was read, tell the synchronisation, and hand it out.
@@ -180,7 +180,7 @@ class BatchIterator:
         if training and step.is_borrowed:
             refuse_borrowed(self._operator)
         if sync is not None:
-            step.weight = self._weight(sync, shards[0].num_samples)
+            step.weight = self._weight_of_plain_backward(sync, shards[0].num_samples)
             sync.set_delivered_weight(step.weight)
         shards[0].seed_randomness()
         return shards[0].batch
@@ -197,7 +197,7 @@ class BatchIterator:
         closes = is_full or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
 
-    def _weight(self, sync: Synchroniser, samples: int) -> int | WeightError:
+    def _weight_of_plain_backward(self, sync: Synchroniser, samples: int) -> int | WeightError:
         """The weight of a plain backward: this batch's samples, or an error if the loop has read
         batches ahead that count differently."""
         ahead = self._prefetched
@@ -208,6 +208,6 @@ class BatchIterator:
             return samples
         return ahead.unknown_weight(rank_and_step(self._operator))
 
-    def _note_the_end(self) -> None:
+    def _note_end_of_data(self) -> None:
         if self._prefetched is not None and self._state.sync is not None:
             self._prefetched.note_the_end(self._state.sync.rounds)

@@ -46,7 +46,7 @@ class Outcome:
         return exception
 
 
-def failure(rank: int, error: BaseException) -> Outcome:
+def failed_outcome(rank: int, error: BaseException) -> Outcome:
     """`error` as an outcome; it is left without traceback, so that its frames can go."""
     trace = _users_trace(error)
     peer_lost = is_peer_lost(error)
@@ -56,7 +56,7 @@ def failure(rank: int, error: BaseException) -> Outcome:
         # Not by assignment, which a user's class may refuse (a frozen dataclass does).
         BaseException.with_traceback(link, None)
     notes = (*getattr(error, "__notes__", ()), _rank_note(rank, trace))
-    return Outcome(error=_portable(error, rank), notes=notes, peer_lost=peer_lost)
+    return Outcome(error=_to_picklable(error, rank), notes=notes, peer_lost=peer_lost)
 
 
 def _users_trace(error: BaseException) -> str | None:
@@ -99,16 +99,16 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _portable(error: BaseException, rank: int) -> bytes:
+def _to_picklable(error: BaseException, rank: int) -> bytes:
     instead = WorkerFailedError(
         f"a worker raised {type(error).__name__}, which cannot travel between processes",
         where=f"rank {rank}",
-        got=shown_error(error),
+        got=error_text(error),
     )
     return dumps_exception(error, instead)
 
 
-def shown_error(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The text of `error`, or its class where the class's own `__str__` fails."""
     try:
         return str(error) or repr(error)

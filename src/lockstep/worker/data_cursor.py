@@ -156,4 +156,4 @@ class Tally:
     steps: int = 0
     samples: int = 0
     on_commit: Callable[[], None] | None = None
-    at_boundary: Callable[[], None] | None = None
+    before_batch: Callable[[], None] | None = None

@@ -54,7 +54,7 @@ class DatasetSwitch:
             cursor.move_to(self.position["epoch"], self.position["step"])
         self.is_open, self.position = True, None
         cursors["train"] = cursor
-        _expect(operator, batches.batch_size)
+        _expect_weight(operator, batches.batch_size)
 
     def end(self, operator: TrainingOperator, cursors: dict[str, Cursor]) -> None:
         """Let `cursors["train"]` read the operator's own loader again, where it was left."""
@@ -63,11 +63,11 @@ class DatasetSwitch:
         cursors.pop("train").close()
         if self.loader is not None:
             cursors["train"] = self.loader
-            _expect(operator, self.loader.source.global_batch_size)
+            _expect_weight(operator, self.loader.source.global_batch_size)
         self.loader, self.is_open = None, False
 
 
-def _expect(operator: TrainingOperator, weight: int | None) -> None:
+def _expect_weight(operator: TrainingOperator, weight: int | None) -> None:
     sync = operator._lockstep.sync
     if sync is not None:
         sync.expect_weight(weight)

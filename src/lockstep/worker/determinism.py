@@ -15,16 +15,16 @@ from lockstep._torch_compat import COMPILERS_SETTINGS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_READ_AT_START: Final = {
+_ENVIRONMENT: Final = {
     "TORCHINDUCTOR_DETERMINISTIC": "1",  # when the compiler is imported
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # when cuBLAS starts; as torch asks for
 }
-_WARNS: Final = 1
+_WARN: Final = 1
 _ERROR: Final = 2
 
 
 @contextmanager
-def deterministic(threads: int | None) -> Iterator[None]:
+def deterministic_mode(threads: int | None) -> Iterator[None]:
     """Deterministic algorithms, and `threads` threads for an operation, inside the block.
 
     How a sum is split over threads is part of its bits, so a worker in the driver's process
@@ -32,8 +32,8 @@ def deterministic(threads: int | None) -> Iterator[None]:
     """
     mode = torch.get_deterministic_debug_mode()
     benchmark, count = torch.backends.cudnn.benchmark, torch.get_num_threads()
-    unset = _READ_AT_START.keys() - os.environ.keys()
-    os.environ.update({name: _READ_AT_START[name] for name in unset})
+    unset = _ENVIRONMENT.keys() - os.environ.keys()
+    os.environ.update({name: _ENVIRONMENT[name] for name in unset})
     _set_mode(_ERROR)
     torch.backends.cudnn.benchmark = False
     if threads is not None:
@@ -51,6 +51,6 @@ def deterministic(threads: int | None) -> Iterator[None]:
 def _set_mode(mode: int) -> None:
     """As `use_deterministic_algorithms`, which imports the compiler to tell it: seconds."""
     if COMPILERS_SETTINGS in sys.modules:
-        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == _WARNS)
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == _WARN)
     else:
         torch.set_deterministic_debug_mode(mode)

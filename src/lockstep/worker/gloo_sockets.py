@@ -40,18 +40,18 @@ class GlooSockets:
 
     def __init__(self, generation: int | None = None) -> None:
         self.generation = generation
-        self._opened: dict[_Socket, tuple[int, int]] = {}
-        self._to_ranks: set[_Socket] = set()
+        self._new_sockets: dict[_Socket, tuple[int, int]] = {}
+        self._peer_sockets: set[_Socket] = set()
         self._groups: list[Group] = []
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
+    def record_new_sockets(self) -> Iterator[None]:
         """Inside, a group is formed."""
         before = _connected_sockets()
         yield
-        self._opened = {key: v for key, v in _connected_sockets().items() if key not in before}
+        self._new_sockets = {key: v for key, v in _connected_sockets().items() if key not in before}
 
-    def learn(self, group: Group) -> None:
+    def find_peer_sockets(self, group: Group) -> None:
         """Find out which of the sockets that were opened lead to other ranks of `group`.
 
         Gradient:
@@ -64,23 +64,23 @@ class GlooSockets:
             PeerLostError: another rank went away.
         """
         self._groups = [one for one in self._groups if not one.is_closed] + [group]
-        opened, self._opened = self._opened, {}
+        opened, self._new_sockets = self._new_sockets, {}
         ports = group.exchange([local for local, _ in opened.values()])
         others = {port for rank, part in enumerate(ports) if rank != group.rank for port in part}
-        self._to_ranks |= {key for key, (_, remote) in opened.items() if remote in others}
+        self._peer_sockets |= {key for key, (_, remote) in opened.items() if remote in others}
 
     def forget(self) -> None:
         """The groups are left: gloo closes their sockets."""
-        self._to_ranks = set()
+        self._peer_sockets = set()
 
     def shut_down(self) -> None:
         """End all waits for other ranks; from any thread. The groups are of no use afterwards.
 
-        These are the run's group, and the groups of copies beside the run (`Worker.copied`).
+        These are the run's group, and the groups of copies beside the run (`Worker.make_copy`).
         """
         for group in self._groups:
             group.give_up()
-        for descriptor, inode in list(self._to_ranks):
+        for descriptor, inode in list(self._peer_sockets):
             with suppress(OSError):  # it was closed meanwhile
                 if os.fstat(descriptor).st_ino == inode:
                     _with_socket(descriptor, lambda one: one.shutdown(socket.SHUT_RDWR))

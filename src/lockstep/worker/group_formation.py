@@ -103,24 +103,24 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
     survivor = stand_down(worker, interrupted, is_given_up=True)
     if survivor.point is None:
         return survivor
-    stage = worker.operator._lockstep
-    stage.context = replace(stage.context, group=Group(None, stage.context.device))
+    state = worker.operator._lockstep
+    state.context = replace(state.context, group=Group(None, state.context.device))
     worker.snapshots.forget()
-    rejoin(worker.run, stage.context, stage.committed)
+    rejoin(worker.run, state.context, state.committed)
     worker.expect_usual_weight()
-    worker.watch_from(stage.committed)
+    worker.attach_audit(state.committed)
     return survivor
 
 
 def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
-    holds_own_part = worker.holds_own_part
+    holds_unreduced_gradients = worker.holds_unreduced_gradients
     worker.leave()
     if not worker.has_state:
         return SurvivorState(None)
     # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
     call = worker.loop_run if interrupted is not None else None
-    if holds_own_part:
+    if holds_unreduced_gradients:
         # No other rank has these gradients, and those of a lost worker are lost: all ranks begin
         # the window anew.
         if call is not None and interrupted == "train":
@@ -163,26 +163,26 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
         PeerLostError: a rank did not come, or went away.
         ReplicasDifferError: the ranks do not hold the same state; on every rank.
     """
-    _take_place(worker, rank, formation)
+    _join_group(worker, rank, formation)
     operator, group = worker.operator, worker.operator._lockstep.context.group
     if formation.stale:
-        _hand_over(worker, group, rank, formation)
+        _transfer_state(worker, group, rank, formation)
     worker.snapshots.forget()
     rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     state_broadcast.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
     group.confirm()
-    worker.watch_from(operator._lockstep.committed)
+    worker.attach_audit(operator._lockstep.committed)
 
 
-def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
+def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
     operator = worker.operator
     worker.take_rank(rank, formation.size)
     before = operator._lockstep.context
-    if worker.before_meeting is not None:
-        worker.before_meeting()
-    group = worker.meet(formation.rendezvous, before.device)
+    if worker.before_first_collective is not None:
+        worker.before_first_collective()
+    group = worker.join_group(formation.rendezvous, before.device)
     assignment = worker.shard_assignment_of(before.shard_assignment)
     operator._lockstep.context = replace(
         before,
@@ -195,51 +195,51 @@ def _take_place(worker: Worker, rank: int, formation: Formation) -> None:
         server_address=formation.rendezvous.server_address,
     )
     if assignment != before.shard_assignment:
-        _reopen(worker, operator)
+        _reopen_loaders(worker, operator)
 
 
-def _reopen(worker: Worker, operator: TrainingOperator) -> None:
+def _reopen_loaders(worker: Worker, operator: TrainingOperator) -> None:
     for purpose, cursor in worker.cursors.items():
         cursor.use(open_source(operator, operator._lockstep.loaders[purpose], purpose))
 
 
-def _hand_over(worker: Worker, group: Group, rank: int, formation: Formation) -> None:
+def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formation) -> None:
     if rank == formation.source:
-        state_broadcast.send(group, _everything(worker))
+        state_broadcast.send(group, _full_state(worker))
     elif rank in formation.stale:
         worker.has_state = False
-        _take_over(worker, state_broadcast.receive(group, formation.source))
+        _load_full_state(worker, state_broadcast.receive(group, formation.source))
         worker.has_state = True
     else:
         state_broadcast.decline(group, formation.source)
 
 
-def _everything(worker: Worker) -> dict[str, Any]:
+def _full_state(worker: Worker) -> dict[str, Any]:
     """What a rank needs to go on as this one: the state of a checkpoint, and what it leaves out."""
-    run, carried = worker.run, worker.carried
+    run, window_gradients = worker.run, worker.window_gradients
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
         "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
-        "carried": None if carried is None else list(carried.gradients),
+        "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
         "owed": worker.owed,
-        "written": worker.written,
+        "written_parameters": worker.written_parameters,
     }
 
 
-def _take_over(worker: Worker, given: dict[str, Any]) -> None:
-    worker.go_to(given["state"])
+def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
+    worker.load_state(full_state["state"])
     run: TrainingParts = worker.run
-    for parameter, flag in zip(run.parameters(), given["requires_grad"], strict=True):
+    for parameter, flag in zip(run.parameters(), full_state["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    for mine, theirs in zip(_buffers(run), given["buffers"], strict=True):
+    for mine, theirs in zip(_buffers(run), full_state["buffers"], strict=True):
         mine.data = theirs.to(mine.device, copy=True)
-    worker.operator._lockstep.weighed_by = dict(given["weighed_by"])
-    if given["carried"] is not None:
-        worker.carried = SavedGradients(given["carried"])
-    worker.owed = given["owed"]
-    worker.expect_written(given["written"])
+    worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
+    if full_state["window_gradients"] is not None:
+        worker.window_gradients = SavedGradients(full_state["window_gradients"])
+    worker.owed = full_state["owed"]
+    worker.expect_written_parameters(full_state["written_parameters"])
 
 
 def _buffers(run: TrainingParts) -> list[torch.Tensor]:

@@ -48,7 +48,7 @@ class InPlaceWriteTracker:
         self._has_missed = False
         self._steps_left = _STEPS
         # Not traced: of a compiled step every counter would be a guard.
-        hook = outside_graphs(lambda *_: self._look())
+        hook = outside_graphs(lambda *_: self._find_writes())
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(hook) for optimizer in optimizers
         ]
@@ -79,7 +79,7 @@ class InPlaceWriteTracker:
 
     def has_missed(self) -> bool:
         """Before an optimizer stepped, the batch wrote to a weight of which there is no copy."""
-        return self._misses(self._moved()) if self._is_ahead_of_step else self._has_missed
+        return self._has_no_copy(self._find_moved()) if self._is_ahead_of_step else self._has_missed
 
     def restore(self) -> None:
         """Undo what the batches since `take` wrote; the steps of optimizers are not undone here."""
@@ -87,18 +87,18 @@ class InPlaceWriteTracker:
             if self._is_ahead_of_step or held in self._found:
                 overwrite([held], [value])
 
-    def _misses(self, moved: Iterable[nn.Parameter]) -> bool:
+    def _has_no_copy(self, moved: Iterable[nn.Parameter]) -> bool:
         return any(parameter not in self._held for parameter in moved)
 
-    def _moved(self) -> list[nn.Parameter]:
+    def _find_moved(self) -> list[nn.Parameter]:
         pairs = zip(self._parameters, self._versions, strict=True)
         return [parameter for parameter, version in pairs if version_of(parameter) != version]
 
-    def _look(self) -> None:
+    def _find_writes(self) -> None:
         if not self._is_ahead_of_step:
             return
-        moved = self._moved()
-        self._has_missed, self._is_ahead_of_step = self._misses(moved), False
+        moved = self._find_moved()
+        self._has_missed, self._is_ahead_of_step = self._has_no_copy(moved), False
         self.expect(moved)
         if self._steps_left:
             self._steps_left -= 1

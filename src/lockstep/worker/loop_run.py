@@ -25,7 +25,7 @@ from lockstep.randomness import preserved
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.data_cursor import Tally
-from lockstep.worker.report import Counted, Report
+from lockstep.worker.report import LoopCounts, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -124,14 +124,14 @@ class LoopRun:
         self.is_over = False
         self._shards = self._state.context.shard_assignment.shards
         self._pass_began = 0
-        self._deliveries: BatchIterator | None = None
+        self._batches: BatchIterator | None = None
         self._counted_at = time.monotonic()
-        self.counted: Counted | None = None
+        self.counted: LoopCounts | None = None
         # A worker that joins in the middle has not computed the steps before.
         progress = request.interrupted_at
         self._steps_of_others = 0 if progress is None else progress.steps
         if progress is not None:
-            self._take_over(progress)
+            self._set_progress(progress)
         self._metrics: list[dict[str, Any]] = []
         self._summaries: list[dict[str, Any] | None] = []
         self._samples_by_pass: list[int] = []
@@ -166,19 +166,19 @@ class LoopRun:
         samples = self.cursor.source.samples_of(self._shards, first, missed) or 0
         self.tally.samples += samples
         self._state.meters.n += samples
-        self._take_over(progress)
+        self._set_progress(progress)
 
-    def _take_over(self, progress: LoopProgress) -> None:
+    def _set_progress(self, progress: LoopProgress) -> None:
         self.first_epoch, self.first_step = progress.epoch, progress.step
         self.tally.steps, self.is_over = progress.steps, progress.is_over
         self._pass_began = progress.pass_began
 
     def finish_step(self) -> None:
         """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
-        assert self._deliveries is not None
+        assert self._batches is not None
         if not self._state.step.has_scheduled:
             step_batch_schedulers(self._state, self._info)
-        self._deliveries.commit()
+        self._batches.commit()
 
     def note_counts(self) -> None:
         """Copy the counts now and then: another thread reads the copy, and must not read meters."""
@@ -187,7 +187,7 @@ class LoopRun:
             return  # reading a number would make the host wait for the device
         self._counted_at = now
         sums = self._state.meters.state()
-        self.counted = Counted(self.tally.samples, sums)
+        self.counted = LoopCounts(self.tally.samples, sums)
 
     def rewind(self) -> None:
         """Move back to the position at which the call began."""
@@ -204,10 +204,10 @@ class LoopRun:
         reduction = ReductionContext(self._state.context.group, averages=averages)
         with preserved(), self._arithmetic(), activate(reduction):
             while not self.is_over:
-                self.is_over = self._pass(reduction)
+                self.is_over = self._run_pass(reduction)
         return self.report()
 
-    def _pass(self, reduction: ReductionContext) -> bool:
+    def _run_pass(self, reduction: ReductionContext) -> bool:
         """One pass over (the rest of) an epoch; whether it was the last one."""
         operator, cursor, tally = self._operator, self.cursor, self.tally
         purpose, num_steps = self.request.purpose, self.request.num_steps
@@ -219,7 +219,7 @@ class LoopRun:
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
         left = None if num_steps is None else num_steps - tally.steps
-        deliveries = BatchIterator(
+        batches = BatchIterator(
             operator,
             cursor,
             tally,
@@ -229,26 +229,26 @@ class LoopRun:
             rollback=self._rollback,
             first_index=tally.steps - self._pass_began,
         )
-        self._deliveries = deliveries
-        metrics = self._loop(deliveries)
-        deliveries.commit()
+        self._batches = batches
+        metrics = self._run_operators_loop(batches)
+        batches.commit()
         self._metrics.append(metrics)
         self._summaries.append(self._state.summary)
         self._pass_began = tally.steps
         self._samples_by_pass.append(tally.samples - sum(self._samples_by_pass))
-        if deliveries.epoch_over:
+        if batches.is_epoch_over:
             self._end_epoch()
         finished = num_steps is None or tally.steps >= num_steps
-        return finished or not deliveries.epoch_over or deliveries.delivered == 0
+        return finished or not batches.is_epoch_over or batches.num_delivered == 0
 
-    def _loop(self, deliveries: BatchIterator) -> dict[str, Any]:
+    def _run_operators_loop(self, batches: BatchIterator) -> dict[str, Any]:
         operator = self._operator
         if self.request.purpose == "validation":
-            result = operator.validate(deliveries, dict(self.request.info))
+            result = operator.validate(batches, dict(self.request.info))
             return checked_metrics(operator, "validate", result)
         self._info["epoch_idx"] = self.cursor.epoch
         with naming_nan_origin(operator):
-            result = operator.train_epoch(deliveries, self._info)
+            result = operator.train_epoch(batches, self._info)
         return checked_metrics(operator, "train_epoch", result)
 
     def _end_epoch(self) -> None:

@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Final
 
-_ADDRESS_OF_INTERFACE: Final = 0x8915
+_SIOCGIFADDR: Final = 0x8915
 """Linux' SIOCGIFADDR."""
 
 
@@ -27,7 +27,7 @@ def interface_towards(host: str, port: int) -> str | None:
         own = socket.inet_aton(way.getsockname()[0])
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(way, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
+                found = fcntl.ioctl(way, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
                 continue  # it has no address
             if found[20:24] == own:

@@ -13,7 +13,7 @@ from lockstep.data.batch_rows import content_digest
 from lockstep.operator.non_finite_check import is_given_closure
 from lockstep.randomness import RandomState, preserved
 from lockstep.sync import is_local
-from lockstep.worker.state import copied
+from lockstep.worker.state_dict import copy_to_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Recorded:
+class StepRecord:
     """One step of a trial.
 
     Attributes:
@@ -38,7 +38,7 @@ class Recorded:
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     linear: frozenset[str] = frozenset()
-    drew: bool = False
+    has_drawn: bool = False
 
     def digest(self) -> str:
         """Equal for two ranks if everything in it is the same, bit for bit."""
@@ -57,22 +57,22 @@ class OptimizerRecorder:
 
     def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
         self._operator = operator
-        self._names = names(run)
-        self._current = Recorded()
+        self._names = parameter_names(run)
+        self._current = StepRecord()
         linear = set()
         for optimizer in run.optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
             if type(optimizer) is torch.optim.SGD:
-                linear |= {name for name, _ in self._held(optimizer)}
+                linear |= {name for name, _ in self._named_parameters(optimizer)}
         self._linear = frozenset(linear)
 
-    def take(self) -> Recorded:
+    def take(self) -> StepRecord:
         """The record of the steps since the last call."""
-        taken, self._current = self._current, Recorded()
+        taken, self._current = self._current, StepRecord()
         taken.linear = self._linear
         for parameter, name in self._names.values():
-            taken.weights[name] = copied(parameter)
+            taken.weights[name] = copy_to_cpu(parameter)
         return taken
 
     def _before(
@@ -89,22 +89,24 @@ class OptimizerRecorder:
             self._record(optimizer)
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
-        held = self._held(optimizer)
+        held = self._named_parameters(optimizer)
         self._current.gradients.append(
-            {name: None if p.grad is None else copied(p.grad) for name, p in held}
+            {name: None if p.grad is None else copy_to_cpu(p.grad) for name, p in held}
         )
         delivered = self._operator._lockstep.step.delivered
         if delivered is not None:
-            self._current.drew |= _has_drawn_since(delivered.seed)
+            self._current.has_drawn |= _has_drawn_since(delivered.seed)
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named_parameters(
+        self, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in self._names:
                     yield self._names[id(parameter)][1], parameter
 
 
-def names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
+def parameter_names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
     """The parameters that workers share, by identity, each with the name that a user knows."""
     count = len(run.models)
     prefixes = [""] if count == 1 else [f"models[{number}]." for number in range(count)]

@@ -21,7 +21,7 @@ from lockstep.errors import NotAvailableError
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
 from lockstep.randomness import preserved
 from lockstep.worker.loop_run import LoopRequest
-from lockstep.worker.optimizer_recorder import OptimizerRecorder, Recorded
+from lockstep.worker.optimizer_recorder import OptimizerRecorder, StepRecord
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class Trial:
         notes: what was turned off.
     """
 
-    steps: list[Recorded] | None
-    truth: list[Recorded] | None
+    steps: list[StepRecord] | None
+    truth: list[StepRecord] | None
     is_comparable: bool
     inconclusive: str
     notes: list[str]
@@ -75,15 +75,15 @@ def verify(worker: Worker, num_steps: int) -> Trial:
         An error of the operator's own; the run is as it was.
     """
     with preserved(), ExitStack() as ends:
-        workers = _TrialCopy(worker.copied(worker.spec, alone=False))
+        workers = _TrialCopy(worker.make_copy(worker.spec, alone=False))
         ends.callback(workers.copy.stop)
-        workers.copy.go_to(worker.state_dict())
+        workers.copy.load_state(worker.state_dict())
         # The state of a user's own class may differ between ranks; the one process has rank 0's.
-        process = _OneProcess(worker) if worker.rank == 0 else None
+        process = _OneProcessReference(worker) if worker.rank == 0 else None
         if process is not None:
             ends.callback(process.end)
-        steps: list[Recorded] = []
-        truth: list[Recorded] = []
+        steps: list[StepRecord] = []
+        truth: list[StepRecord] = []
         for _ in range(num_steps):
             state = workers.copy.state_dict()
             steps.append(workers.step())
@@ -108,7 +108,7 @@ class _TrialCopy:
     def __init__(self, copy: Worker) -> None:
         self.copy = copy
         try:
-            with copy.in_its_world():
+            with copy.as_default_group():
                 copy.build_as_trial()
             run = copy.run
             self._pinned = [note for module in run.plain_modules() for note in pin(module)]
@@ -143,35 +143,35 @@ class _TrialCopy:
         operator = self.copy.operator
         return not operator._overrides_loop() and not operator.joint_loss
 
-    def step(self) -> Recorded:
+    def step(self) -> StepRecord:
         """Train on one window of global batches: one optimizer step of the default loop."""
-        with self.copy.in_its_world(), self._dropout:
+        with self.copy.as_default_group(), self._dropout:
             while True:
                 self.copy.train(LoopRequest("train", 1, False, {}))
                 if not self.copy.cursors["train"].has_open_window:
                     return self._recorder.take()
 
 
-class _OneProcess:
+class _OneProcessReference:
     """The reference: one process takes the global batch at once, or if it must, by shards."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.inconclusive = ""
         self.is_comparable = True
-        self._trial = self._open(ONE_PROCESS)
+        self._trial = self._open_copy(ONE_PROCESS)
         self._is_whole = True
 
-    def _open(self, way: str) -> _TrialCopy:
+    def _open_copy(self, way: str) -> _TrialCopy:
         spec = self._worker.spec
         options = replace(spec.options, sync=way, reproducible=False)
         alone = replace(spec, num_workers=1, options=options)
-        return _TrialCopy(self._worker.copied(alone, alone=True))
+        return _TrialCopy(self._worker.make_copy(alone, alone=True))
 
-    def step(self, state: Mapping[str, Any]) -> Recorded:
+    def step(self, state: Mapping[str, Any]) -> StepRecord:
         try:
-            recorded = self._taken(state)
-            depends = recorded.drew or self._trial.depends_on_split
+            recorded = self._step_from(state)
+            depends = recorded.has_drawn or self._trial.depends_on_split
             if not depends or not self._is_whole or not self.is_comparable:
                 return recorded
             if not self._trial.computes_shards_apart:
@@ -179,15 +179,15 @@ class _OneProcess:
                 self.inconclusive = _RANKS_ONLY
                 return recorded
             self._trial.copy.stop()
-            self._trial, self._is_whole = self._open(ONE_PROCESS_BY_SHARD), False
+            self._trial, self._is_whole = self._open_copy(ONE_PROCESS_BY_SHARD), False
             self.inconclusive = _BY_SHARD
-            return self._taken(state)
+            return self._step_from(state)
         except Exception as error:
             error.add_note("raised while one process computed the workers' global batch")
             raise
 
-    def _taken(self, state: Mapping[str, Any]) -> Recorded:
-        self._trial.copy.go_to(state)
+    def _step_from(self, state: Mapping[str, Any]) -> StepRecord:
+        self._trial.copy.load_state(state)
         return self._trial.step()
 
     def end(self) -> None:

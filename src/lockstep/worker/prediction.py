@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Prediction:
     """What came out for one shard of one global batch.
 
     Attributes:
@@ -50,7 +50,7 @@ class Predicted:
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)
-def predict(worker: Worker, loader: Any) -> list[Predicted]:
+def predict(worker: Worker, loader: Any) -> list[Prediction]:
     """Run the operator's `predict_batch` on this worker's shards of `loader`.
 
     Collective:
@@ -62,9 +62,9 @@ def predict(worker: Worker, loader: Any) -> list[Predicted]:
     parts = BatchParts.JOINT if in_one_batch else BatchParts.BY_SHARD
     source = ShardedLoader(loader, assignment, parts=parts, keeps_last=True, keeps_generators=False)
     try:
-        with preserved(), worker.arithmetic(), torch.no_grad(), _evaluating(run):
+        with preserved(), worker.arithmetic(), torch.no_grad(), _eval_mode(run):
             return [
-                _predicted(operator, step.index, part, assignment)
+                _predict_part(operator, step.index, part, assignment)
                 for step in _read(source.batches(epoch=0))
                 for part in step.parts
             ]
@@ -82,9 +82,9 @@ def _read(steps: Iterator[Step]) -> Iterator[Step]:
         yield step
 
 
-def _predicted(
+def _predict_part(
     operator: TrainingOperator, step: int, part: LoadedPart, assignment: ShardAssignment
-) -> Predicted:
+) -> Prediction:
     shard = ShardBatch.of(part, assignment.seed, "predict", epoch=0, step=step)
     state = operator._lockstep
     context = StepContext(ReductionContext(state.context.group), "predict", (shard,))
@@ -92,11 +92,11 @@ def _predicted(
     with state.precision.autocast(), context.computing(shard, per_shard=per_shard):
         batch = operator.to_device(shard.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
-    output = tree_map(_to_travel, output)
-    return Predicted(step, shard.shard, part.indices, part.num_samples, output)
+    output = tree_map(_to_sendable, output)
+    return Prediction(step, shard.shard, part.indices, part.num_samples, output)
 
 
-def _to_travel(leaf: Any) -> Any:
+def _to_sendable(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     moved = leaf.detach().to(_CPU)
@@ -106,7 +106,7 @@ def _to_travel(leaf: Any) -> Any:
 
 
 @contextmanager
-def _evaluating(run: TrainingParts) -> Iterator[None]:
+def _eval_mode(run: TrainingParts) -> Iterator[None]:
     """Modules in evaluation mode; afterwards each in the mode that it was in."""
     modes = [(each, each.training) for module in run.modules() for each in module.modules()]
     run.set_training(False)

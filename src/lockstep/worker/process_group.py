@@ -76,14 +76,14 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
             " torch.distributed.init_process_group",
             fix="leave it out: the workers' group becomes the default group by itself",
         )
-    with _gloo_within_reach(rendezvous), _excepthook_kept():
+    with _choose_gloo_interface(rendezvous), _preserve_excepthook():
         try:
-            return _met(rendezvous, rank, world_size, device)
+            return _connect(rendezvous, rank, world_size, device)
         except RuntimeError as error:
-            raise _did_not_meet(error, rank, world_size) from error
+            raise _rendezvous_error(error, rank, world_size) from error
 
 
-def _did_not_meet(error: RuntimeError, rank: int, world_size: int) -> PeerLostError:
+def _rendezvous_error(error: RuntimeError, rank: int, world_size: int) -> PeerLostError:
     return PeerLostError(
         "the ranks did not meet",
         where=f"rank {rank} of {world_size}",
@@ -93,8 +93,8 @@ def _did_not_meet(error: RuntimeError, rank: int, world_size: int) -> PeerLostEr
     )
 
 
-def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
-    tcp_store = _drivers_store(rendezvous)
+def _connect(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
+    tcp_store = _connect_to_store(rendezvous)
     tcp_store.set(arrival_key(rank), "here")
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
     if rendezvous.as_default:
@@ -110,7 +110,7 @@ def _met(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.devic
     return _raw_group(rendezvous, store, rank, world_size)
 
 
-def _drivers_store(rendezvous: Rendezvous) -> TCPStore:
+def _connect_to_store(rendezvous: Rendezvous) -> TCPStore:
     timeout = timedelta(seconds=rendezvous.timeout_s)
     return TCPStore(
         rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
@@ -144,7 +144,7 @@ def form_second_group(
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     backend = rendezvous.backend
-    with _gloo_within_reach(rendezvous):
+    with _choose_gloo_interface(rendezvous):
         try:
             if rendezvous.as_default and alone:
                 return dist.new_group(
@@ -155,10 +155,10 @@ def form_second_group(
             if alone:
                 return None
             prefix = f"generation-{rendezvous.generation}-{name}"
-            store = PrefixStore(prefix, _drivers_store(rendezvous))
+            store = PrefixStore(prefix, _connect_to_store(rendezvous))
             return _raw_group(rendezvous, store, rank, world_size)
         except RuntimeError as error:
-            raise _did_not_meet(error, rank, world_size) from error
+            raise _rendezvous_error(error, rank, world_size) from error
 
 
 class HasGroup(Protocol):
@@ -169,7 +169,7 @@ class HasGroup(Protocol):
 
 
 @contextmanager
-def taken_for_world(member: HasGroup) -> Iterator[None]:
+def use_as_default_group(member: HasGroup) -> Iterator[None]:
     """Inside, torch's default group is `member`'s, if it is one that torch keeps a list of.
 
     What users' code asks of the default group (`SyncBatchNorm`, `dist.all_reduce`) then goes
@@ -193,7 +193,7 @@ def arrival_key(rank: int) -> str:
 
 
 @contextmanager
-def _excepthook_kept() -> Iterator[None]:
+def _preserve_excepthook() -> Iterator[None]:
     """torch writes the rank before every later traceback, also in a driver that hosts rank 0."""
     before = sys.excepthook
     try:
@@ -203,7 +203,7 @@ def _excepthook_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _gloo_within_reach(rendezvous: Rendezvous) -> Iterator[None]:
+def _choose_gloo_interface(rendezvous: Rendezvous) -> Iterator[None]:
     """Let gloo listen where the other ranks reach it, and on one machine nowhere else.
 
     By itself gloo would look up the machine's own name and listen on whatever address it finds:
@@ -237,13 +237,13 @@ def leave_group(held: list[Any]) -> threading.Thread:
     Returns:
         The thread, after which they are closed.
     """
-    _forget(held[0])
+    _drop_torch_references(held[0])
     closing = threading.Thread(target=held.clear, name="lockstep-closes-group")
     closing.start()
     return closing
 
 
-def _forget(group: Any) -> None:
+def _drop_torch_references(group: Any) -> None:
     """Drop torch's references to `group`. Ranks that wait on NCCL are freed by the abort."""
     abort_nccl(group)
     if isinstance(group, dist.ProcessGroup):

@@ -130,11 +130,11 @@ class RemoteCall(Generic[W, R]):
         return next((each for each in self.args if isinstance(each, LoopRequest)), None)
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         """The call is one of `train`."""
         return self.loop is not None and self.loop.purpose == "train"
 
-    def resumed_at(self, progress: LoopProgress) -> Self:
+    def resume_at(self, progress: LoopProgress) -> Self:
         """The same loop, for workers that have come as far as `progress` before a failure."""
         return replace(
             self,

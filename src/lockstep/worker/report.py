@@ -68,7 +68,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Counted:
+class LoopCounts:
     """What a worker had counted when it was last asked.
 
     Attributes:
@@ -80,7 +80,7 @@ class Counted:
     sums: dict[str, Any]
 
 
-def lost_report(samples: int, counted: Counted | None) -> Report:
+def report_of_lost_worker(samples: int, counted: LoopCounts | None) -> Report:
     """The report of a worker that is lost: its samples, and the metrics that the driver has got.
 
     The steps that it had committed are in the weights of all ranks; only its metrics of the

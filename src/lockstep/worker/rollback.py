@@ -23,8 +23,8 @@ What has to be copied depends on when a rank can still be interrupted:
    weights are copied here before each.
 5. A forward may write to weights in any loop; see `in_place_writes`.
 6. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
-   They are copied where the loop adds to them (`_adds_up`, learned like `_steps_early`); see
-   `saved_gradients`.
+   They are copied where the loop adds to them (`_reuses_gradients`, learned like
+   `_steps_early`); see `saved_gradients`.
 
 Copies lie in memory that the next step uses again, and are written over the tensors where they are:
 a step must not pay for allocations, and users hold on to the tensors. That is why the undo does not
@@ -91,10 +91,10 @@ class OpenStep:
     start: StepStart
     buffers: list[Any]
     rounds: int
-    schedules: _Schedules | None
+    schedules: _ScheduleCopies | None
     stepped_at: int | None = None
     num_stepped: int = 0
-    everything: StateCopy | None = None
+    copies: StateCopy | None = None
     gradients: SavedGradients | None = None
 
 
@@ -120,13 +120,13 @@ class Rollback:
         # Where a call of a `train_epoch` of the user's own began; None for another loop's call.
         self._call_began: int | None = None
         # Gradients that an open window held when this pass over the data, or this call, began.
-        self._carried: SavedGradients | None = None
+        self._window_gradients: SavedGradients | None = None
         self._at_call: SavedGradients | None = None
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
-        self._adds_up = False
+        self._reuses_gradients = False
         self._steps_to_learn = _STEPS_TO_LEARN if operator._overrides_loop() else 0
-        self._written = InPlaceWriteTracker(run.optimizers)
+        self._in_place_writes = InPlaceWriteTracker(run.optimizers)
         self._has_own_loop = (
             # What a user does after a step may communicate, and may fail, as a loop of one's own.
             operator._overrides_loop() or operator._overrides("after_step")
@@ -143,21 +143,21 @@ class Rollback:
         """Take the hooks off the optimizers."""
         for handle in self._handles:
             handle.remove()
-        self._written.close()
+        self._in_place_writes.close()
 
     def begin_call(self, cursor: Cursor) -> None:
         """Find the modules' parameters and buffers, which takes too long for every step."""
-        stage = self._operator._lockstep
-        began = stage.committed
+        state = self._operator._lockstep
+        began = state.committed
         if self._open is not None and cursor.has_open_window:
             # The window's first batches belong to the call before, which has counted them.
             start, fresh = self._open.start, AverageMeterCollection()
             began = start.committed
-            steps = began - stage.committed
+            steps = began - state.committed
             self._open.start = replace(start, tally_steps=steps, tally_samples=0, meters=fresh)
         # Of a `train_epoch` of the user's own the whole call is undone.
         self._call_began = began if self._operator._overrides("train_epoch") else None
-        self._at_call = None if cursor.has_open_window else self.carried()
+        self._at_call = None if cursor.has_open_window else self.window_gradients()
         self._parameters = list(self._run.parameters())
         self._buffer_places = [
             (owner, key)
@@ -175,7 +175,7 @@ class Rollback:
 
     def forget(self) -> None:
         """Another state of the run is about to be loaded: nothing leads back any more."""
-        self._open = self._call_began = self._carried = None
+        self._open = self._call_began = self._window_gradients = None
         self._tell_server(None)
 
     @property
@@ -183,7 +183,7 @@ class Rollback:
         return self._operator._lockstep.sync
 
     @property
-    def _rounds(self) -> int:
+    def _num_rounds(self) -> int:
         return 0 if self._sync is None else self._sync.rounds
 
     def _tell_server(self, may_go_back_to: int | None) -> None:
@@ -193,76 +193,76 @@ class Rollback:
             began = self._call_began
             sync.may_go_back_to(may_go_back_to if began is None else began)
 
-    def holds_own_part(self, cursor: Cursor) -> bool:
+    def holds_unreduced_gradients(self, cursor: Cursor) -> bool:
         """This rank holds gradients that have not been reduced, and that no other rank knows."""
         waits = self._open is not None and self._sync is not None and self._sync.has_open_window
         return cursor.has_open_window or waits
 
-    def begin_again(self) -> bool:
+    def restart_call(self) -> bool:
         """The call begins anew, from the state at its start; False if gradients of it are lost."""
-        return self.carry(self._at_call)
+        return self.restore_window_gradients(self._at_call)
 
     def begin_pass(self, cursor: Cursor) -> None:
         """A pass over the data begins: gradients of a window that is open are kept as they are."""
         if cursor.has_open_window:
             return
-        self._carried = self.carried()
+        self._window_gradients = self.window_gradients()
         self._open = None
 
-    def carried(self) -> SavedGradients | None:
+    def window_gradients(self) -> SavedGradients | None:
         """Gradients that a window of the loop's own holds between two passes; None without one."""
         sync = self._sync
         if self._open is None or sync is None:
-            return self._earlier_gradients() or self._carried
+            return self._earlier_gradients() or self._window_gradients
         return SavedGradients.take(self._run.parameters(), is_unreduced=sync.has_open_window)
 
     def _earlier_gradients(self) -> SavedGradients | None:
         """Gradients of earlier steps, where the loop adds to them; None where it clears them."""
-        sync, may_add = self._sync, self._adds_up or self._steps_to_learn > 0
+        sync, may_add = self._sync, self._reuses_gradients or self._steps_to_learn > 0
         if sync is None or sync.has_open_window or not may_add:
             return None
         if all(parameter.grad is None for parameter in self._run.parameters()):
             return None
         return SavedGradients.take(self._run.parameters(), is_unreduced=False)
 
-    def carry(self, carried: SavedGradients | None) -> bool:
+    def restore_window_gradients(self, window_gradients: SavedGradients | None) -> bool:
         """Go on with these gradients; False if parts of them are lost with another rank."""
-        self._carried = carried
-        if carried is not None and not carried.is_unreduced:
-            carried.restore(self._run.parameters())
-        return carried is None or not carried.is_unreduced
+        self._window_gradients = window_gradients
+        if window_gradients is not None and not window_gradients.is_unreduced:
+            window_gradients.restore(self._run.parameters())
+        return window_gradients is None or not window_gradients.is_unreduced
 
     def keep(self, cursor: Cursor, tally: Tally) -> None:
         """Before a batch: open a step and copy what it may change, unless a step is open."""
         if self._open is not None:
             self._tell_server(self._open.start.committed)
             return
-        stage, has_own_loop = self._operator._lockstep, self._has_own_loop
+        state, has_own_loop = self._operator._lockstep, self._has_own_loop
         # Several batches a step: those of an interrupted one are counted again.
-        counts = has_own_loop or stage.context.options.accumulate > 1
+        counts = has_own_loop or state.context.options.accumulate > 1
         start = StepStart(
             cursor.epoch,
             cursor.step,
-            stage.committed,
+            state.committed,
             tally.steps,
             tally.samples,
-            _counts_to_keep(stage.meters, tally) if counts else None,
-            stage.registered_metrics.mark(),
+            _counts_to_keep(state.meters, tally) if counts else None,
+            state.registered_metrics.mark(),
         )
-        self._tell_server(stage.committed)
-        stage.steps_taken_back = 0
+        self._tell_server(state.committed)
+        state.steps_taken_back = 0
         opened = OpenStep(
             start,
             buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
-            rounds=self._rounds,
+            rounds=self._num_rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
-            schedules=_Schedules(self._run) if has_own_loop else None,
+            schedules=_ScheduleCopies(self._run) if has_own_loop else None,
             gradients=self._earlier_gradients(),
         )
         if self._sync is not None:
             self._sync.watch_gradients()
         self._buffers.take(opened.buffers)
-        self._written.take(self._parameters)
+        self._in_place_writes.take(self._parameters)
         # Last: Ctrl-C may come in between, and what is open has all its copies.
         self._open = opened
 
@@ -272,21 +272,21 @@ class Rollback:
         if cursor.has_open_window or (opened is not None and self._holds_unused_gradients(opened)):
             return
         if opened is not None and opened.stepped_at is not None:
-            if self._rounds > opened.stepped_at:
+            if self._num_rounds > opened.stepped_at:
                 self._steps_early = True
             elif len(self._stepped_once) == len(self._run.optimizers):
                 self._steps_early = bool(self._steps_early)
         if opened is not None:
-            self._learn(opened)
+            self._learn_from(opened)
             self._usual_steps = max(self._usual_steps, self._num_steps(opened))
-        self._open = self._carried = None
+        self._open = self._window_gradients = None
         self._tell_server(None)
 
-    def _learn(self, opened: OpenStep) -> None:
-        self._adds_up = self._adds_up or self._has_added_up(opened)
+    def _learn_from(self, opened: OpenStep) -> None:
+        self._reuses_gradients = self._reuses_gradients or self._has_reused_gradients(opened)
         self._steps_to_learn = max(0, self._steps_to_learn - 1)
 
-    def _has_added_up(self, opened: OpenStep) -> bool:
+    def _has_reused_gradients(self, opened: OpenStep) -> bool:
         """An optimizer has used gradients of earlier steps in this one."""
         sync = self._sync
         if not self._has_own_loop or sync is None:
@@ -299,7 +299,7 @@ class Rollback:
         """Gradients have been reduced that no optimizer has used."""
         if not self._operator._overrides_loop() or self._sync is None:
             return False  # the default loop's windows are the cursor's
-        waits = opened.stepped_at is None and self._rounds > opened.rounds
+        waits = opened.stepped_at is None and self._num_rounds > opened.rounds
         return waits or self._sync.has_open_window
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -325,18 +325,18 @@ class Rollback:
         optimizers = self._run.optimizers
         here = [each for each in optimizers if not self._steps_elsewhere(each)]
         if self._steps_early is not False or len(here) < len(optimizers):
-            opened.everything = _everything(self._run, here)
-        opened.stepped_at = self._rounds
+            opened.copies = _copy_weights_and_optimizers(self._run, here)
+        opened.stepped_at = self._num_rounds
 
     @property
-    def is_past_undoing(self) -> bool:
+    def has_irreversible_step(self) -> bool:
         """An optimizer has begun to step, and nothing was copied before."""
         opened = self._open
         return opened is not None and self._has_uncopied_step(opened)
 
     def _has_uncopied_step(self, opened: OpenStep) -> bool:
         # Whether weights have changed cannot be asked: fused kernels raise no version counter.
-        return self._num_steps(opened) > 0 and opened.everything is None
+        return self._num_steps(opened) > 0 and opened.copies is None
 
     def _num_steps(self, opened: OpenStep) -> int:
         return opened.num_stepped - self._operator._lockstep.steps_taken_back
@@ -352,10 +352,10 @@ class Rollback:
         if (
             opened is None
             or not self._has_uncopied_step(opened)
-            or self._rounds != opened.stepped_at
+            or self._num_rounds != opened.stepped_at
         ):
             return False
-        has_old = opened.gradients is not None or self._has_added_up(opened)
+        has_old = opened.gradients is not None or self._has_reused_gradients(opened)
         return self._num_steps(opened) == self._usual_steps and not has_old
 
     @property
@@ -378,22 +378,22 @@ class Rollback:
         return is_undone
 
     def _undo(self, opened: OpenStep, cursor: Cursor, tally: Tally) -> bool:
-        self._return_counts(opened.start, cursor, tally)
+        self._restore_counts(opened.start, cursor, tally)
         self.put_buffers_back()
         for parameter in self._run.parameters():
             parameter.grad = None
-        gathered = opened.gradients or self._carried
-        if not self.carry(gathered):
+        gathered = opened.gradients or self._window_gradients
+        if not self.restore_window_gradients(gathered):
             return False
         # Weights and states of an optimizer that has stepped would be those after its step.
         has_stepped = self._has_uncopied_step(opened)
-        is_lost = has_stepped or self._written.has_missed()
-        if gathered is None and self._has_added_up(opened):
-            is_lost = self._adds_up = True
-        if opened.everything is not None:
-            opened.everything.restore()
+        is_lost = has_stepped or self._in_place_writes.has_missed()
+        if gathered is None and self._has_reused_gradients(opened):
+            is_lost = self._reuses_gradients = True
+        if opened.copies is not None:
+            opened.copies.restore()
         # Later: a forward writes before the optimizer's step, for which everything was copied.
-        self._written.restore()
+        self._in_place_writes.restore()
         if opened.schedules is not None:
             # Later: schedulers may have stepped between the batches of a window, before the copy.
             opened.schedules.restore()
@@ -410,25 +410,25 @@ class Rollback:
         self._buffers.restore(self._open.buffers)
 
     @property
-    def written(self) -> list[int]:
+    def written_parameters(self) -> list[int]:
         """Numbers of the parameters that a batch writes to before an optimizer steps."""
-        return [n for n, each in enumerate(self._run.parameters()) if each in self._written]
+        return [n for n, each in enumerate(self._run.parameters()) if each in self._in_place_writes]
 
-    def expect_written(self, places: list[int]) -> None:
+    def expect_written_parameters(self, places: list[int]) -> None:
         """Other ranks have learned which parameters a batch writes to."""
         parameters = list(self._run.parameters())
-        self._written.expect(parameters[place] for place in places)
+        self._in_place_writes.expect(parameters[place] for place in places)
 
-    def _return_counts(self, start: StepStart, cursor: Cursor, tally: Tally) -> None:
+    def _restore_counts(self, start: StepStart, cursor: Cursor, tally: Tally) -> None:
         cursor.move_to(start.epoch, start.step)
-        stage = self._operator._lockstep
-        stage.committed = self._operator.global_step = start.committed
-        if stage.step_log is not None:
-            stage.step_log.rewind_to(start.committed)
+        state = self._operator._lockstep
+        state.committed = self._operator.global_step = start.committed
+        if state.step_log is not None:
+            state.step_log.rewind_to(start.committed)
         tally.steps, tally.samples = start.tally_steps, start.tally_samples
         if start.meters is not None:
-            stage.meters = start.meters
-        stage.registered_metrics.back_to(start.measures)
+            state.meters = start.meters
+        state.registered_metrics.back_to(start.measures)
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:
@@ -436,7 +436,7 @@ def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMete
     return AverageMeterCollection() if tally.steps < 0 else meters.copy()
 
 
-class _Schedules:
+class _ScheduleCopies:
     """What schedulers change: their own state, and the optimizers' learning rates."""
 
     def __init__(self, run: TrainingParts) -> None:
@@ -457,9 +457,11 @@ class _Schedules:
                 group.update(settings)
 
 
-def _everything(run: TrainingParts, optimizers: list[torch.optim.Optimizer]) -> StateCopy:
+def _copy_weights_and_optimizers(
+    run: TrainingParts, optimizers: list[torch.optim.Optimizer]
+) -> StateCopy:
     """Weights, their averages, and the states of these optimizers; not those of schedulers, of
-    which `_Schedules` has older copies."""
+    which `_ScheduleCopies` has older copies."""
     averages = [
         each for average in run.averages for each in (*average.parameters(), *average.buffers())
     ]

@@ -38,7 +38,7 @@ class RunAudit:
     def __init__(self, spec: WorkerSpec) -> None:
         self._mode = spec.audit
         self._synchronised = spec.options.wrap_ddp
-        self._shares_out = spec.options.add_dist_sampler
+        self._splits_data = spec.options.add_dist_sampler
         self._probe: Probe | None = None
         self._before: dict[str, int] = {}
 
@@ -54,7 +54,7 @@ class RunAudit:
                 rank,
                 world_size,
                 synchronised=self._synchronised,
-                shares_out=self._shares_out,
+                shares_out=self._splits_data,
                 first_step=steps_before,
                 rarest=1 if self._mode == "full" else WATCHED_EVERY,
             )
@@ -72,7 +72,7 @@ class RunAudit:
         if self._synchronised:
             yield
         else:
-            with self._hooked():
+            with self._hook_torch():
                 yield
 
     @contextmanager
@@ -85,11 +85,11 @@ class RunAudit:
                 # The records of the next call begin with the last step of this one.
                 track.steps = track.steps[-1:]
                 self._before[track.key] = len(track.steps)
-        with self._hooked():
+        with self._hook_torch():
             yield
 
     @contextmanager
-    def _hooked(self) -> Iterator[None]:
+    def _hook_torch(self) -> Iterator[None]:
         probe = self._probe
         if probe is None or probe.run is None:
             yield

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.worker import state_broadcast
-from lockstep.worker.state import copied
+from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class SnapshotTaker:
     def __init__(self, worker: StateAccess) -> None:
         self.give: Callable[[Snapshot], None] | None = None
         self._worker = worker
-        self._seen: int | None = None
+        self._counted_to: int | None = None
         self._is_requested = False
         self._lock = threading.Lock()
         self._latest: Snapshot | None = None
         self._has_stepped = False
         self._handles: list[Any] = []
         self._pool = TensorPool()
-        self._on_its_way: Snapshot | None = None
+        self._in_transit: Snapshot | None = None
 
     # ---------------------------------------------------------------- from another thread
 
@@ -74,11 +74,11 @@ class SnapshotTaker:
 
     def take(self) -> Snapshot | None:
         """The latest snapshot, once. A driver that asks again is done with the one before."""
-        if self._on_its_way is not None:
-            self._on_its_way.give_back()
+        if self._in_transit is not None:
+            self._in_transit.give_back()
         with self._lock:
-            self._on_its_way, self._latest = self._latest, None
-        return self._on_its_way
+            self._in_transit, self._latest = self._latest, None
+        return self._in_transit
 
     def finish(self) -> None:
         """See `SnapshotFetcher`: in the driver's own process no snapshot is on its way."""
@@ -103,25 +103,25 @@ class SnapshotTaker:
 
     def begin(self) -> None:
         """A call begins, or the group was formed anew: all ranks count from here."""
-        if self._seen is None or self._seen > self._committed:
-            self._seen = self._committed
+        if self._counted_to is None or self._counted_to > self._committed:
+            self._counted_to = self._committed
 
     def forget(self) -> None:
         """The group forms anew: ranks may have counted different snapshots, and begin again."""
-        self._seen, self._has_stepped = None, False
+        self._counted_to, self._has_stepped = None, False
         self.begin()
 
-    def at_boundary(self) -> None:
+    def before_batch(self) -> None:
         """Between two batches.
 
         Collective:
-            Where `_needs_everybody`, when a copy is due: every rank.
+            Where `_needs_all_ranks`, when a copy is due: every rank.
         """
         is_settled = self._is_settled
         self._has_stepped = False
-        if self._is_requested and not self._needs_everybody:
-            self._answer(is_settled)
-        if not self._is_due or not is_settled or (self._has_own_loop and self._needs_everybody):
+        if self._is_requested and not self._needs_all_ranks:
+            self._take_requested(is_settled)
+        if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
             return
         # Only a `train_epoch` of the user's own knows what it holds between two batches: then the
         # snapshot is taken after the call.
@@ -140,12 +140,12 @@ class SnapshotTaker:
     @property
     def _is_due(self) -> bool:
         every = self._worker.spec.checkpoint_every
-        if every is None or self._seen is None:
+        if every is None or self._counted_to is None:
             return False
-        return self._committed // every > self._seen // every
+        return self._committed // every > self._counted_to // every
 
     @property
-    def _needs_everybody(self) -> bool:
+    def _needs_all_ranks(self) -> bool:
         spec, operator = self._worker.spec, self._worker.operator
         keeps_its_own = spec.num_workers > 1 and operator._overrides("state_dict")
         return spec.options.sync == "fsdp" or keeps_its_own
@@ -161,7 +161,7 @@ class SnapshotTaker:
             return self._has_stepped
         return not self._worker.cursors["train"].has_open_window
 
-    def _answer(self, is_settled: bool) -> None:
+    def _take_requested(self, is_settled: bool) -> None:
         """Take the snapshot that the driver has requested, and that cannot wait for the call."""
         if self._worker.rank != 0:
             self._is_requested = False
@@ -175,18 +175,18 @@ class SnapshotTaker:
         """Copy the state of the run as it is now.
 
         Collective:
-            Where `_needs_everybody`, every rank.
+            Where `_needs_all_ranks`, every rank.
         """
         worker = self._worker
-        self._seen = self._committed
-        everybody = self._needs_everybody
-        if worker.rank != 0 and not everybody:
+        self._counted_to = self._committed
+        all_ranks = self._needs_all_ranks
+        if worker.rank != 0 and not all_ranks:
             return
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
-        state = worker.state_dict(partial(copied, clone=self._pool.copy_of)) if whole else {}
+        state = worker.state_dict(partial(copy_to_cpu, clone=self._pool.copy_of)) if whole else {}
         self._pool.clear()
-        if everybody and worker.operator._overrides("state_dict"):
-            own = state["operator"] if whole else copied(worker.operator.state_dict())
+        if all_ranks and worker.operator._overrides("state_dict"):
+            own = state["operator"] if whole else copy_to_cpu(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:
             self._keep(Snapshot(state["global_step"], state, self._pool))
@@ -212,6 +212,6 @@ class SnapshotTaker:
             self.give(snapshot)
             return
         with self._lock:
-            nobody_had, self._latest = self._latest, snapshot
-        if nobody_had is not None:
-            nobody_had.give_back()
+            unfetched, self._latest = self._latest, snapshot
+        if unfetched is not None:
+            unfetched.give_back()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.data import ShardAssignment, shards_of
 from lockstep.errors import CheckpointError
 from lockstep.operator.default_loss import registered
-from lockstep.worker import state as states
+from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.batch_sources import open_source
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
@@ -35,7 +35,7 @@ class StateAccess:
     owed: int
     before_call: dict[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
-    _feed: DatasetSwitch
+    _dataset_switch: DatasetSwitch
     _operator: TrainingOperator | None
     _rollback: Rollback | None
 
@@ -73,16 +73,16 @@ class StateAccess:
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def state_to_write(self) -> dict[str, Any]:
         """`state_dict` for a caller that is done with it before training goes on: copies less."""
-        return self.state_dict(states.moved)
+        return self.state_dict(state_dicts.move_to_cpu)
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
-    def state_dict(self, take: Callable[[Any], Any] = states.copied) -> dict[str, Any]:
+    def state_dict(self, take: Callable[[Any], Any] = state_dicts.copy_to_cpu) -> dict[str, Any]:
         """Everything that this rank knows of the run; the same on every rank but "operator".
 
         Args:
             take: see `states.collect`.
         """
-        state = states.collect(self.operator, self.run, take)
+        state = state_dicts.collect(self.operator, self.run, take)
         state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
         state["position"] = {
             purpose: {"epoch": cursor.epoch, "step": cursor.step}
@@ -111,11 +111,11 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def operator_state(self) -> Any:
-        return states.copied(self.operator.state_dict())
+        return state_dicts.copy_to_cpu(self.operator.state_dict())
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
-        states.check(self.run, state)
+        state_dicts.check(self.run, state)
         shards = state.get("num_shards", self.spec.num_shards)
         if shards < self.spec.num_workers:
             raise CheckpointError(
@@ -135,24 +135,24 @@ class StateAccess:
         self._before_load = before, owed
         if self.operator._lockstep.step_log is not None:
             self.operator._lockstep.step_log.rewind_to(0)
-        self.go_to(state)
+        self.load_state(state)
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
     def settle_state(self, keep: bool) -> None:
         held, self._before_load = self._before_load, None
         if not keep and held is not None:
             before, owed = held
-            self.go_to(before)
+            self.load_state(before)
             self.owed = owed
 
-    def go_to(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over, for good, what a worker of the same run returned from `state_dict`."""
         operator = self.operator
         self.owed = 0
         operator._lockstep.forget_step()
         if self._rollback is not None:
             self._rollback.forget()
-        states.apply(operator, self.run, self._own_part(state))
+        state_dicts.apply(operator, self.run, self._own_part(state))
         if operator._lockstep.step_log is not None:
             operator._lockstep.step_log.rewind_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
@@ -173,7 +173,7 @@ class StateAccess:
             if purpose in self.cursors:
                 self.cursors[purpose].move_to(place["epoch"], place["step"])
             elif purpose == "train":
-                self._feed.position = place
+                self._dataset_switch.position = place
 
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         by_rank = state.get("operator_by_rank")
@@ -183,8 +183,8 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def models(self) -> nn.Module | list[nn.Module]:
-        return states.model_copies(self.run, self.run.plain_models())
+        return state_dicts.model_copies(self.run, self.run.plain_models())
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def averaged_models(self) -> nn.Module | list[nn.Module]:
-        return states.model_copies(self.run, states.averages(self.run))
+        return state_dicts.model_copies(self.run, state_dicts.averaged_models(self.run))

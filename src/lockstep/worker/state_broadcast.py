@@ -56,12 +56,12 @@ def receive(group: Group, source: int) -> Any:
     Raises:
         PeerLostError: a rank went away meanwhile.
     """
-    structure, block_size, sizes = _head(group, source)
-    block = _received(group, source, block_size)
+    structure, block_size, sizes = _receive_header(group, source)
+    block = _receive_tensor(group, source, block_size)
     small = iter(unpack(block, [size for size in sizes if size < _LARGE]))
     return join(
         structure,
-        [next(small) if size < _LARGE else _received(group, source, size) for size in sizes],
+        [next(small) if size < _LARGE else _receive_tensor(group, source, size) for size in sizes],
     )
 
 
@@ -71,19 +71,19 @@ def decline(group: Group, source: int) -> None:
     Collective:
         See `send`.
     """
-    _, block_size, sizes = _head(group, source)
+    _, block_size, sizes = _receive_header(group, source)
     for size in (block_size, *(size for size in sizes if size >= _LARGE)):
-        _received(group, source, size)
+        _receive_tensor(group, source, size)
 
 
-def _head(group: Group, source: int) -> tuple[bytes, int, list[int]]:
-    length = _received(group, source, 1, torch.int64)
-    head = _received(group, source, int(length.item()))
+def _receive_header(group: Group, source: int) -> tuple[bytes, int, list[int]]:
+    length = _receive_tensor(group, source, 1, torch.int64)
+    head = _receive_tensor(group, source, int(length.item()))
     structure, block_size, sizes = pickle.loads(bytes(head.numpy()))
     return structure, block_size, sizes
 
 
-def _received(
+def _receive_tensor(
     group: Group, source: int, size: int, dtype: torch.dtype = torch.uint8
 ) -> torch.Tensor:
     message = torch.empty(size, dtype=dtype, device=group.device)

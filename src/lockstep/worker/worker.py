@@ -23,7 +23,7 @@ from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.randomness import derive_seed, preserved
 from lockstep.worker.data_cursor import Tally
 from lockstep.worker.dataset_switch import DatasetSwitch
-from lockstep.worker.determinism import deterministic
+from lockstep.worker.determinism import deterministic_mode
 from lockstep.worker.device import pick_device
 from lockstep.worker.gloo_sockets import GlooSockets
 from lockstep.worker.loop_run import LoopRequest, LoopRun
@@ -32,7 +32,7 @@ from lockstep.worker.process_group import (
     form_group,
     form_second_group,
     leave_group,
-    taken_for_world,
+    use_as_default_group,
 )
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.report import StartReport
@@ -66,7 +66,7 @@ class Worker(StateAccess):
     """Rank `rank` of a run. Its methods are called by an engine, one at a time.
 
     The driver calls those that `remote_method` decorates, and functions of modules above this one
-    that it decorates too (`join`, `verify`, ...). Only `dismiss` and `break_group`, and what
+    that it decorates too (`join`, `verify`, ...). Only `request_leave` and `break_group`, and what
     `lockstep.worker.progress` and `lockstep.worker.worker_status` read, may be called from another
     thread meanwhile.
 
@@ -85,18 +85,18 @@ class Worker(StateAccess):
         self.rank = rank
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
-        self._handle: Group | None = None
+        self._group_handle: Group | None = None
         self._rendezvous: Rendezvous | None = None
-        self._connections = GlooSockets()
+        self._sockets = GlooSockets()
         self._num_copies = 0
         self._operator = None
         self.cursors = {}
-        self._feed = DatasetSwitch()
+        self._dataset_switch = DatasetSwitch()
         self._before_load: tuple[dict[str, Any], int] | None = None
         self.before_call: dict[str, Any] | None = None
         self.owed = 0
         self._rollback = None
-        self._is_dismissed = False
+        self._is_asked_to_leave = False
         self.is_warm = False
         self._closing: threading.Thread | None = None
         self._handles: list[RemovableHandle] = []
@@ -104,10 +104,10 @@ class Worker(StateAccess):
         self.has_state = False
         self.loop_run: LoopRun | None = None
         self.snapshots = SnapshotTaker(self)
-        self._watch = RunAudit(spec)
+        self._audit = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None
         self.on_boundary: Callable[[], None] | None = None
-        self.before_meeting: Callable[[], None] | None = None
+        self.before_first_collective: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------- life and death
 
@@ -116,11 +116,11 @@ class Worker(StateAccess):
         """Meet the peers, build the operator, run its `setup`."""
         device = self._begin_process()
         if rendezvous is not None:
-            if self.before_meeting is not None:
-                self.before_meeting()
-            self.meet(rendezvous, device)
-        self.watch_from(0)
-        with self._watch.during_setup():
+            if self.before_first_collective is not None:
+                self.before_first_collective()
+            self.join_group(rendezvous, device)
+        self.attach_audit(0)
+        with self._audit.during_setup():
             self._build_operator(device)
         self.has_state = True
         return self._start_report(device)
@@ -155,14 +155,14 @@ class Worker(StateAccess):
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
     ) -> None:
         spec = self.spec
-        if self._handle is None:
-            self._handle = Group(self._group, device)
+        if self._group_handle is None:
+            self._group_handle = Group(self._group, device)
         context = RankContext(
             world_rank=self.rank,
             world_size=spec.num_workers,
             local_rank=self.local_rank,
             device=device,
-            group=self._handle,
+            group=self._group_handle,
             # A spare does not know yet whose shards it will carry; `join` tells it.
             shard_assignment=self._make_shard_assignment(
                 spec.num_shards, spec.seed, 0 if is_spare else self.rank
@@ -195,37 +195,37 @@ class Worker(StateAccess):
         self.snapshots.watch_optimizers()
         self._handles += follow_steps(operator, run)
 
-    def meet(self, rendezvous: Rendezvous, device: torch.device) -> Group:
+    def join_group(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and belong to it until `leave`.
 
         Collective:
             Every rank.
         """
         self._rendezvous = rendezvous
-        self._connections = GlooSockets(rendezvous.generation)
-        with self._connections.opening():
+        self._sockets = GlooSockets(rendezvous.generation)
+        with self._sockets.record_new_sockets():
             self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
-        self._handle = Group(self._group, device)
-        self._connections.learn(self._handle)
-        return self._handle
+        self._group_handle = Group(self._group, device)
+        self._sockets.find_peer_sockets(self._group_handle)
+        return self._group_handle
 
     def break_group(self, generation: int) -> None:
         """End all waits in the group of `generation`, where a peer will never come."""
-        connections = self._connections  # of one generation, whatever is formed meanwhile
+        connections = self._sockets  # of one generation, whatever is formed meanwhile
         if connections.generation == generation:
             connections.shut_down()
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
-        self._watch.detach()
+        self._audit.detach()
         run = None if self._operator is None else self._operator._lockstep.registered
         if run is not None:
             run.part()
-        if self._handle is not None:
-            self._handle.close()
+        if self._group_handle is not None:
+            self._group_handle.close()
         if self._group is not None:
             held, self._group = [self._group], None
-            self._connections.forget()
+            self._sockets.forget()
             self._closing = leave_group(held)
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
@@ -253,21 +253,21 @@ class Worker(StateAccess):
     @property
     def has_begun_to_step(self) -> bool:
         """An optimizer has, and until the step is committed there is no way back."""
-        return self._rollback is not None and self._rollback.is_past_undoing
+        return self._rollback is not None and self._rollback.has_irreversible_step
 
-    def dismiss(self) -> None:
+    def request_leave(self) -> None:
         """Leave the call that runs before its next batch, so that the group can be formed anew."""
-        self._is_dismissed = True
+        self._is_asked_to_leave = True
 
-    def _look_up(self) -> None:
+    def _before_batch(self) -> None:
         """Between two batches."""
         if self.on_boundary is not None:
             self.on_boundary()
         if self.loop_run is not None:
             self.loop_run.note_counts()
             if self.loop_run.request.purpose == "train":
-                self.snapshots.at_boundary()
-        if self._is_dismissed:
+                self.snapshots.before_batch()
+        if self._is_asked_to_leave:
             raise PeerLostError(
                 "this rank left the group between two steps",
                 where=f"rank {self.rank}",
@@ -289,38 +289,38 @@ class Worker(StateAccess):
                 forget_unscaled(held)
         if self.before_call is not None:
             # A loop of the user's own: only it knows what lies between two batches.
-            self.go_to(self.before_call)
-            begins = self._rollback is None or self._rollback.begin_again()
+            self.load_state(self.before_call)
+            begins = self._rollback is None or self._rollback.restart_call()
             return "all" if begins else "nothing"
         done = self._rollback is not None and self._rollback.undo(call.cursor, call.tally)
         return "step" if done else "nothing"
 
     @property
-    def holds_own_part(self) -> bool:
+    def holds_unreduced_gradients(self) -> bool:
         """There are gradients that this rank alone knows of, and a step that waits for them."""
         if self._rollback is None or "train" not in self.cursors:
             return False
-        return self._rollback.holds_own_part(self.cursors["train"])
+        return self._rollback.holds_unreduced_gradients(self.cursors["train"])
 
     @property
-    def carried(self) -> SavedGradients | None:
+    def window_gradients(self) -> SavedGradients | None:
         """Gradients that a window of the loop's own holds, between two passes over the data."""
-        return None if self._rollback is None else self._rollback.carried()
+        return None if self._rollback is None else self._rollback.window_gradients()
 
-    @carried.setter
-    def carried(self, carried: SavedGradients | None) -> None:
+    @window_gradients.setter
+    def window_gradients(self, window_gradients: SavedGradients | None) -> None:
         if self._rollback is not None:
-            self._rollback.carry(carried)
+            self._rollback.restore_window_gradients(window_gradients)
 
     @property
-    def written(self) -> list[int]:
+    def written_parameters(self) -> list[int]:
         """Which parameters a batch writes before an optimizer steps, by their numbers."""
-        return [] if self._rollback is None else self._rollback.written
+        return [] if self._rollback is None else self._rollback.written_parameters
 
-    def expect_written(self, places: list[int]) -> None:
+    def expect_written_parameters(self, places: list[int]) -> None:
         """Others have learned which ones they are."""
         if self._rollback is not None:
-            self._rollback.expect_written(places)
+            self._rollback.expect_written_parameters(places)
 
     def return_to_window(self) -> bool:
         """Between calls, go back to where the open window began; False if only a loop knows how."""
@@ -332,16 +332,16 @@ class Worker(StateAccess):
         self.owed += before - self.operator._lockstep.committed
         return done
 
-    def watch_from(self, step: int) -> None:
+    def attach_audit(self, step: int) -> None:
         """Compare with the peers of this generation, from `step` of the run on."""
-        self._watch.attach(self.rank, self.spec.num_workers, step)
+        self._audit.attach(self.rank, self.spec.num_workers, step)
 
     def take_rank(self, rank: int, size: int) -> None:
         """Be rank `rank` of `size` from now on."""
         self.rank = rank
         self.spec = replace(self.spec, num_workers=size)
         self._num_copies = 0
-        self._is_dismissed = False
+        self._is_asked_to_leave = False
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -353,7 +353,7 @@ class Worker(StateAccess):
 
     # --------------------------------------------------------------------- copies beside it
 
-    def copied(self, spec: WorkerSpec, *, alone: bool) -> Worker:
+    def make_copy(self, spec: WorkerSpec, *, alone: bool) -> Worker:
         """A second worker in this process, with a group of its own and no operator yet.
 
         Args:
@@ -364,16 +364,16 @@ class Worker(StateAccess):
             Unless `alone`, every rank: forms the group.
         """
         copy = Worker(spec, 0 if alone else self.rank, self.local_rank)
-        if self._rendezvous is not None and self._handle is not None:
+        if self._rendezvous is not None and self._group_handle is not None:
             self._num_copies += not alone
             name = f"copy-{self._num_copies}"
-            with self._connections.opening():
+            with self._sockets.record_new_sockets():
                 copy._group = form_second_group(
                     self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
                 )
             if not alone:
-                copy._handle = Group(copy._group, self._handle.device)
-                self._connections.learn(copy._handle)
+                copy._group_handle = Group(copy._group, self._group_handle.device)
+                self._sockets.find_peer_sockets(copy._group_handle)
             copy._rendezvous = None if alone else self._rendezvous
         return copy
 
@@ -381,9 +381,9 @@ class Worker(StateAccess):
         """Run `setup` again, for an operator that is thrown away after a few steps."""
         self._build_operator(pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
 
-    def in_its_world(self) -> AbstractContextManager[None]:
+    def as_default_group(self) -> AbstractContextManager[None]:
         """Inside, torch's default group is this worker's, for what the user's code asks of it."""
-        return taken_for_world(self)
+        return use_as_default_group(self)
 
     # ------------------------------------------------------------------- training, validation
 
@@ -391,18 +391,18 @@ class Worker(StateAccess):
     def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
         """Train on this rank's of `streams`; without any, on the operator's own loader."""
         if streams is None or batches is None:
-            self._feed.end(self.operator, self.cursors)
+            self._dataset_switch.end(self.operator, self.cursors)
         else:
-            self._feed.begin(self.operator, self.cursors, streams[self.rank], batches)
+            self._dataset_switch.begin(self.operator, self.cursors, streams[self.rank], batches)
 
     @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def train(self, request: LoopRequest) -> Report:
         """Train; after an interruption the call goes on with the step that was not committed."""
         if self.run.attached:
             self.run.refuse_replaced()
-        with self._watch.during_training(self.run):
+        with self._audit.during_training(self.run):
             report = self._run(request)
-        return replace(report, seen=self._watch.seen())
+        return replace(report, seen=self._audit.seen())
 
     @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def validate(self, request: LoopRequest) -> Report:
@@ -445,11 +445,15 @@ class Worker(StateAccess):
             if self.operator._lockstep.step_log is not None:
                 self.operator._lockstep.step_log.begin_call()
         if training or self._rollback is not None:
-            call.tally.at_boundary = self._look_up
+            call.tally.before_batch = self._before_batch
         return call
 
     def arithmetic(self) -> AbstractContextManager[None]:
-        return deterministic(self.spec.threads) if self.spec.options.reproducible else nullcontext()
+        return (
+            deterministic_mode(self.spec.threads)
+            if self.spec.options.reproducible
+            else nullcontext()
+        )
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def update_scheduler(self, metric: float) -> None:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-    from lockstep.worker.report import Counted
+    from lockstep.worker.report import LoopCounts
     from lockstep.worker.worker import Worker
 
-_HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LOCKSTEP_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES: Final = (f"{os.sep}torch{os.sep}", f"{os.sep}ray{os.sep}", f"{os.sep}threading.py")
 
 
@@ -45,7 +45,7 @@ class WorkerStatus:
     phase: Phase
     line: str
     stack: str
-    counted: Counted | None = None
+    counted: LoopCounts | None = None
 
     @property
     def waits(self) -> bool:
@@ -63,7 +63,7 @@ def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
 
 
 def status_of_thread(
-    thread_id: int, steps: int, counted: Counted | None, *, is_warm: bool
+    thread_id: int, steps: int, counted: LoopCounts | None, *, is_warm: bool
 ) -> WorkerStatus:
     """Where the thread `thread_id` of this process is."""
     frame = sys._current_frames().get(thread_id)
@@ -74,7 +74,7 @@ def status_of_thread(
     return WorkerStatus(steps, is_warm, phase, _users_line(frame), stack, counted)
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _iter_frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -82,7 +82,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_in_torch_distributed(frame: FrameType) -> bool:
     """The user's code has called a collective of torch's: it does not enter a phase of ours."""
-    for each in _outwards(frame):
+    for each in _iter_frames(frame):
         package, _, rest = each.f_globals.get("__name__", "").partition(".")
         if package == "lockstep":
             return False
@@ -92,9 +92,9 @@ def _is_in_torch_distributed(frame: FrameType) -> bool:
 
 
 def _users_line(frame: FrameType) -> str:
-    for each in _outwards(frame):
+    for each in _iter_frames(frame):
         file = each.f_code.co_filename
-        if file.startswith(_HERE) or any(part in file for part in _LIBRARIES):
+        if file.startswith(_LOCKSTEP_FOLDER) or any(part in file for part in _LIBRARIES):
             continue
         # None while a thread is between two lines, whatever the annotation says.
         number = each.f_lineno or each.f_code.co_firstlineno

@@ -3,12 +3,12 @@
 
 import pytest
 
-from lockstep.engine.actor_failures import ctrl_c_as_itself
+from lockstep.engine.actor_failures import reraise_keyboard_interrupt
 
 
 def test_a_ctrl_c_in_compiled_code_is_a_ctrl_c():
     interrupt = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt) as caught, ctrl_c_as_itself():
+    with pytest.raises(KeyboardInterrupt) as caught, reraise_keyboard_interrupt():
         raise SystemError("<built-in method wait> returned a result with an exception set") from (
             interrupt
         )
@@ -16,5 +16,5 @@ def test_a_ctrl_c_in_compiled_code_is_a_ctrl_c():
 
 
 def test_another_error_of_the_interpreter_stays_what_it_is():
-    with pytest.raises(SystemError), ctrl_c_as_itself():
+    with pytest.raises(SystemError), reraise_keyboard_interrupt():
         raise SystemError("bad call")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.engine import placement_group
+from lockstep.engine import placement_group, rank_assignment
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_workers import LostWorker, RankTable
@@ -16,7 +16,7 @@ def driver_on(monkeypatch):
     """The node that the driver is on."""
 
     def on(node):
-        monkeypatch.setattr(placement_group, "this_node", lambda: node)
+        monkeypatch.setattr(rank_assignment, "this_node", lambda: node)
 
     return on
 
@@ -33,7 +33,7 @@ def test_ranks_of_a_node_are_neighbours_and_the_drivers_come_first(driver_on, mo
     group = group_on("a", "b", "a", "b", "c", "a", monkeypatch=monkeypatch)
     places = placement_group.bundles_by_rank(group, 6, num_spares=0)
     assert places == [(1, "b"), (3, "b"), (0, "a"), (2, "a"), (5, "a"), (4, "c")]
-    assert placement_group.local_ranks([node for _, node in places]) == [0, 1, 0, 1, 2, 0]
+    assert rank_assignment.local_ranks([node for _, node in places]) == [0, 1, 0, 1, 2, 0]
 
 
 def test_a_driver_without_workers_on_its_node_changes_no_order(driver_on, monkeypatch):
@@ -48,20 +48,20 @@ def test_spares_come_last_whatever_their_node(driver_on, monkeypatch):
     places = placement_group.bundles_by_rank(group, 4, num_spares=2)
     assert places == [(1, "b"), (0, "a"), (2, "b"), (3, "a")]
     # Their local ranks go on counting: two processes of a node never share one.
-    assert placement_group.local_ranks([node for _, node in places]) == [0, 0, 1, 1]
+    assert rank_assignment.local_ranks([node for _, node in places]) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_in_a_lent_group_the_programs_own_bundle_is_left_out(driver_on, monkeypatch, first):
     driver_on("a")
     group = group_on("a", "b", "a", monkeypatch=monkeypatch)
-    monkeypatch.setitem(placement_group._lent, "a group", first)
+    monkeypatch.setitem(placement_group._inherited_groups, "a group", first)
     seats = [seat for seat, _ in placement_group.bundles_by_rank(group, 2, num_spares=0)]
     assert seats == ([0, 1] if first == 0 else [2, 1])
 
 
 def test_local_ranks_of_nobody():
-    assert placement_group.local_ranks([]) == []
+    assert rank_assignment.local_ranks([]) == []
 
 
 def members(*nodes, first=0):
@@ -83,7 +83,7 @@ def test_a_spare_takes_a_place_among_the_ranks_of_its_host(driver_on, lost, spar
     driver_on("near")
     everyone = members("near", "near", "far", "far")
     table = RankTable(everyone)
-    table.lose(LostWorker(everyone[lost], lost, range(0), WorkerDiedError("it died")))
+    table.mark_lost(LostWorker(everyone[lost], lost, range(0), WorkerDiedError("it died")))
     ready = [] if spare is None else members(spare, first=10)
-    roster = table.fill(ready, num_workers=4)
+    roster = table.assign_ranks(ready, num_workers=4)
     assert [member.number for member in roster] == expected

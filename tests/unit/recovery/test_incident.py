@@ -6,7 +6,7 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError
 
 from lockstep.engine import server_actor
-from lockstep.engine.actor_failures import reason_of
+from lockstep.engine.actor_failures import death_reason
 from lockstep.recovery.incident import Incident
 
 DETAIL = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
@@ -32,11 +32,11 @@ def died(message):
     ],
 )
 def test_the_reason_is_told_without_ids_and_advice(death, reason):
-    assert reason_of(death) == reason
+    assert death_reason(death) == reason
 
 
 def test_the_end_of_a_parameter_server_says_why():
-    assert DETAIL in str(server_actor._died(died(DETAIL + ADVICE)))
+    assert DETAIL in str(server_actor._death_error(died(DETAIL + ADVICE)))
 
 
 @pytest.mark.parametrize(("workers", "said"), [(1, "has 1 worker;"), (2, "has 2 workers;")])

@@ -44,20 +44,20 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
         deaths={},
         lost_peers=set(),
     )
-    watchdog.look(pending_call)
+    watchdog.poll(pending_call)
     assert list(watchdog.verdicts) == [hung]
 
     # Its death is heard; the others have not been freed yet.
     pending_call.has_failed, pending_call.pending = True, {1: 1, 2: 2}
     broke = time.monotonic()
-    watchdog.look(pending_call)
+    watchdog.poll(pending_call)
     assert list(watchdog.verdicts) == [hung]
     while len(watchdog.verdicts) < 3:
-        watchdog.look(pending_call)
+        watchdog.poll(pending_call)
     assert time.monotonic() - broke > LIMIT_S
 
     # The next call knows nothing of it.
-    watchdog.begin()
+    watchdog.begin_call()
     watchdog.verdicts.clear()
-    watchdog.look(pending_call)
+    watchdog.poll(pending_call)
     assert watchdog.verdicts == {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import WorkerFailedError
-from lockstep.worker import add_rank, failure, shown_error
+from lockstep.worker import add_rank, error_text, failed_outcome
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def raised(make):
 )
 def test_a_failure_of_any_class_arrives_as_itself(make):
     error = raised(make)
-    outcome = failure(2, error)
+    outcome = failed_outcome(2, error)
     assert "raised on rank 2" in outcome.notes[-1]
     assert "in raised" in outcome.notes[-1]
     arrived = outcome.exception()
@@ -59,12 +59,12 @@ def test_a_failure_of_any_class_arrives_as_itself(make):
 
 
 def test_an_exception_that_no_attribute_can_be_set_on_is_shown():
-    arrived = failure(1, raised(lambda: Frozen(3))).exception()
+    arrived = failed_outcome(1, raised(lambda: Frozen(3))).exception()
     assert type(arrived) is WorkerFailedError
     assert "Frozen" in str(arrived)
     assert "raised on rank 1" in arrived.__notes__[-1]
 
 
 def test_an_error_without_a_text_of_its_own_is_named():
-    assert shown_error(CannotBeShown()) == "CannotBeShown, whose own text cannot be shown"
-    assert shown_error(ValueError("why")) == "why"
+    assert error_text(CannotBeShown()) == "CannotBeShown, whose own text cannot be shown"
+    assert error_text(ValueError("why")) == "why"

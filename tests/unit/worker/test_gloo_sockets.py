@@ -31,7 +31,7 @@ def test_sockets_of_other_libraries_block_as_before(default_timeout):
     with blocking, other:
         os.set_blocking(blocking.fileno(), True)
         os.set_blocking(other.fileno(), False)
-        with GlooSockets().opening():
+        with GlooSockets().record_new_sockets():
             pass
         assert os.get_blocking(blocking.fileno())
         assert not os.get_blocking(other.fileno())
@@ -54,8 +54,8 @@ def test_a_group_refuses_before_its_connections_end():
     with near, far:
         connections, group = GlooSockets(), OverSocket(None)
         group.connection = near
-        connections.learn(group)
-        connections._to_ranks.add((near.fileno(), os.fstat(near.fileno()).st_ino))
+        connections.find_peer_sockets(group)
+        connections._peer_sockets.add((near.fileno(), os.fstat(near.fileno()).st_ino))
         connections.shut_down()
         assert group.stood
         with pytest.raises(OSError, match="Broken pipe"):

@@ -61,10 +61,10 @@ def test_a_method_is_bound_to_its_worker_as_any_other() -> None:
 def test_a_loop_resumes_with_the_progress_of_all() -> None:
     call = Worker.train.with_args(REQUEST)
     progress = LoopProgress(epoch=1, step=2, steps=3, pass_began=0, is_over=False)
-    resumed = call.resumed_at(progress)
+    resumed = call.resume_at(progress)
     assert resumed.loop is not None
     assert resumed.loop.interrupted_at == progress
-    assert (resumed.loop.num_steps, resumed.trains) == (3, True)
+    assert (resumed.loop.num_steps, resumed.is_training) == (3, True)
     assert call.loop is REQUEST
     assert predict.with_args([1]).loop is None
 

@@ -370,7 +370,7 @@ class LightningOperator(TrainingOperator):
         run_on_load_hooks(self._view, self._hook_targets, state["checkpoint"])
 
     def _end(self) -> None:
-        """Call the hooks that Lightning calls after the last epoch; the trainer is shutting down."""
+        """Call the hooks that Lightning calls after the last epoch, when the trainer shuts down."""
         if self._has_fit_begun:
             update_view(self._view, current_epoch=self._view.current_epoch + self._epoch_is_over)
             self.module.on_train_end()

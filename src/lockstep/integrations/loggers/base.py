@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics.metric_values import as_number, read_numbers
-from lockstep.trainer.arguments import is_positive_int, require
+from lockstep.trainer.argument_checks import is_positive_int, require
 from lockstep.trainer.callbacks import Callback, steps_done
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
-from lockstep.engine.placement_group import bundle_for, warn_of_no_room
+from lockstep.engine.placement_group import bundle_for, warn_of_missing_resources
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.integrations.optional_packages import import_optional
 from lockstep.integrations.tune import trial_checkpoint
-from lockstep.trainer.arguments import (
-    checked_config,
-    checked_operator,
+from lockstep.trainer.argument_checks import (
+    check_config,
+    check_operator,
     is_positive_int,
     pick_gpu,
     require,
@@ -55,7 +55,7 @@ class TorchTrainable(Trainable):
         worker = bundle_for(given.get("num_cpus_per_worker", 1), gpus, custom_resources)
         num_processes = 1 if in_one_process else num_workers
         local = given.get("use_local") or (num_processes == 1 and not gpus and not custom_resources)
-        warn_of_no_room(worker, num_processes, f"a trial of {cls.__name__}")
+        warn_of_missing_resources(worker, num_processes, f"a trial of {cls.__name__}")
         # The first bundle is for the trial's own process, which may be rank 0.
         others = [worker] * (num_processes - bool(local))
         return PlacementGroupFactory([worker if local else {}, *others], strategy="PACK")
@@ -111,8 +111,8 @@ def as_trainable(
     **arguments: Any,
 ) -> type[TorchTrainable]:
     """See `TorchTrainer.as_trainable`."""
-    operator = checked_operator(arguments.get("training_operator_cls"))
-    checked_config(arguments.get("config"))
+    operator = check_operator(arguments.get("training_operator_cls"))
+    check_config(arguments.get("config"))
     if override_tune_step is not None:
         _check_takes_two(override_tune_step)
     # "auto" is decided here: the process of a trial that only drives workers sees no GPU.

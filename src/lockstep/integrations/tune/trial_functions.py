@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from lockstep.engine.placement_group import bundle_for, warn_of_no_room
+from lockstep.engine.placement_group import bundle_for, warn_of_missing_resources
 from lockstep.integrations.optional_packages import import_optional
 from lockstep.integrations.tune import trial_checkpoint
 
@@ -34,7 +34,7 @@ def resources(
     """
     tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune")
     bundle = bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
-    warn_of_no_room(bundle, num_workers, "a trial")
+    warn_of_missing_resources(bundle, num_workers, "a trial")
     return tune.PlacementGroupFactory([{}, *([bundle] * num_workers)], strategy="PACK")
 
 

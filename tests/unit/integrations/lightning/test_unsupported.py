@@ -187,7 +187,7 @@ def test_settings_are_refused_before_any_worker_starts(arguments, trainer_argume
     def starts(*_, **__):
         raise AssertionError("something was started")
 
-    for name in ("open_remote", "has_gpus_elsewhere"):
+    for name in ("start_ray_engine", "has_gpus_elsewhere"):
         monkeypatch.setattr(f"lockstep.trainer.launch.{name}", starts)
     operator = TrainingOperator.from_lightning(Classifier, loader(), **arguments)
     with pytest.raises(ConfigurationError):

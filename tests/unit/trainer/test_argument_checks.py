@@ -373,7 +373,7 @@ def test_what_needs_no_worker_is_said_before_any_starts(arguments, says, monkeyp
     def starts(*_, **__):
         raise AssertionError("something was started")
 
-    for name in ("open_remote", "has_gpus_elsewhere", "InlineEngine"):
+    for name in ("start_ray_engine", "has_gpus_elsewhere", "InlineEngine"):
         monkeypatch.setattr(f"lockstep.trainer.launch.{name}", starts)
     arguments = {"training_operator_cls": Regression, "num_workers": 2, **arguments}
     with pytest.raises(LockstepError) as refused:

@@ -30,7 +30,7 @@ class Resources:
 
     num_cpus: float
     num_gpus: float
-    further: Mapping[str, float] | None
+    custom_resources: Mapping[str, float] | None
     backend: str
     timeout_s: float
 
@@ -118,7 +118,7 @@ class Engine(Protocol):
     def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
         """Perform `call` on one worker."""
 
-    def bring_snapshots(self, to: SnapshotKeeper) -> SnapshotFetcher:
+    def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         """Give `to` the copies of the state that workers make from now on."""
 
     def local_operator(self) -> TrainingOperator | None:

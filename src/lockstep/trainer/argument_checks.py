@@ -16,7 +16,7 @@ from lockstep.operator import TrainingOperator
 from lockstep.operator.default_loop_options import OWN_LOOP_LINES, of_default_loop
 from lockstep.operator.precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
-from lockstep.trainer.unused_definitions import refuse_unused
+from lockstep.trainer.unused_definitions import refuse_unused_methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from lockstep.operator import Options
 
 
-class _UnsaidSeed(int):
+class _DefaultSeed(int):
     """The default seed, to be told from an explicit 0: a checkpoint replaces only the former."""
 
 
-UNSAID_SEED: Final = _UnsaidSeed(0)
+DEFAULT_SEED: Final = _DefaultSeed(0)
 
 _FROM_CREATORS: Final = "write training_operator_cls=TrainingOperator.from_creators(...)"
-_GONE: Final = {
+_REMOVED_ARGUMENTS: Final = {
     "apex_args": "apex is not used any more; write precision='bf16' or precision='fp16'",
     "num_replicas": "write num_workers=...",
     "batch_size": "put it into config: config={lockstep.keys.BATCH_SIZE: 64}",
@@ -45,20 +45,22 @@ _GONE: Final = {
 }
 
 
-def require(holds: bool, name: str, got: Any, expected: str, fix: str | None = None) -> None:
-    """Refuse `got` as the value of the argument `name`, unless `holds`."""
-    if not holds:
+def require(is_valid: bool, name: str, got: Any, expected: str, fix: str | None = None) -> None:
+    """Refuse `got` as the value of the argument `name`, unless `is_valid`."""
+    if not is_valid:
         raise ConfigurationError(
             f"{name} cannot be {got!r}", expected=expected, got=f"{name}={got!r}", fix=fix
         )
 
 
-def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse_unknown_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse arguments that no trainer has, or that only RaySGD had."""
     for name, value in arguments.items():
-        if name in _GONE:
+        if name in _REMOVED_ARGUMENTS:
             raise ConfigurationError(
-                f"TorchTrainer takes no {name}", got=f"{name}={value!r:.60}", fix=_GONE[name]
+                f"TorchTrainer takes no {name}",
+                got=f"{name}={value!r:.60}",
+                fix=_REMOVED_ARGUMENTS[name],
             )
         alike = difflib.get_close_matches(name, list(known), n=1)
         fix = f"did you mean {alike[0]}?" if alike else None
@@ -68,10 +70,10 @@ def refuse_further(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
         raise WrongTypeError(f"TorchTrainer has no argument {name!r}", fix=fix)
 
 
-def checked_operator(given: Any) -> type[TrainingOperator]:
+def check_operator(given: Any) -> type[TrainingOperator]:
     """`given`, if it is an operator class without methods that would never be called."""
     if inspect.isclass(given) and issubclass(given, TrainingOperator):
-        refuse_unused(given)
+        refuse_unused_methods(given)
         return given
     if given is None:
         raise WrongTypeError(
@@ -92,7 +94,7 @@ def checked_operator(given: Any) -> type[TrainingOperator]:
     )
 
 
-def checked_config(config: Any) -> dict[str, Any]:
+def check_config(config: Any) -> dict[str, Any]:
     """`config`, if it is a dict whose batch size can be right; an empty one for None."""
     if config is None:
         return {}
@@ -113,11 +115,11 @@ def checked_config(config: Any) -> dict[str, Any]:
     return config
 
 
-def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any, further: Any) -> None:
+def check_workers(num_workers: Any, num_shards: Any, num_cpus: Any, custom_resources: Any) -> None:
     """Refuse numbers of workers, of shards and of a worker's resources that cannot be right."""
     require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
-    checked_numbers(num_cpus_per_worker=num_cpus)
-    checked_resources(further)
+    check_numbers(num_cpus_per_worker=num_cpus)
+    check_resources(custom_resources)
     if num_shards is None:
         return
     require(is_positive_int(num_shards), "num_shards", num_shards, "an int, 1 or more")
@@ -130,7 +132,7 @@ def checked_workers(num_workers: Any, num_shards: Any, num_cpus: Any, further: A
     )
 
 
-def checked_retries(max_retries: Any) -> None:
+def check_retries(max_retries: Any) -> None:
     """How many failures one call may recover from."""
     is_count = is_int(max_retries) and max_retries >= 0
     require(is_count, "max_retries", max_retries, "an int >= 0")
@@ -144,20 +146,20 @@ def is_positive_int(value: Any) -> bool:
     return is_int(value) and value >= 1
 
 
-def identity(num_shards: Any, seed: Any) -> dict[str, Any]:
+def explicit_args(num_shards: Any, seed: Any) -> dict[str, Any]:
     """`num_shards` and `seed`, which decide data order and random numbers; None if not given."""
     require(is_int(seed), "seed", seed, "an int")
-    return {"num_shards": num_shards, "seed": None if seed is UNSAID_SEED else seed}
+    return {"num_shards": num_shards, "seed": None if seed is DEFAULT_SEED else seed}
 
 
-def checked_numbers(**arguments: Any) -> None:
+def check_numbers(**arguments: Any) -> None:
     """Refuse arguments that are no numbers above zero."""
     for name, value in arguments.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         require(number and value > 0, name, value, "a number above zero")
 
 
-def checked_spares(num_workers: int, spare_workers: int, min_workers: int) -> None:
+def check_spares(num_workers: int, spare_workers: int, min_workers: int) -> None:
     """Refuse numbers of spares and of workers that must be left that cannot be right."""
     require(
         is_int(spare_workers) and spare_workers >= 0, "spare_workers", spare_workers, "an int >= 0"
@@ -177,24 +179,24 @@ def checked_spares(num_workers: int, spare_workers: int, min_workers: int) -> No
     )
 
 
-def checked_resources(further: Any) -> None:
-    if further is None:
+def check_resources(custom_resources: Any) -> None:
+    if custom_resources is None:
         return
-    if not isinstance(further, Mapping):
+    if not isinstance(custom_resources, Mapping):
         raise WrongTypeError(
             "resources_per_worker is not a dict",
             expected="a dict from names of Ray resources to amounts",
-            got=f"{type(further).__name__}: {further!r:.60}",
+            got=f"{type(custom_resources).__name__}: {custom_resources!r:.60}",
         )
-    checked_numbers(**{f"resources_per_worker[{name!r}]": n for name, n in further.items()})
+    check_numbers(**{f"resources_per_worker[{name!r}]": n for name, n in custom_resources.items()})
 
 
-def checked_scheduling(step_freq: Any) -> None:
+def check_scheduling(step_freq: Any) -> None:
     known = step_freq is None or (isinstance(step_freq, str) and step_freq in VALID_SCHEDULER_STEP)
     require(known, "scheduler_step_freq", step_freq, '"batch", "epoch", "manual" or None')
 
 
-def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
+def check_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
     """The callbacks, if each is one, and if `hook` can be called."""
     if hook is not None and not callable(hook):
         raise WrongTypeError(
@@ -217,7 +219,7 @@ def checked_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
                 got=f"{callback!r:.80}",
                 fix="callbacks=[MyCallback()]" if inspect.isclass(callback) else None,
             )
-        refuse_unused(type(callback))
+        refuse_unused_methods(type(callback))
     return tuple(callbacks)
 
 
@@ -277,13 +279,13 @@ def check_options(
     options: Options, operator_cls: type[TrainingOperator], *, use_local: bool
 ) -> None:
     """Refuse options that cannot be right, alone or with the loop that the operator brings."""
-    checked_scheduling(options.scheduler_step_freq)
+    check_scheduling(options.scheduler_step_freq)
     require(
         is_positive_int(options.accumulate), "accumulate", options.accumulate, "an int, 1 or more"
     )
     clip = options.clip_grad_norm
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
-    checked_numbers(bucket_cap_mb=options.bucket_cap_mb)
+    check_numbers(bucket_cap_mb=options.bucket_cap_mb)
     operator_cls._check(options)
     _refuse_with_own_loop(options, operator_cls)
     _check_sync(options, use_local)

@@ -54,8 +54,8 @@ def collect(
     """Everything that the operator registered, on the CPU.
 
     Args:
-        take: `copied`; or `moved`, for a caller that is done with the state before training goes
-            on.
+        take: `copy_to_cpu`; or `move_to_cpu`, for a caller that is done with the state before
+            training goes on.
     """
     state: dict[str, Any] = {
         key: [take(member.state_dict()) for member in members]
@@ -65,12 +65,12 @@ def collect(
     is_module = isinstance(run.criterion, nn.Module)
     state["criterion"] = take(run.plain_criterion().state_dict()) if is_module else None
     state["precision"] = take(operator._lockstep.precision.state_dict())
-    state["operator"] = _state_of_its_own(operator, take)
+    state["operator"] = _operators_own_state(operator, take)
     state["global_step"] = operator._lockstep.committed
     return state
 
 
-def _state_of_its_own(operator: TrainingOperator, take: Callable[[Any], Any]) -> Any:
+def _operators_own_state(operator: TrainingOperator, take: Callable[[Any], Any]) -> Any:
     """What the user's `state_dict` returns."""
     try:
         return take(operator.state_dict())
@@ -82,7 +82,7 @@ def _state_of_its_own(operator: TrainingOperator, take: Callable[[Any], Any]) ->
         ) from error
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this may be a shard; then every rank has to call it."""
     if type(tensor).__name__ != "DTensor":
         return tensor
@@ -91,34 +91,34 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole_of(tensor)
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def copied(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _cloned) -> Any:
+def copy_to_cpu(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clone_to_cpu) -> Any:
     """The same structure with tensors cloned to the CPU; later training must not move them.
 
     Args:
         clone: copies one tensor to the CPU, into memory of its choice.
     """
-    return _converted(value, clone, copy.deepcopy)
+    return _convert(value, clone, copy.deepcopy)
 
 
-def moved(value: Any) -> Any:
+def move_to_cpu(value: Any) -> Any:
     """The same structure on the CPU; tensors that are there already are not copied."""
-    return _converted(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
+    return _convert(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
 
 
-def _converted(
+def _convert(
     value: Any, move: Callable[[torch.Tensor], torch.Tensor], keep: Callable[[Any], Any]
 ) -> Any:
     def convert(leaf: Any) -> Any:
-        return move(whole(leaf.detach())) if isinstance(leaf, torch.Tensor) else keep(leaf)
+        return move(gather_whole(leaf.detach())) if isinstance(leaf, torch.Tensor) else keep(leaf)
 
-    return tree_map(convert, value, _as_plain)
+    return tree_map(convert, value, _as_plain_dict)
 
 
-def _as_plain(like: Any, values: list[Any]) -> Any:
+def _as_plain_dict(like: Any, values: list[Any]) -> Any:
     """Mappings of any class become dicts: a checkpoint holds no other."""
     if not isinstance(like, Mapping):
         return rebuilt(like, values)
@@ -222,7 +222,7 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
                 _load_module(member, saved)
             else:
                 # Optimizers keep what they are given; another rank's copy must not be shared.
-                load_state(member, copied(saved))
+                load_state(member, copy_to_cpu(saved))
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
         _load_module(run.plain_criterion(), state["criterion"])
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
@@ -247,14 +247,14 @@ def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
             value = saved.get(f"{path}.{key}".lstrip("."))
             if buffer is None or not isinstance(value, torch.Tensor):
                 continue
-            if not _takes(buffer, value):
+            if not _can_write_into(buffer, value):
                 # Those that share one go on sharing it.
                 fresh = value.to(buffer.device, buffer.dtype, copy=True)
                 buffers_of(part)[key] = places.setdefault(id(buffer), fresh)
     module.load_state_dict(saved)
 
 
-def _takes(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+def _can_write_into(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch can write `value` over the buffer, or would refuse it by its shape."""
     if buffer.is_nested or value.is_nested or buffer.shape != value.shape:
         return True
@@ -264,7 +264,7 @@ def _takes(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     return buffer.layout == value.layout and buffer.layout in (torch.strided, torch.sparse_coo)
 
 
-def averages(run: TrainingParts) -> list[nn.Module]:
+def averaged_models(run: TrainingParts) -> list[nn.Module]:
     """The models with the averages of their weights."""
     if run.averages:
         return [average.module for average in run.averages]

@@ -4,21 +4,21 @@
 import resource
 import socket
 
-from lockstep.engine.worker_handle import is_reached
+from lockstep.engine.liveness_probe import is_host_reachable
 
 
 def test_a_port_where_nobody_listens_is_an_answer():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = listening.getsockname()
-        assert is_reached(address)
-    assert is_reached(address)
+        assert is_host_reachable(address)
+    assert is_host_reachable(address)
 
 
 def test_a_process_without_file_descriptors_says_nothing_of_another_machine():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        reached = is_reached(("127.0.0.1", 9))
+        reached = is_host_reachable(("127.0.0.1", 9))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert reached

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sync="ddp"`` with one worker: wrapped as with many, and the same result."""
+"""`lockstep.sync.ddp_sync` with one worker: wrapped as with many, and the same result."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ class RendezvousStore:
             master_listen_fd=listener.detach(),
         )
 
-    def have_come(self, ranks: Iterable[int]) -> bool:
+    def have_arrived(self, ranks: Iterable[int]) -> bool:
         """Whether all of `ranks` stand at the meeting; never waits."""
         assert self._store is not None
         return bool(self._store.check([arrival_key(rank) for rank in ranks]))

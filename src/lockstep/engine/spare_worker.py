@@ -11,7 +11,7 @@ import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError
 
 import ray
-from lockstep.engine.actor_failures import reason_of
+from lockstep.engine.actor_failures import death_reason
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.worker import Outcome, StartReport
     from ray import ObjectRef
 
-_NODE_S: Final = 5.0
+_NODE_TIMEOUT_S: Final = 5.0
 """For the answer of a process that has just answered."""
 
 
@@ -53,18 +53,18 @@ class Spare:
             outcome = ray.get(self.started)
             self.error = outcome.exception()
             if self.error is None and not self.handle.pid:
-                self._learn(cloudpickle.loads(outcome.value))
+                self._fill_handle(cloudpickle.loads(outcome.value))
         except (RayActorError, GetTimeoutError) as failure:
             self.error = WorkerDiedError(
                 f"{self.handle} died before it was ready",
-                cause=reason_of(failure)
+                cause=death_reason(failure)
                 if isinstance(failure, RayActorError)
-                else f"it did not answer for {_NODE_S:.0f} s",
+                else f"it did not answer for {_NODE_TIMEOUT_S:.0f} s",
             )
             self.error.__cause__ = failure
         return Readiness.READY if self.error is None else Readiness.FAILED
 
-    def _learn(self, report: StartReport) -> None:
+    def _fill_handle(self, report: StartReport) -> None:
         assert self.handle.actor is not None, "spares live in actors"
-        self.handle.node = ray.get(self.handle.actor.node.remote(), timeout=_NODE_S)
+        self.handle.node = ray.get(self.handle.actor.node.remote(), timeout=_NODE_TIMEOUT_S)
         self.handle.pid = report.pid

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from lockstep.worker import Report
 
 
-def merged(reports: Sequence[Report]) -> dict[str, Any]:
+def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
     """One dict for all workers: every sample counts once, whichever worker computed it."""
     _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
-    kept = {key for report in reports for key in _kept(report)}
+    kept = {key for report in reports for key in _unchanged_metrics(report)}
     if kept:
         ours = merge([report.sums for report in reports])
         result.update({key: value for key, value in ours.items() if key in kept})
     own = [_own_results(report) for report in reports]
-    result.update(_merged_by_samples(own, [report.samples for report in reports]))
+    result.update(_merge_by_samples(own, [report.samples for report in reports]))
     result.update(compute_merged([report.measured for report in reports]))
     result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)
@@ -62,13 +62,13 @@ def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
         )
 
 
-def _kept(report: Report) -> set[str]:
+def _unchanged_metrics(report: Report) -> set[str]:
     """The metrics of lockstep's own loop that the user's loop around it left as they were."""
     return {
         key
         for metrics, summary in zip(report.metrics, report.summaries, strict=True)
         for key, value in metrics.items()
-        if summary is not None and key in summary and _same(summary[key], value)
+        if summary is not None and key in summary and _is_same_value(summary[key], value)
     }
 
 
@@ -78,24 +78,24 @@ def _own_results(report: Report) -> dict[str, Any]:
         {
             key: value
             for key, value in metrics.items()
-            if summary is None or key not in summary or not _same(summary[key], value)
+            if summary is None or key not in summary or not _is_same_value(summary[key], value)
         }
         for metrics, summary in zip(report.metrics, report.summaries, strict=True)
     ]
-    return _merged_by_samples(passes, report.samples_by_pass)
+    return _merge_by_samples(passes, report.samples_by_pass)
 
 
-def _merged_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int]) -> dict[str, Any]:
+def _merge_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int]) -> dict[str, Any]:
     """As `merge_user_results`, but ``num_samples`` only if a user's loop returned it."""
     if not any(results):
         return {}
-    merged = merge_user_results(results, samples)
+    merge_reports = merge_user_results(results, samples)
     if not any(NUM_SAMPLES in each for each in results):
-        del merged[NUM_SAMPLES]
-    return merged
+        del merge_reports[NUM_SAMPLES]
+    return merge_reports
 
 
-def _same(before: Any, after: Any) -> bool:
+def _is_same_value(before: Any, after: Any) -> bool:
     # NaN is not equal to itself, and comparing tensors of several elements gives no answer.
     if before is after:
         return True

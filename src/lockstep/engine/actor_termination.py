@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends the processes of actors, and waits until they are gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lockstep.engine.worker_handle import WorkerHandle
+
+
+def end_actor(actor: Any) -> None:
+    """End an actor's process. Any: Ray's annotations do not take its own handles here."""
+    ray.kill(actor, no_restart=True)
+
+
+def kill_worker(handle: WorkerHandle, others: list[WorkerHandle]) -> None:
+    """End a process at once, also one that is stopped or does not answer.
+
+    `ray.kill_worker` asks the process first, and lets one that was stopped live on for seconds, in
+    which its open sockets keep its peers waiting (measured: 5 s). A signal does not ask.
+
+    Args:
+        others: workers, of which one on the same node sends the signal.
+    """
+    if handle.actor is None:
+        return
+    if handle.pid and handle.is_here:
+        with suppress(ProcessLookupError):
+            os.kill(handle.pid, signal.SIGKILL)
+    elif handle.pid:
+        # One of them: a number that was signalled twice may be another process by then.
+        on_its_node = (each for each in others if each.node == handle.node and each is not handle)
+        for neighbour in on_its_node:
+            if neighbour.actor is not None:
+                neighbour.actor.kill_process.remote(handle.pid)
+                break
+    end_actor(handle.actor)
+
+
+def wait_until_gone(pids: Iterable[int], at_most_s: float) -> None:
+    """`ray.kill_worker` returns before the process has ended; nothing may outlive `shutdown`."""
+    deadline = time.monotonic() + at_most_s
+    for pid in pids:
+        while time.monotonic() < deadline:
+            try:
+                os.kill(pid, 0)
+            except (ProcessLookupError, PermissionError):
+                break
+            time.sleep(0.01)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warning and the error for an interrupted step that cannot be rolled back.
+
+If all its optimizers had stepped, the step counts; otherwise the run ends.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from lockstep.errors import LockstepError, TrainerClosedError
+
+_log = logging.getLogger("lockstep")
+
+
+def warn_of_cut_short_step(steps: int, cause: BaseException) -> None:
+    """Say that the last of `steps` steps counts, though its loop failed because of `cause`."""
+    _log.warning(
+        "step %d counts: its optimizers had stepped when the loop failed (%s: %s). What the loop"
+        " does behind them in a step was not done for this one",
+        steps - 1,
+        type(cause).__name__,
+        next(iter(str(cause).splitlines()), ""),
+    )
+
+
+def rollback_impossible_error(cause: BaseException) -> LockstepError:
+    """Why workers that live cannot go on after a call that `cause` interrupted."""
+    error = TrainerClosedError(
+        "the workers cannot go back to the last committed step",
+        cause="an optimizer had changed the weights when the step was left, and there is no copy of"
+        " them from before (an error after optimizer.step() in a train_batch of the operator's own,"
+        " in a scheduler, or in an optimizer)",
+        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+    )
+    error.__cause__ = cause
+    return error
