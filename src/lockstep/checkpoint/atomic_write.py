@@ -126,7 +126,7 @@ class _BackgroundSyncedFile(io.FileIO):
         super().close()
 
 
-def sync(path: str) -> None:
+def fsync_path(path: str) -> None:
     """Flush a file, or the names in a folder, to the disk: then a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -137,7 +137,7 @@ def sync(path: str) -> None:
 
 def _sync_folder(folder: str) -> None:
     try:
-        sync(folder)
+        fsync_path(folder)
     except OSError as error:
         # Some network file systems cannot sync a folder: their server makes renames durable.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.checkpoint.atomic_write import sync, write_error
+from lockstep.checkpoint.atomic_write import fsync_path, write_error
 from lockstep.checkpoint.file_format import read_file, write
 from lockstep.checkpoint.plain_values import plain_state
 from lockstep.errors import CheckpointError, CheckpointWriteError
@@ -119,7 +119,7 @@ def _write_and_rename(path: str, plain: Mapping[str, Any]) -> None:
 
 def _write_files(folder: str, plain: Mapping[str, Any]) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    hollow = _without_tensors(plain, tensors)
+    hollow = _take_tensors_out(plain, tensors)
     if tensors:
         from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -127,7 +127,7 @@ def _write_files(folder: str, plain: Mapping[str, Any]) -> None:
             save(tensors, checkpoint_id=folder, no_dist=True)
     files = {name: _sha256(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
     for name in files:
-        sync(os.path.join(folder, name))
+        fsync_path(os.path.join(folder, name))
     write(os.path.join(folder, INDEX), {"state": hollow, "files": files})
 
 
@@ -151,7 +151,7 @@ def read_directory(path: str) -> dict[str, Any]:
                 fix="load an older checkpoint, or copy this one again from where it was written",
             )
     tensors: dict[str, torch.Tensor] = {}
-    state: dict[str, Any] = _with_tensors(index["state"], tensors)
+    state: dict[str, Any] = _put_tensors_in(index["state"], tensors)
     if tensors:
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -162,7 +162,7 @@ def read_directory(path: str) -> dict[str, Any]:
     return state
 
 
-def _without_tensors(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+def _take_tensors_out(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
     """The same structure, each tensor replaced by its name, shape and dtype."""
 
     def take_out(path: KeyPath, leaf: Any) -> Any:
@@ -176,7 +176,7 @@ def _without_tensors(state: Mapping[str, Any], tensors: dict[str, torch.Tensor])
     return tree_map_with_path(take_out, state)
 
 
-def _with_tensors(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _put_tensors_in(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """The state with empty tensors in the places of their descriptions; collects them by name."""
 
     def put_in(like: Any, values: list[Any]) -> Any:

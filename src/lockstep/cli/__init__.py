@@ -23,7 +23,9 @@ def make_parser() -> argparse.ArgumentParser:
     from lockstep.cli.train_options import add_arguments as add_train
 
     parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and leave")
+    parser.add_argument(
+        "--version", action=_PrintVersions, nargs=0, help="print the versions and leave"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -44,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Version(argparse.Action):
+class _PrintVersions(argparse.Action):
     """Prints the versions of the installed packages, without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:

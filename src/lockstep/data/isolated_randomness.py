@@ -146,7 +146,7 @@ class IsolatedRandomness:
         self._inside: tuple[RandomState, list[Any]] | None = None
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         outside = self._capture()
         try:
             if self._inside is None:
@@ -173,10 +173,10 @@ class IsolatedRandomness:
 
     def open(self, items: Iterable[T]) -> Iterator[T]:
         """``iter(items)``, made inside the isolation."""
-        with self.entered():
+        with self.activate():
             return iter(items)
 
     def draw(self, iterator: Iterator[T], count: int) -> list[T]:
         """The next `count` items, fewer at the end, drawn inside the isolation."""
-        with self.entered():
+        with self.activate():
             return list(islice(iterator, count))

@@ -141,7 +141,7 @@ class LoaderCopy:
         self._sampler.requests = requests
         with IsolatedRandomness(
             derive_seed(self._seed, "loader", epoch), self._generators
-        ).entered():
+        ).activate():
             iterator = iter(self._loader)
             try:
                 return iterator, next(iterator, _END)

@@ -241,11 +241,11 @@ class ShardedLoader:
         self, shards: list[Segment], batch: GlobalBatch
     ) -> list[tuple[Segment, ...]]:
         """For each batch that this worker reads in a step, its segments."""
-        carried = tuple(segment for segment in shards if segment.items)
+        own_segments = tuple(segment for segment in shards if segment.items)
         if not self.joint:
-            return [(segment,) for segment in carried]
-        if carried:
-            return [carried]
+            return [(segment,) for segment in own_segments]
+        if own_segments:
+            return [own_segments]
         # The first shards are the larger ones, so shard 0 has samples in every step.
         return [(self._segment(batch, 0),)] if self._borrows else []
 

@@ -5,6 +5,7 @@ They need torch, and no Ray.
 """
 
 from lockstep.testing.fault_injection import Strike, struck
-from lockstep.testing.parity_assertion import assert_parity, run_ranks
+from lockstep.testing.parity_assertion import assert_parity
+from lockstep.testing.rank_threads import run_ranks
 
 __all__ = ["Strike", "assert_parity", "run_ranks", "struck"]

@@ -24,7 +24,10 @@ from lockstep.integrations.lightning import unsupported
 from lockstep.integrations.lightning.checkpoint_hooks import run_on_load_hooks, run_on_save_hooks
 from lockstep.integrations.lightning.logging_capture import LoggingCapture
 from lockstep.integrations.lightning.loop_hooks import LoopHooks, call_data_hook
-from lockstep.integrations.lightning.lr_schedulers import SchedulerSteps, parse_configure_optimizers
+from lockstep.integrations.lightning.lr_schedulers import (
+    SchedulerStepper,
+    parse_configure_optimizers,
+)
 from lockstep.integrations.lightning.module_factory import (
     ModuleFactory,
     check_module_argument,
@@ -141,7 +144,7 @@ class LightningOperator(TrainingOperator):
         optimizer, configs = parse_configure_optimizers(
             module.configure_optimizers(), type(module).__name__
         )
-        # `SchedulerSteps` steps the schedulers, so the default loop must not.
+        # `SchedulerStepper` steps the schedulers, so the default loop must not.
         self._steps_schedulers = context.options.scheduler_step_freq is None
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(context, options=manual)
@@ -151,7 +154,7 @@ class LightningOperator(TrainingOperator):
             optimizers=optimizer,
             schedulers=[each.scheduler for each in configs] or None,
         )
-        self._scheduler_steps = SchedulerSteps(configs, module.lr_scheduler_step)
+        self._scheduler_stepper = SchedulerStepper(configs, module.lr_scheduler_step)
         update_view(self._view, optimizers=[self.optimizer], lr_scheduler_configs=configs)
         self._has_fit_begun = self._epoch_is_over = False
         self._started_epoch = -1
@@ -218,16 +221,16 @@ class LightningOperator(TrainingOperator):
             self._begin_fit()
             if self._started_epoch != epoch:
                 if self._steps_schedulers:
-                    self._scheduler_steps.check_monitored(epoch)
+                    self._scheduler_stepper.check_monitored(epoch)
                 module.on_train_epoch_start()
                 self._started_epoch = epoch
             metrics = super().train_epoch(iterator, info)
             epoch_over = getattr(iterator, "epoch_over", True)
             if epoch_over:
                 if self._steps_schedulers:
-                    self._scheduler_steps.after_epoch(epoch)
+                    self._scheduler_stepper.after_epoch(epoch)
                 module.on_train_epoch_end()
-            logged, of_epoch = self._logging.conclude(epoch_over=epoch_over)
+            logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         self._epoch_is_over = epoch_over
         self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}
@@ -243,7 +246,7 @@ class LightningOperator(TrainingOperator):
         known = {name: torch.tensor(value) for name, value in metrics.items()}
         update_view(self._view, callback_metrics={**self._view.callback_metrics, **known})
         if epoch_over and self._steps_schedulers and self._has_fit_begun:
-            self._scheduler_steps.after_metrics(self._view.current_epoch, metrics)
+            self._scheduler_stepper.after_metrics(self._view.current_epoch, metrics)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         index = self._batch_index(batch_info)
@@ -255,7 +258,7 @@ class LightningOperator(TrainingOperator):
             self._steps_taken += 1
             update_view(self._view, global_step=self._steps_taken)
             if self._steps_schedulers:
-                self._scheduler_steps.after_step(index)
+                self._scheduler_stepper.after_step(index)
         for output, moved, num_samples in self._outputs:
             with self._logging.counting_for(num_samples, first_time=False):
                 self.module.on_train_batch_end(output, moved, index)
@@ -311,7 +314,7 @@ class LightningOperator(TrainingOperator):
             if epoch_over:
                 module.on_validation_epoch_end()
                 module.on_validation_end()
-            logged, of_epoch = self._logging.conclude(epoch_over=epoch_over)
+            logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         update_view(self._view, validating=False)
         self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}
@@ -355,7 +358,7 @@ class LightningOperator(TrainingOperator):
         return {
             "steps": self._steps_taken,
             "epoch": self._view.current_epoch,
-            "plateaus": self._scheduler_steps.state_dict(),
+            "plateaus": self._scheduler_stepper.state_dict(),
             "checkpoint": run_on_save_hooks(self._view, self._hook_targets),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
         }
@@ -363,7 +366,7 @@ class LightningOperator(TrainingOperator):
     def load_state_dict(self, state: Any) -> None:
         self._steps_taken = state["steps"]
         update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
-        self._scheduler_steps.load_state_dict(state["plateaus"])
+        self._scheduler_stepper.load_state_dict(state["plateaus"])
         self._started_epoch = -1
         if state.get("datamodule"):
             self.datamodule.load_state_dict(state["datamodule"])

@@ -151,7 +151,7 @@ class LoggingCapture:
         for sums in (self._of_pass, self._of_epoch[self._purpose]):
             sums.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
 
-    def conclude(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
+    def end_pass(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
         """End the pass: its metrics, and those of the epoch so far, equal on every rank.
 
         Collective:

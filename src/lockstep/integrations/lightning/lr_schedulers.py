@@ -2,7 +2,7 @@
 """Parses what `configure_optimizers` returns, and steps the learning rate schedulers in it.
 
 `parse_configure_optimizers` reads all the forms that `configure_optimizers` may return;
-`SchedulerSteps` steps the schedulers, by batch, by epoch or by a metric, as Lightning does.
+`SchedulerStepper` steps the schedulers, by batch, by epoch or by a metric, as Lightning does.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _parse_scheduler(given: Any, monitor: str | None, where: str) -> SchedulerCo
     return schedule
 
 
-class SchedulerSteps:
+class SchedulerStepper:
     """Steps the schedulers of one module.
 
     Args:
