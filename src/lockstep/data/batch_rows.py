@@ -61,7 +61,7 @@ def _first_length(batch: Any) -> int | None:
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """One batch with the rows of all `batches` (equal structures), in order.
+    """Join `batches`, which have equal structures, to one batch with all their rows in order.
 
     Raises:
         NotShardableError: a place in the batches cannot be joined; the message names it.
@@ -130,7 +130,7 @@ def rows_of(batch: Any, rows: slice) -> Any:
 
 
 def content_digest(value: Any) -> str:
-    """A short digest of what `value` holds, equal in every process; 16 hexadecimal digits."""
+    """A short hash of the content of `value`, equal in every process; 16 hexadecimal digits."""
     state = hashlib.blake2b(digest_size=8)
     _update_hash(value, state.update)
     return state.hexdigest()

@@ -57,7 +57,8 @@ class TorchBatches(Protocol):
 class RayDatasetShard:
     """One worker's part of a streamed dataset, as global steps; a `StepSource`.
 
-    Every step begins with an exchange: a worker cannot know whether its peers have rows left.
+    In every step the workers first exchange their numbers of rows: a worker cannot know by itself
+    whether its peers have rows left.
 
     Args:
         rows: this worker's iterator of ``Dataset.streaming_split``.

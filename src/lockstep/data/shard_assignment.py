@@ -28,7 +28,7 @@ class ShardAssignment:
     """The shards that one worker computes.
 
     Args:
-        num_shards: into how many parts every global batch is cut.
+        num_shards: the number of shards of every global batch.
         shards: the worker's shards, contiguous.
         seed: the seed of the run.
 

@@ -29,7 +29,7 @@ def select_batch(dataset: Any, indices: list[Any]) -> list[torch.Tensor] | None:
 
     Args:
         dataset: a ``TensorDataset``, or a ``Subset`` of one, by their exact types.
-        indices: of samples, in order.
+        indices: the samples' indices, in order.
 
     Returns:
         One tensor for each of the dataset's; None where samples have to be read one by one.

@@ -212,7 +212,8 @@ class LightningOperator(TrainingOperator):
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module, epoch = self.module, int(info["epoch_idx"])
-        # In a resumed epoch the iterator counts batches from the position at which it resumed.
+        # The loop's `batch_idx` starts at the iterator's `first_index`; this offset makes it the
+        # batch's number in the epoch.
         counted_on = getattr(iterator, "first_index", 0)
         self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
         update_view(self._view, current_epoch=epoch, training=True, validating=False)

@@ -46,8 +46,8 @@ class Logger(Callback):
     A row holds means over all workers, in which every sample counts once.
 
     Args:
-        every: also a row, with the phase "step", for each so many optimizer steps (global
-            batches): the means over all their samples, while a call runs.
+        every: the number of optimizer steps (global batches) after which a call also gets a row
+            with the phase "step": the means over all samples of these steps. None: no such rows.
 
     Raises:
         ConfigurationError: `every` is no positive number of steps.

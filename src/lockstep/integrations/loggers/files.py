@@ -27,7 +27,7 @@ class CSVLogger(Logger):
     own, which is empty in the earlier rows.
 
     Args:
-        path: of the file; its folder is made.
+        path: the path of the file, whose folder is created.
         every: see `Logger`.
 
     Raises:
@@ -83,7 +83,7 @@ class JSONLinesLogger(Logger):
     Numbers that JSON does not have are strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 
     Args:
-        path: of the file; its folder is made.
+        path: the path of the file, whose folder is created.
         every: see `Logger`.
 
     Raises:

@@ -19,7 +19,7 @@ _LONGEST_VALUE: Final = 6000
 class MLflowLogger(Logger):
     """One MLflow run: the trainer's config as parameters, every number as a metric.
 
-    It uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. The run ends
+    The logger uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. The run ends
     with the trainer: as finished, or as failed.
 
     Args:
