@@ -19,8 +19,8 @@ _LONGEST_VALUE: Final = 6000
 class MLflowLogger(Logger):
     """One MLflow run: the trainer's config as parameters, every number as a metric.
 
-    The logger uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. The run ends
-    with the trainer: as finished, or as failed.
+    The logger uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. At the
+    trainer's end it marks the run as finished or as failed.
 
     Args:
         experiment: the experiment's name; created if it does not exist.
