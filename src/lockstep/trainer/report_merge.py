@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigurationError, MixedWeightsError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
-from lockstep.metrics.torchmetrics_merge import computed, was_updated
+from lockstep.metrics.torchmetrics_merge import compute_merged, has_updates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
         result.update({key: value for key, value in ours.items() if key in kept})
     own = [_own_results(report) for report in reports]
     result.update(_merge_by_samples(own, [report.samples for report in reports]))
-    result.update(computed([report.measured for report in reports]))
+    result.update(compute_merged([report.measured for report in reports]))
     result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)
     epochs = [report.epoch for report in reports if report.epoch is not None]
@@ -42,7 +42,7 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
 def refuse_unused_metrics(reports: Sequence[Report]) -> None:
     """Refuse a registered metric that was never updated: the result would silently lack it."""
     for name in dict.fromkeys(name for report in reports for name in report.measured):
-        if not any(was_updated(report.measured[name]) for report in reports):
+        if not any(has_updates(report.measured[name]) for report in reports):
             raise ConfigurationError(
                 "a registered metric was never updated",
                 got=name,

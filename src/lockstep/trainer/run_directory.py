@@ -55,7 +55,7 @@ class RunDirectory:
         if folder is not None:
             write = checkpoint.write_directory if sync == "fsdp" else checkpoint.write
             self._rotation = Rotation(os.path.abspath(folder), keep, write, checkpoint.read)
-            self._rotation.claim()
+            self._rotation.prepare_folder()
         self._source = self._find(resume)
 
     @property
@@ -69,7 +69,7 @@ class RunDirectory:
         elif resume != "auto":
             self.found = checkpoint.read(resume)
             return str(os.fspath(resume))
-        elif self._rotation is not None and (newest := self._rotation.newest()) is not None:
+        elif self._rotation is not None and (newest := self._rotation.read_newest()) is not None:
             path, self.found = newest
             return path
         return None

@@ -97,7 +97,7 @@ class RunState:
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""
-        absorb = getattr(self._pool.spec.operator_cls, "_absorb", None)
+        absorb = getattr(self._pool.spec.operator_cls, "_load_into_instance", None)
         if absorb is not None and self._pool.local_operator() is None:
             absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
 

@@ -161,7 +161,7 @@ class BatchIterator:
             The context, for the default loops; the plain batch, for a loop of the user's own.
         """
         state, sync, training = self._state, self._state.sync, self._purpose == "train"
-        run_seed, epoch = state.context.placement.seed, self._cursor.epoch
+        run_seed, epoch = state.context.shard_assignment.seed, self._cursor.epoch
         shards = tuple(
             ShardBatch.of(part, run_seed, self._purpose, epoch, read.index) for part in read.parts
         )

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     context = operator._lockstep.context
-    placement = context.placement
+    assignment = context.shard_assignment
     if not context.options.add_dist_sampler:
-        return UserShardedLoader(loader, placement)
+        return UserShardedLoader(loader, assignment)
     # A borrowed batch: a rank without samples in a step computes on another rank's batch with
     # weight 0, so that it takes part in the collectives. A user's own validation loop would count
     # such a batch, and has collectives only with a joint loss.
@@ -28,7 +28,7 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
         parts = BatchParts.BY_SHARD
     # Each shard is seeded before its computation, so the generators' states after loading are not
     # needed.
-    return ShardedLoader(loader, placement, parts=parts, keeps_generators=False)
+    return ShardedLoader(loader, assignment, parts=parts, keeps_generators=False)
 
 
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:

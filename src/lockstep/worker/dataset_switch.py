@@ -43,7 +43,7 @@ class DatasetSwitch:
         before, context = cursors.get("train"), operator._lockstep.context
         joint = wants_joint(operator, "train")
         cursor = Cursor(
-            RayDatasetShard(rows, batches, context.placement, context.group, joint=joint)
+            RayDatasetShard(rows, batches, context.shard_assignment, context.group, joint=joint)
         )
         if self.is_open and before is not None:
             cursor.move_to(before.epochs_entered, 0)

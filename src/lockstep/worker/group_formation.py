@@ -183,18 +183,18 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
     if worker.before_first_collective is not None:
         worker.before_first_collective()
     group = worker.join_group(formation.rendezvous, before.device)
-    placement = worker.placement_for(before.placement)
+    assignment = worker.shard_assignment_of(before.shard_assignment)
     operator._lockstep.context = replace(
         before,
         world_rank=rank,
         world_size=formation.size,
         local_rank=formation.local_ranks[rank] if formation.local_ranks else before.local_rank,
         group=group,
-        placement=placement,
+        shard_assignment=assignment,
         is_spare=False,
         server_address=formation.rendezvous.server_address,
     )
-    if placement != before.placement:
+    if assignment != before.shard_assignment:
         _reopen_loaders(worker, operator)
 
 

@@ -122,7 +122,7 @@ class LoopRun:
         self.tally = Tally(steps=-owed, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
-        self._shards = self._state.context.placement.shards
+        self._shards = self._state.context.shard_assignment.shards
         self._pass_began = 0
         self._batches: BatchIterator | None = None
         self._counted_at = time.monotonic()
@@ -201,7 +201,7 @@ class LoopRun:
         Collective:
             The operator's loop, and one exchange at the start of an epoch.
         """
-        self._shards = self._state.context.placement.shards
+        self._shards = self._state.context.shard_assignment.shards
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
         with preserved(), self._arithmetic(), activate(reduction):
@@ -281,5 +281,5 @@ class LoopRun:
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=self._state.weighed_by.get(self.request.purpose),
             measured=self._state.registered_metrics.collected(self.request.purpose),
-            rows=log.newer_than(0) if training and log is not None else [],
+            rows=log.rows_after(0) if training and log is not None else [],
         )

@@ -24,7 +24,7 @@ from lockstep.worker.remote_method import Communication, OnFailure, remote_metho
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.data import LoadedPart, ShardPlacement, Step
+    from lockstep.data import LoadedPart, ShardAssignment, Step
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
@@ -57,14 +57,14 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
         None.
     """
     operator, run = worker.operator, worker.run
-    options, placement = worker.spec.options, operator._lockstep.context.placement
+    options, assignment = worker.spec.options, operator._lockstep.context.shard_assignment
     in_one_batch = options.sync == "data_parallel"
     parts = BatchParts.JOINT if in_one_batch else BatchParts.BY_SHARD
-    source = ShardedLoader(loader, placement, parts=parts, keeps_last=True, keeps_generators=False)
+    source = ShardedLoader(loader, assignment, parts=parts, keeps_last=True, keeps_generators=False)
     try:
         with preserved(), worker.arithmetic(), torch.no_grad(), _eval_mode(run):
             return [
-                _predict_part(operator, step.index, part, placement)
+                _predict_part(operator, step.index, part, assignment)
                 for step in _read(source.batches(epoch=0))
                 for part in step.parts
             ]
@@ -83,12 +83,12 @@ def _read(steps: Iterator[Step]) -> Iterator[Step]:
 
 
 def _predict_part(
-    operator: TrainingOperator, step: int, part: LoadedPart, placement: ShardPlacement
+    operator: TrainingOperator, step: int, part: LoadedPart, assignment: ShardAssignment
 ) -> Prediction:
-    shard = ShardBatch.of(part, placement.seed, "predict", epoch=0, step=step)
+    shard = ShardBatch.of(part, assignment.seed, "predict", epoch=0, step=step)
     state = operator._lockstep
     context = StepContext(ReductionContext(state.context.group), "predict", (shard,))
-    per_shard = placement.num_shards > 1
+    per_shard = assignment.num_shards > 1
     with state.precision.autocast(), context.computing(shard, per_shard=per_shard):
         batch = operator.to_device(shard.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})

@@ -45,8 +45,8 @@ def progress_of(worker: Worker) -> ProgressReport:
     if call is None or not worker.is_built:
         return ProgressReport()
     state = worker.operator._lockstep
-    placement = state.context.placement
-    samples = call.tally.samples * placement.num_shards / len(placement.shards)
+    assignment = state.context.shard_assignment
+    samples = call.tally.samples * assignment.num_shards / len(assignment.shards)
     loss = as_number(state.latest.get("train_loss", state.latest.get("val_loss")))
     # A number: a driver without CUDA cannot unpickle a CUDA tensor.
     return ProgressReport(
@@ -60,4 +60,4 @@ def rows_after(worker: Worker, step: int) -> tuple[int, Sequence[StepRow]]:
     if state is None or state.step_log is None:
         return 0, []
     committed = state.committed  # read first: the log has all rows up to this step
-    return committed, state.step_log.newer_than(step)
+    return committed, state.step_log.rows_after(step)

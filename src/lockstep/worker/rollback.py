@@ -426,7 +426,7 @@ class Rollback:
         state = self._operator._lockstep
         state.committed = self._operator.global_step = start.committed
         if state.step_log is not None:
-            state.step_log.back_to(start.committed)
+            state.step_log.rewind_to(start.committed)
         tally.steps, tally.samples = start.tally_steps, start.tally_samples
         if start.meters is not None:
             state.meters = start.meters

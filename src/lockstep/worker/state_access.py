@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardPlacement, shards_of
+from lockstep.data import ShardAssignment, shards_of
 from lockstep.errors import CheckpointError
 from lockstep.operator.default_loss import registered
 from lockstep.worker import state_dict as state_dicts
@@ -48,8 +48,8 @@ class StateAccess:
     def run(self) -> TrainingParts:
         return registered(self.operator)
 
-    def _placement(self, num_shards: int, seed: int, rank: int) -> ShardPlacement:
-        return ShardPlacement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
+    def _make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+        return ShardAssignment(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()
@@ -90,8 +90,8 @@ class StateAccess:
             for purpose, cursor in self.cursors.items()
         }
         self._rewind_to_window(state)
-        placement = self.operator._lockstep.context.placement
-        state["seed"], state["num_shards"] = placement.seed, placement.num_shards
+        assignment = self.operator._lockstep.context.shard_assignment
+        state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         return state
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class StateAccess:
         owed = self.owed + self.operator._lockstep.committed - before["global_step"]
         self._before_load = before, owed
         if self.operator._lockstep.step_log is not None:
-            self.operator._lockstep.step_log.back_to(0)
+            self.operator._lockstep.step_log.rewind_to(0)
         self.load_state(state)
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
@@ -155,15 +155,17 @@ class StateAccess:
             self._rollback.forget()
         state_dicts.apply(operator, self.run, self._own_part(state))
         if operator._lockstep.step_log is not None:
-            operator._lockstep.step_log.back_to(operator._lockstep.committed)
+            operator._lockstep.step_log.rewind_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
-        before = operator._lockstep.context.placement
-        placement = self._placement(
+        before = operator._lockstep.context.shard_assignment
+        assignment = self._make_shard_assignment(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
         )
-        if placement != before:
-            operator._lockstep.context = replace(operator._lockstep.context, placement=placement)
+        if assignment != before:
+            operator._lockstep.context = replace(
+                operator._lockstep.context, shard_assignment=assignment
+            )
             self._open_loaders(operator)
         places = state.get("position", {})
         if not places and "epoch" in state:

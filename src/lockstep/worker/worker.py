@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.data import RayBatches, ShardPlacement
+    from lockstep.data import RayBatches, ShardAssignment
     from lockstep.operator import TrainingOperator
     from lockstep.worker.report import Report
     from lockstep.worker.saved_gradients import SavedGradients
@@ -165,7 +165,9 @@ class Worker(StateAccess):
             device=device,
             group=self._group_handle,
             # A spare gets its shards in `join`.
-            placement=self._placement(spec.num_shards, spec.seed, 0 if is_spare else self.rank),
+            shard_assignment=self._make_shard_assignment(
+                spec.num_shards, spec.seed, 0 if is_spare else self.rank
+            ),
             options=spec.options,
             is_trial=is_trial,
             is_spare=is_spare,
@@ -173,7 +175,7 @@ class Worker(StateAccess):
             if self._rendezvous is not None
             else None,
         )
-        config = config_for(spec.config, spec.num_shards, context.placement.shards[0])
+        config = config_for(spec.config, spec.num_shards, context.shard_assignment.shards[0])
         operator = spec.operator_cls(config, context)
         # Set before `setup`, so that `stop` frees what a failing `setup` registered.
         self._operator = operator
@@ -346,9 +348,9 @@ class Worker(StateAccess):
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
 
-    def placement_for(self, before: ShardPlacement) -> ShardPlacement:
-        """The placement with the shards of this rank in the present group."""
-        return self._placement(before.num_shards, before.seed, self.rank)
+    def shard_assignment_of(self, before: ShardAssignment) -> ShardAssignment:
+        """The shards of this rank in its present group."""
+        return self._make_shard_assignment(before.num_shards, before.seed, self.rank)
 
     # --------------------------------------------------------------------- copies beside it
 
